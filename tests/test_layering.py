@@ -63,7 +63,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "jiwer": ("tasks/error_rates",),
     "starlette": ("serve/",),  # the optional extra `serve`, with uvicorn; imported when called
     "uvicorn": ("serve/server",),
-    "llguidance": ("serve/json_answers",),  # the optional extra `json`; imported when called
+    "llguidance": ("serve/requests",),  # the optional extra `json`; imported when called
     "lm_eval": ("inference/harness",),  # the optional extra `lm-eval`; imported when called
     "typer": ("cli/",),
     "rich": ("cli/",),

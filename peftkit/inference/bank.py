@@ -1,4 +1,4 @@
-"""Several adapters on one frozen base: switched by name, or mixed row by row in a batch.
+"""Several adapters on one frozen base, switched by name or mixed row by row in a batch.
 
     bank = AdapterBank(base, {"json": "runs/json", "sql": "runs/sql"})
     with bank.use("json"):                # every row
@@ -6,12 +6,12 @@
     with bank.use(["json", None, "sql"]):  # row by row; None is the bare base
         model(...)
 
-A switch is a lookup: no tensor is touched. Each adapter takes the memory of its file, or less if
-the base computes in a smaller dtype. Within `use` with mixed rows the layers keep one more copy of
-the adapters in use.
+A switch is a lookup and touches no tensor. An adapter takes the memory of its file, or less if the
+base computes in a smaller dtype. Within `use` with mixed rows the layers hold one more copy of the
+adapters in use.
 
-The switch belongs to the base, not to a thread: run one forward pass or generation at a time, and
-take a lock around `use` if requests come in on several threads.
+The switch belongs to the base, not to a thread: run one forward pass or generation at a time, with
+a lock around `use` if requests come in on several threads.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class AdapterBank:
         *,
         force: bool = False,
     ) -> None:
-        """Load adapters.
+        """Load adapters onto a base.
 
         Args:
             base: Without an adapter on it.
@@ -89,7 +89,7 @@ class AdapterBank:
         return tuple(self._files)
 
     def add(self, name: str, path: str | Path, *, force: bool = False) -> None:
-        """Load an adapter beside the others, which may be in use.
+        """Load another adapter; the others may be in use.
 
         Args:
             name: Letters, digits, `_`, `-` and `.`.
@@ -97,8 +97,8 @@ class AdapterBank:
             force: Accept one that was trained on other weights.
 
         Raises:
-            AdapterError: The name is taken or not allowed; or it is not a LoRA or DoRA adapter, or
-                is of another base; lists everything that does not fit.
+            AdapterError: The name is taken or not allowed, the adapter is not LoRA or DoRA, or it
+                belongs to another base; lists everything that does not fit.
         """
         check_name(name)
         if name in self._files:
@@ -125,9 +125,9 @@ class AdapterBank:
         """Remove an adapter; layers without any are the base's own again.
 
         Raises:
-            AdapterError: There is none of this name, or a batch uses it.
+            AdapterError: There is no adapter of this name, or it is in use.
         """
-        self._known(name)
+        self._require(name)
         if any(name in routing.names for routing in self._switch.held):
             raise AdapterError(
                 f"the adapter '{name}' is in use", fix="Leave the `with bank.use(...)` block first."
@@ -140,28 +140,28 @@ class AdapterBank:
                 self.base.model.set_submodule(path, layer.base)
 
     def use(self, rows: str | Sequence[str | None] | None) -> InUse:
-        """Return a context within which the adapter is switched; it may be entered again.
+        """Return a context that switches the adapter; it may be entered again.
 
         Args:
-            rows: One adapter for every row; or an entry for each row of the batches that follow.
-                None is the bare base.
+            rows: One adapter for every row, or one for each row of the batches that follow. None
+                is the bare base.
 
         Raises:
             AdapterError: There is no adapter of a name, or no rows; or, raised by the model's
-                forward, a batch has another number of rows.
+                forward pass, a batch has another number of rows.
         """
         routing = Routing.of(rows)
         for name in routing.names:
-            self._known(name)
+            self._require(name)
         return InUse(self._switch, routing)
 
     def num_bytes(self, name: str) -> int:
-        """Return the memory that an adapter takes.
+        """Return the memory of an adapter.
 
         Raises:
             AdapterError: There is none of this name.
         """
-        self._known(name)
+        self._require(name)
         updates = (layer.updates.get(name) for layer in self._layers.values())
         return sum(update.num_bytes for update in updates if update is not None)
 
@@ -171,7 +171,7 @@ class AdapterBank:
         Raises:
             AdapterError: There is none of this name.
         """
-        self._known(name)
+        self._require(name)
         return self._files[name]
 
     def style(self, name: str | None) -> Style:
@@ -191,12 +191,12 @@ class AdapterBank:
 
         Args:
             names: The adapter of each prompt; None is the bare base.
-            batch_size: Most answers made at once, whatever their adapters; None: 64.
+            batch_size: Most answers at once, over all adapters; None: 64.
             settings: As in `generate`.
 
         Raises:
             AdapterError: There is no adapter of a name.
-            DataError: Not one name for each prompt; or as `generate`.
+            DataError: There is not one name for each prompt; or as `generate`.
         """
         if isinstance(names, str) or len(prompts) != len(names):
             raise DataError(
@@ -212,22 +212,20 @@ class AdapterBank:
         sampling = [Sampling(**settings, stops=stop_ids(tokenizer, styles[name])) for name in names]
         limits = Limits() if batch_size is None else Limits(rows=batch_size)
         with self.engine(limits) as engine:
-            made = engine.answers(ids, sampling, adapters=names, log_probs=False)
-        return [decoded(tokenizer, answer.ids) for (answer,) in made]
+            groups = engine.answers(ids, sampling, adapters=names, log_probs=False)
+        return [decoded(tokenizer, answer.ids) for (answer,) in groups]
 
     def engine(self, limits: Limits | None = None) -> Engine:
         """Return an engine, to be entered, whose requests name their adapters."""
         return open_engine(self.base.model, self.base.tokenizer, limits, self.use)
 
-    def _known(self, name: str) -> None:
-        if name in self._files:
-            return
-        held = ", ".join(self._files) or "none"
-        raise AdapterError(
-            f"there is no adapter '{name}' in the bank",
-            found=f"It holds: {held}.",
-            fix=did_you_mean(name, self._files) or "Add it first.",
-        )
+    def _require(self, name: str) -> None:
+        if name not in self._files:
+            raise AdapterError(
+                f"there is no adapter '{name}' in the bank",
+                found=f"It holds: {', '.join(self._files) or 'none'}.",
+                fix=did_you_mean(name, self._files) or "Add it first.",
+            )
 
     def _refuse_taken(self, file: AdapterFile, layers: Mapping[str, nn.Module]) -> None:
         model = self.base.model
@@ -235,7 +233,7 @@ class AdapterBank:
             if model.get_submodule(path) not in (bare_layer, self._layers.get(path)):
                 raise AdapterError(
                     f"the adapter in {file.folder} cannot sit on {path}",
-                    found="which already has an adapter that is not of this bank",
+                    found="which already has an adapter from outside of this bank",
                     fix="Call its detach() first, or merge it.",
                 )
 
@@ -254,7 +252,7 @@ def open_bank(
     force: bool = False,
     on_event: Listener = ignore,
 ) -> AdapterBank:
-    """Load the base that the first adapter names, as in its training, and all adapters on it.
+    """Load the base that the first adapter names, as for its training, with all adapters.
 
     Args:
         adapters: Name to folder; at least one.
@@ -262,7 +260,7 @@ def open_bank(
         force: Accept adapters that were trained on other weights.
 
     Raises:
-        AdapterError: As `AdapterBank.add`; or no adapter says which base it belongs to.
+        AdapterError: As `AdapterBank.add`; or no adapter names its base.
         BaseError: The base cannot be found or loaded.
     """
     for name in adapters:
@@ -270,8 +268,8 @@ def open_bank(
     files = [read_adapter(adapter_folder(path)) for path in adapters.values()]
     for file in files:
         require_causal(task_of(file), file.folder, media=False)
-    telling = next((file for file in files if file.provenance.base), files[0])
-    loaded = base_of(telling, base, on_event=on_event)
+    naming = next((file for file in files if file.provenance.base), files[0])
+    loaded = base_of(naming, base, on_event=on_event)
     on_event(Stage(f"Loading {len(files)} adapters"))
     return AdapterBank(loaded, adapters, force=force)
 

@@ -1,4 +1,4 @@
-"""A linear layer with the updates of several adapters, one of which is chosen for each row.
+"""A linear layer with the updates of several adapters, and the choice of one for each row.
 
 Shapes: M rows of the batch, T tokens, r rank; in, out features of the layer.
 """
@@ -24,7 +24,8 @@ class Update:
     """One adapter's update of one layer, y = W x + b^T a x, in the layer's compute dtype.
 
     Attributes:
-        a: (r, in). b: (r, out), B transposed and scaled.
+        a: (r, in).
+        b: (r, out), B transposed and scaled.
         gain: (out,) of DoRA: m / ||W + s B A|| - 1, which scales W x too; float32, or None.
     """
 
@@ -45,14 +46,16 @@ def make_update(
     magnitude: Tensor | None,
     scales_in: torch.dtype,
 ) -> Update:
-    """Return an update to keep beside its layer, copied to the layer's device.
+    """Return the update of a layer, copied to the layer's device.
 
     Args:
         base: The frozen layer.
-        a: (r, in). b: (out, r). magnitude: (out,) of DoRA.
-        scales_in: dtype in which a single adapter scales its B; DoRA uses float32.
+        a: (r, in).
+        b: (out, r).
+        magnitude: (out,) of DoRA.
+        scales_in: dtype in which the adapter alone scales its B; DoRA uses float32.
     """
-    device, dtype = _place(base)
+    device, dtype = _storage(base)
     a, b = a.to(device), b.to(device)
     gain: Tensor | None = None
     factor: Tensor | float = scaling
@@ -63,12 +66,12 @@ def make_update(
         gain = magnitude.to(device).float() / norms - 1
         factor, scales_in = scaling * (1 + gain), torch.float32
     scaled = (b.t().to(scales_in) * factor).to(dtype)
-    own_b = scaled.clone(memory_format=torch.contiguous_format)
-    return Update(a.to(dtype, copy=True), own_b, gain)
+    contiguous = scaled.clone(memory_format=torch.contiguous_format)
+    return Update(a.to(dtype, copy=True), contiguous, gain)
 
 
-def _place(base: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Return a linear layer's device and compute dtype; a packed weight is not unpacked."""
+def _storage(base: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Return a linear layer's device and compute dtype, without unpacking a packed weight."""
     if isinstance(base, QuantizedLinear):
         return base.packed.device, base.packing.dtype
     weight = cast(Tensor, base.weight)
@@ -77,12 +80,13 @@ def _place(base: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """Which rows use which adapter; made once per batch, read by all layers.
+    """The adapter of each row; made once for a batch, read by all layers.
 
     Attributes:
-        name: The adapter of all rows; None if there is none, or if rows differ.
-        rows: An entry for each row if given row by row; else None.
-        stacks: Each layer's stacked updates, for as long as the routing holds.
+        name: The adapter of all rows; None: no adapter, or rows differ.
+        rows: One adapter for each row; None: `name` is for all.
+        stacks: Each layer's stacked updates.
+        ranks: Results of `rank_rows`, shared by layers.
     """
 
     name: str | None = None
@@ -92,7 +96,7 @@ class Routing:
 
     @classmethod
     def of(cls, rows: str | Sequence[str | None] | None) -> Routing:
-        """Make it from one name for all rows, or one for each."""
+        """Make it from one adapter for all rows, or one for each."""
         if rows is None or isinstance(rows, str):
             return cls(rows)
         entries = tuple(rows)
@@ -109,7 +113,7 @@ class Routing:
     def rank_rows(
         self, slots: Sequence[int | None], ranks: Sequence[int], like: Tensor
     ) -> RowRanks:
-        """Return `RowRanks.of`, made once for all layers that have the same adapters and ranks."""
+        """Return `RowRanks.of`, made once for all layers with the same adapters and ranks."""
         key = (tuple(slots), tuple(ranks), like.device)
         if key not in self.ranks:
             self.ranks[key] = RowRanks.of(slots, ranks, like.device)
@@ -117,7 +121,7 @@ class Routing:
 
 
 class Switch:
-    """The routings that hold, the last of them for all layers of a bank."""
+    """The stack of active routings; all layers of a bank read the last one."""
 
     def __init__(self) -> None:
         self.held: list[Routing] = []
@@ -129,7 +133,7 @@ class Switch:
 
 
 class InUse:
-    """A context within which a routing holds, and what was made for it stays."""
+    """A context within which a routing is active; it keeps the routing's stacks."""
 
     def __init__(self, switch: Switch, routing: Routing) -> None:
         self._held, self._routing = switch.held, routing
@@ -143,11 +147,13 @@ class InUse:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """The updates of one layer that a mixed batch needs.
+    """The updates of one layer for a mixed batch; R ranks of all its adapters.
 
     Attributes:
-        a: (R, in). b: (R, out). ranks: Which rank belongs to which row.
-        gain: (M, 1, out) of DoRA, zero for rows without; None where no row has it.
+        a: (R, in).
+        b: (R, out).
+        ranks: The ranks of each row.
+        gain: (M, 1, out) of DoRA, zero for other rows; None: no row has it.
     """
 
     a: Tensor
@@ -157,10 +163,10 @@ class _Stack:
 
 
 class BankLinear(FrozenWrapper):
-    """A frozen linear layer with the updates of several adapters beside it.
+    """A frozen linear layer with the updates of several adapters.
 
     Attributes:
-        updates: By adapter name. They are not parameters and not in the state dict, but follow the
+        updates: By adapter name. They are neither parameters nor in the state dict, but follow the
             model when it is moved or cast.
     """
 
@@ -219,12 +225,12 @@ class BankLinear(FrozenWrapper):
         return changed + self._grown(flat_out, stack.gain).view(out.shape)
 
     def _grown(self, out: Tensor, gain: Tensor) -> Tensor:
-        """Return the change of W x by DoRA's row norms."""
+        """Return gain * W x, without the bias."""
         plain = out if self.bias is None else out - self.bias
         return gain.to(out.dtype) * plain
 
     def _stack(self, routing: Routing, like: Tensor) -> _Stack | None:
-        """Stack the updates of the routing's adapters; None if none has this layer."""
+        """Stack the updates of the routing's adapters; None: none adapts this layer."""
         assert routing.rows is not None
         here = [n for n in dict.fromkeys(routing.rows) if n is not None and n in self.updates]
         if not here:

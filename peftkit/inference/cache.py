@@ -1,10 +1,10 @@
-"""Keys and values of many answers at once, each written where it stays.
+"""The key-value cache of many answers at once.
 
-A prompt's are made piece by piece in a `Span` of just its size. A span that several answers begin
-with is kept and read by all of them; any other moves into an `Arena`, in whose slots answers of
-about equal length grow, a token at a time, without a copy. An answer that outgrows its arena moves
-to one of twice the length. What prompts begin with in common is computed once (`Prefixes`), and
-kept as long as there is room.
+Prompts are computed in chunks, each in a `Span` of exactly its size. A span that is the prefix of
+several answers stays where it is, and all of them read it. Any other moves into an `Arena`, in
+whose slots answers of similar length grow by a token at a time, without a copy. An answer that
+outgrows its arena moves to one with slots twice as long. Common prefixes of prompts are computed
+once (`Prefixes`), and kept as long as there is room.
 
 Shapes: S slots, K heads of keys, C tokens of a slot, P tokens of a span, D head size.
 """
@@ -23,12 +23,12 @@ Pair = tuple[Tensor, Tensor]
 SMALLEST = 128
 """Tokens of a slot in the smallest arena."""
 MIN_SHARED = 16
-"""Tokens that prompts have to have in common."""
+"""Tokens of the shortest prefix that is shared."""
 MIN_SAVED = 128
-"""Tokens that have to be spared; a pass of its own costs about as much."""
+"""Tokens that sharing must save; the extra forward pass costs about as much."""
 MIN_READ = 2048
-"""Tokens, times the answers that are spared them, from where on a span is read by all its answers
-at once; of less each has a copy, which attention takes in one piece with its own."""
+"""Tokens times answers from which on a prefix is read in place by all of its answers. Below that
+each answer has a copy, so that attention reads its keys in one product."""
 
 
 @dataclass(eq=False)
@@ -36,13 +36,15 @@ class Span:
     """Keys and values of consecutive tokens of one sequence.
 
     Attributes:
-        tokens: Those that it is for. start: Position of the first.
-        filled: How many are there already.
-        layers: Of each layer (1, K, P, D) twice; made when a layer is first written.
-        adapter: Whose keys and values they are.
-        base: A span that it goes on from, without a copy.
-        is_read: Whether answers read it where it is; else each takes a copy.
-        num_users: Answers that read it now. used_at: When it was last of use.
+        tokens: All of its tokens, computed or not.
+        adapter: The adapter that computes them.
+        start: Position of the first token.
+        filled: Number of tokens whose keys and values are written.
+        layers: Layer to keys and values (1, K, P, D); allocated by the first write.
+        base: The span that it continues, without a copy.
+        is_read: Whether answers read it in place; else each takes a copy.
+        num_users: Answers that read it now.
+        used_at: When it was last used.
     """
 
     tokens: list[int]
@@ -57,7 +59,7 @@ class Span:
 
     @property
     def end(self) -> int:
-        """Position after the last token that is there."""
+        """Position after the last written token."""
         return self.start + self.filled
 
     @property
@@ -69,18 +71,18 @@ class Span:
         return self.filled == len(self.tokens)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write (1, K, T, D) after what is there; `filled` is not changed."""
+        """Append (1, K, T, D); the caller raises `filled` after the last layer."""
         if layer not in self.layers:
             self.layers[layer] = (self._like(keys), self._like(values))
         size = keys.shape[2]
-        for kept, new in zip(self.layers[layer], (keys, values), strict=True):
-            kept[:, :, self.filled : self.filled + size] = new
+        for cache, new in zip(self.layers[layer], (keys, values), strict=True):
+            cache[:, :, self.filled : self.filled + size] = new
 
     def _like(self, new: Tensor) -> Tensor:
         return new.new_empty(1, new.shape[1], len(self.tokens), new.shape[3])
 
     def copy_from(self, other: Span) -> None:
-        """Begin with the tokens of another span, which begins where this one does."""
+        """Copy the tokens of another span with the same start."""
         for layer, (keys, values) in other.layers.items():
             self.write(layer, keys[:, :, : other.filled], values[:, :, : other.filled])
         self.filled = other.filled
@@ -91,10 +93,10 @@ class Row:
     """An answer that grows in an arena.
 
     Attributes:
-        owner: Whose it is.
-        base: A span that it begins with, read by others too.
-        length: Its own tokens after that whose keys and values are there.
-        slot: Where in the arena.
+        owner: The answer (`engine.Running`).
+        base: The shared prefix that it reads in place, if any.
+        length: Number of its tokens in the arena, after the prefix.
+        slot: Index of its slot.
     """
 
     owner: Any
@@ -105,28 +107,28 @@ class Row:
 
     @property
     def start(self) -> int:
-        """Position of the first token of its own."""
+        """Position of its first token in the arena."""
         return 0 if self.base is None else self.base.end
 
     @property
     def has_room(self) -> bool:
-        """Whether its slot has a place for its next token."""
+        """Whether its slot has room for the next token."""
         return self.arena is not None and self.length < self.arena.capacity
 
     @property
     def numbers(self) -> tuple[int, int, int]:
-        """Its place for the next token, the position of its first, and that token."""
+        """Return the index in its slot for the next token, `start`, and that token."""
         owner = self.owner
         return self.length, self.start, (owner.ids or owner.request.ids)[-1]
 
 
 class Arena:
-    """Slots of one size. The rows in it have the first slots, in the order of `rows`.
+    """Slots of one length; its rows fill the first ones, in the order of `rows`.
 
     Attributes:
         capacity: Tokens of a slot.
-        num_slots: As many as there have been rows at once, or more; a power of two.
-        layers: Of each layer (S, K, C, D) twice.
+        num_slots: A power of two, at least the most rows that it has had at once.
+        layers: Layer to keys and values (S, K, C, D).
     """
 
     def __init__(self, capacity: int) -> None:
@@ -136,61 +138,62 @@ class Arena:
 
     @property
     def is_full(self) -> bool:
-        """Whether one row more needs larger tensors."""
+        """Whether another row needs larger tensors."""
         return len(self.rows) == self.num_slots
 
     def add(self, row: Row, layers: dict[int, Pair]) -> None:
-        """Give a row the next slot, and copy what it has: of each layer (1, K, >= length, D)."""
+        """Give a row the next slot, and copy its layers there, each (1, K, >= length, D)."""
         if self.is_full:
             self.num_slots *= 2
         row.arena, row.slot = self, len(self.rows)
         self.rows.append(row)
         for layer, pair in layers.items():
-            for kept, new in zip(self._room(layer, pair), pair, strict=True):
-                kept[row.slot, :, : row.length] = new[0, :, : row.length]
+            for cache, new in zip(self._tensors(layer, pair), pair, strict=True):
+                cache[row.slot, :, : row.length] = new[0, :, : row.length]
 
     def remove(self, row: Row, slot: int) -> None:
-        """Take a row out of its slot; the last one gets it."""
+        """Free a row's slot: the last row moves into it."""
         last = self.rows.pop()
         if last is row:
             return
         for pair in self.layers.values():
-            for kept in pair:
-                if len(kept) > last.slot:
-                    kept[slot, :, : last.length] = kept[last.slot, :, : last.length]
+            for cache in pair:
+                if len(cache) > last.slot:
+                    cache[slot, :, : last.length] = cache[last.slot, :, : last.length]
         self.rows[slot], last.slot = last, slot
 
     def of_row(self, row: Row) -> dict[int, Pair]:
-        """Return what is there of a row: of each layer (1, K, C, D) twice."""
+        """Return a row's keys and values by layer, (1, K, C, D) each."""
         at = slice(row.slot, row.slot + 1)
         return {layer: (keys[at], values[at]) for layer, (keys, values) in self.layers.items()}
 
-    def write(self, layer: int, places: Pair, keys: Tensor, values: Tensor) -> Pair:
-        """Write one token of each of the first slots, (b, K, 1, D); return all of the layer.
+    def write(self, layer: int, index: Pair, keys: Tensor, values: Tensor) -> Pair:
+        """Write one token into each of the first slots; return the layer's keys and values.
 
         Args:
-            places: Of each row its slot, and the place in it.
+            index: Slot of each row, and index within the slot.
+            keys, values: (b, K, 1, D).
         """
-        pair = self._room(layer, (keys, values))
-        for kept, new in zip(pair, (keys, values), strict=True):
-            kept[places[0], :, places[1]] = new[:, :, 0]
+        pair = self._tensors(layer, (keys, values))
+        for cache, new in zip(pair, (keys, values), strict=True):
+            cache[index[0], :, index[1]] = new[:, :, 0]
         return pair
 
-    def _room(self, layer: int, like: Pair) -> Pair:
-        """Return a layer's tensors, with all slots."""
-        found = self.layers.get(layer)
-        if found is None or len(found[0]) < self.num_slots:
-            # zeros: what is not a number would be one beneath a mask too
+    def _tensors(self, layer: int, like: Pair) -> Pair:
+        """Return a layer's keys and values; grow them to `num_slots` first."""
+        pair = self.layers.get(layer)
+        if pair is None or len(pair[0]) < self.num_slots:
+            # zeros: NaN in unused slots would survive the mask
             size = self.num_slots
             grown = [new.new_zeros(size, new.shape[1], self.capacity, new.shape[3]) for new in like]
-            for new, old in zip(grown, found or (), strict=False):
+            for new, old in zip(grown, pair or (), strict=False):
                 new[: len(old)] = old
-            self.layers[layer] = found = (grown[0], grown[1])
-        return found
+            self.layers[layer] = pair = (grown[0], grown[1])
+        return pair
 
 
 def capacity_for(length: int) -> int:
-    """Return the size of the smallest slots that hold so many tokens."""
+    """Return the length of the shortest slots for this many tokens."""
     return max(SMALLEST, power_of_two(length))
 
 
@@ -199,7 +202,7 @@ def power_of_two(number: int) -> int:
 
 
 def joined(spans: Sequence[Span], layer: int, lengths: Sequence[int]) -> Pair:
-    """Return the first tokens of spans that follow each other, so many of each."""
+    """Return the first `lengths` tokens of consecutive spans, concatenated."""
     if len(spans) == 1:
         keys, values = spans[0].layers[layer]
         return keys[:, :, : lengths[0]], values[:, :, : lengths[0]]
@@ -212,7 +215,7 @@ def joined(spans: Sequence[Span], layer: int, lengths: Sequence[int]) -> Pair:
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return of how many tokens both begin alike."""
+    """Return the length of the common prefix."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -224,7 +227,7 @@ def num_common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def worth_sharing(tokens: Sequence[int], others: Iterable[Sequence[int]]) -> tuple[int, int]:
-    """Return how many of the first tokens to compute once, and for how many others; or zeros."""
+    """Return the length of the prefix worth sharing, and with how many others; zeros: none."""
     common = sorted((num_common(tokens, other) for other in others), reverse=True)
     saved, size, users = max(
         ((length * number, length, number) for number, length in enumerate(common, 1)),
@@ -234,10 +237,10 @@ def worth_sharing(tokens: Sequence[int], others: Iterable[Sequence[int]]) -> tup
 
 
 class Prefixes:
-    """Spans from position 0 on that answers may begin with.
+    """Shared prefixes: spans that begin at position 0.
 
     Args:
-        max_tokens: Of those that nobody reads now, so many are kept, the latest used.
+        max_tokens: Tokens to keep of prefixes that nobody reads, the least recently used go first.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -250,35 +253,35 @@ class Prefixes:
         return sum(len(span.tokens) for span in self._spans)
 
     def add(self, span: Span) -> None:
-        """Keep a span, ready or not."""
+        """Add a span, computed or not."""
         self._spans.append(span)
         self.touch(span)
 
     def find(self, tokens: list[int], adapter: str | None) -> Span | None:
-        """Return the longest span that these tokens begin with."""
-        found = [
+        """Return the longest prefix of these tokens."""
+        matching = [
             span
             for span in self._spans
             if span.adapter == adapter and tokens[: len(span.tokens)] == span.tokens
         ]
-        return max(found, key=lambda span: len(span.tokens), default=None)
+        return max(matching, key=lambda span: len(span.tokens), default=None)
 
     def touch(self, span: Span) -> None:
         span.used_at = next(self._clock)
 
     def trim(self, waiting: Iterable[Sequence[int]]) -> None:
-        """Drop what nobody reads, is not what a prompt that waits begins with, and is too much."""
+        """Drop prefixes beyond `max_tokens` that neither answers nor waiting prompts use."""
         idle = [span for span in self._spans if not span.num_users and span.is_ready]
         spare = sum(len(span.tokens) for span in idle) - self._max_tokens
         if spare <= 0:
             return
-        wanted = [list(tokens) for tokens in waiting]
+        prompts = [list(tokens) for tokens in waiting]
         for span in sorted(idle, key=lambda span: span.used_at):
             size = len(span.tokens)
-            if spare > 0 and not any(tokens[:size] == span.tokens for tokens in wanted):
+            if spare > 0 and not any(tokens[:size] == span.tokens for tokens in prompts):
                 self._spans.remove(span)
                 spare -= size
 
     def drop(self) -> None:
-        """Drop what nobody reads."""
+        """Drop all prefixes that nobody reads."""
         self._spans = [span for span in self._spans if span.num_users or not span.is_ready]

@@ -1,7 +1,7 @@
 """Attention over `peftkit.inference.cache`, through transformers' own extension point.
 
-What a query may see is still said by transformers: its mask function is asked for the positions of
-the queries and keys at hand, so that windows hold and nothing is known of any architecture.
+transformers still decides what a query may see: its mask function gets the positions of queries and
+keys, so that sliding windows hold and no architecture is named here.
 
 Shapes: B rows, H heads of queries, K of keys, G = H / K, T tokens, L keys, D head size.
 """
@@ -28,7 +28,7 @@ _numbers = count()
 
 
 class Scores(NamedTuple):
-    """How a layer makes its scores: their scale, a cap, and what each head may leave unseen."""
+    """How a layer computes scores: scale, soft cap, and one attention sink (H,) per head."""
 
     scale: float
     softcap: float | None
@@ -36,16 +36,20 @@ class Scores(NamedTuple):
 
     @property
     def are_plain(self) -> bool:
-        """Whether torch's SDPA makes them."""
+        """Whether torch's SDPA computes them."""
         return self.softcap is None and self.sinks is None
 
 
-class Seen:
-    """What a kind of layer may see in one forward pass, by transformers' mask function."""
+class LayerMask:
+    """The mask of one kind of layer in one forward pass, by transformers' mask function.
+
+    Attributes:
+        cache: Masks by what the forward pass made them for.
+    """
 
     def __init__(self, function: Callable[..., Tensor], window: int | None) -> None:
         self._function, self._window = function, window
-        self.made: dict[Any, Tensor] = {}
+        self.cache: dict[Any, Tensor] = {}
 
     @cached_property
     def is_causal(self) -> bool:
@@ -53,53 +57,53 @@ class Seen:
         return kind_of(self._function, self._window) == MaskKind(True, None)
 
     def __call__(self, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what is added to scores, by positions that are broadcast."""
-        seen = self._function(0, 0, queries, keys) & (keys <= queries)
-        return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+        """Return the additive mask for positions of queries and keys, which broadcast."""
+        visible = self._function(0, 0, queries, keys) & (keys <= queries)
+        return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 class Prefill:
     """A forward pass over the next tokens of some spans, padded on the right.
 
     Args:
-        pieces: Of each row its span, and how many tokens come.
+        chunks: The span of each row, and the number of its next tokens.
     """
 
-    def __init__(self, pieces: Sequence[tuple[Span, int]]) -> None:
-        self._pieces = pieces
+    def __init__(self, chunks: Sequence[tuple[Span, int]]) -> None:
+        self._chunks = chunks
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        for row, (own, size) in enumerate(self._pieces):
+        for row, (span, size) in enumerate(self._chunks):
             at = slice(row, row + 1)
-            own.write(layer, keys[at, :, :size], values[at, :, :size])
+            span.write(layer, keys[at, :, :size], values[at, :, :size])
 
-    def attend(self, layer: int, query: Tensor, seen: Seen, scores: Scores) -> Tensor:
-        out = query.new_zeros((*query.shape[:3], self._pieces[0][0].layers[layer][1].shape[-1]))
-        for row, (own, size) in enumerate(self._pieces):
-            spans = [own] if own.base is None else [own.base, own]
-            lengths = [*(span.filled for span in spans[:-1]), own.filled + size]
+    def attend(self, layer: int, query: Tensor, layer_mask: LayerMask, scores: Scores) -> Tensor:
+        out = query.new_zeros((*query.shape[:3], self._chunks[0][0].layers[layer][1].shape[-1]))
+        for row, (span, size) in enumerate(self._chunks):
+            spans = [span] if span.base is None else [span.base, span]
+            lengths = [*(before.filled for before in spans[:-1]), span.filled + size]
             keys, values = joined(spans, layer, lengths)
             q, mask = query[row : row + 1, :, :size], None
-            if keys.shape[2] > size or not (seen.is_causal and scores.are_plain):
-                if row not in seen.made:
-                    places = torch.arange(keys.shape[2], device=q.device)
-                    seen.made[row] = seen(places[-size:, None], places, q.dtype)
-                mask = seen.made[row]
-            out[row, :, :size] = _whole(q.contiguous(), keys, values, mask, scores)[0]
+            if keys.shape[2] > size or not (layer_mask.is_causal and scores.are_plain):
+                if row not in layer_mask.cache:
+                    positions = torch.arange(keys.shape[2], device=q.device)
+                    layer_mask.cache[row] = layer_mask(positions[-size:, None], positions, q.dtype)
+                mask = layer_mask.cache[row]
+            out[row, :, :size] = _full_attention(q.contiguous(), keys, values, mask, scores)[0]
         return out
 
 
 class Decode:
-    """Forward passes over one token of each row, for as long as the rows are the same.
+    """Forward passes over one token per row, as long as the rows stay the same.
 
     Args:
-        blocks: Arenas, and how many of their first slots are computed.
-        is_static: Whether shapes are the same for other rows in these slots: nothing then depends
-            on how long the rows are.
+        blocks: Arenas, and how many of their first slots to compute.
+        is_static: Whether shapes must not depend on the lengths of the rows, so that other rows in
+            these slots can use the same recording.
 
     Attributes:
         rows: In the order of the batch: arena by arena, slot by slot; None: an empty slot.
-        tokens: (B, 1) that come next. positions: Theirs.
+        tokens: (B, 1), the next ones.
     """
 
     def __init__(
@@ -114,12 +118,12 @@ class Decode:
         slots = [slot for _, size in blocks for slot in range(size)]
         self._slots = torch.tensor(slots, device=device)
         self._numbers = torch.zeros(3, len(slots), dtype=torch.long, device=device)
-        self._places, self._starts = self._numbers[0], self._numbers[1]
+        self._lengths, self._starts = self._numbers[0], self._numbers[1]
         self.tokens = self._numbers[2, :, None]
         self.fill()
 
     def fill(self) -> None:
-        """Take over the rows that are in the slots now."""
+        """Read the rows that are in the slots now."""
         self.rows: list[Row | None] = []
         for arena, at in self._blocks:
             empty = at.stop - at.start - len(arena.rows)
@@ -130,93 +134,107 @@ class Decode:
         for index, row in enumerate(self.rows):
             if row is not None and row.base is not None:
                 users.setdefault(row.base, []).append(index)
-        self._bases = [(span, torch.tensor(at, device=self.device)) for span, at in users.items()]
+        self._prefixes = [
+            (span, torch.tensor(at, device=self.device)) for span, at in users.items()
+        ]
 
     @property
     def positions(self) -> Tensor:
-        return (self._starts + self._places)[:, None]
+        """Positions (B, 1) of `tokens`."""
+        return (self._starts + self._lengths)[:, None]
 
     @property
     def has_room(self) -> bool:
-        """Whether each row's slot has a place for its next token."""
+        """Whether each row's slot has room for the next token."""
         return all(row.has_room for row in self.rows if row is not None)
 
     def advance(self, tokens: Tensor) -> None:
-        """Go on to the next tokens, (B, 1)."""
+        """Continue with the next tokens, (B, 1)."""
         self.tokens.copy_(tokens)
-        self._places += 1
+        self._lengths += 1
         for row in self.rows:
             if row is not None:
                 row.length += 1
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         for arena, at in self._blocks:
-            arena.write(layer, (self._slots[at], self._places[at]), keys[at], values[at])
+            arena.write(layer, (self._slots[at], self._lengths[at]), keys[at], values[at])
 
-    def attend(self, layer: int, query: Tensor, seen: Seen, scores: Scores) -> Tensor:
-        blocks = [self._block(layer, query, seen, arena, at) for arena, at in self._blocks]
-        if not self._bases and scores.are_plain:
+    def attend(self, layer: int, query: Tensor, layer_mask: LayerMask, scores: Scores) -> Tensor:
+        blocks = [self._block(layer, query, layer_mask, arena, at) for arena, at in self._blocks]
+        if not self._prefixes and scores.are_plain:
             out = [
                 functional.scaled_dot_product_attention(q, k, v, mask, scale=scores.scale)
                 for q, k, v, mask in blocks
             ]
             return (out[0] if len(out) == 1 else torch.cat(out)).view((*query.shape[:3], -1))
-        parts = [_part(*block, scores) for block in blocks]
-        found = Part(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
-        grouped = query.view(len(query), found.top.shape[1], -1, query.shape[-1])
-        for span, rows in self._bases:
-            found.add(rows, self._shared(layer, grouped[rows], rows, span, seen, scores))
-        return found.normalised(scores.sinks).to(query.dtype).view((*query.shape[:3], -1))
+        parts = [_partial_attention(*block, scores) for block in blocks]
+        partial = PartialAttention(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+        grouped = query.view(len(query), partial.top.shape[1], -1, query.shape[-1])
+        for span, rows in self._prefixes:
+            over_prefix = self._over_prefix(layer, grouped[rows], rows, span, layer_mask, scores)
+            partial.add(rows, over_prefix)
+        return partial.normalised(scores.sinks).to(query.dtype).view((*query.shape[:3], -1))
 
     def _block(
-        self, layer: int, query: Tensor, seen: Seen, arena: Arena, at: slice
+        self, layer: int, query: Tensor, layer_mask: LayerMask, arena: Arena, at: slice
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return queries (b, K, G, D), keys and values (b, K, L, D) and the mask of an arena."""
+        """Return an arena's queries (b, K, G, D), keys and values (b, K, L, D), and mask."""
         keys, values = arena.layers[layer]
         longest = arena.capacity
         if not self._is_static:
             longest = 1 + max(row.length for row in arena.rows)
         keys, values = (t[: at.stop - at.start, :, :longest] for t in (keys, values))
         q = query[at].view(len(keys), keys.shape[1], -1, query.shape[-1])
-        if at.start not in seen.made:
+        if at.start not in layer_mask.cache:
             first = self._starts[at, None]
-            places = first + torch.arange(longest, device=query.device)
-            mask = seen(first + self._places[at, None], places, query.dtype)
-            seen.made[at.start] = mask[:, None, None]
-        return q, keys, values, seen.made[at.start]
+            positions = first + torch.arange(longest, device=query.device)
+            mask = layer_mask(first + self._lengths[at, None], positions, query.dtype)
+            layer_mask.cache[at.start] = mask[:, None, None]
+        return q, keys, values, layer_mask.cache[at.start]
 
-    def _shared(
-        self, layer: int, query: Tensor, rows: Tensor, span: Span, seen: Seen, scores: Scores
-    ) -> Part:
-        """Return what rows find in a span that all of them begin with."""
+    def _over_prefix(
+        self,
+        layer: int,
+        query: Tensor,
+        rows: Tensor,
+        span: Span,
+        layer_mask: LayerMask,
+        scores: Scores,
+    ) -> PartialAttention:
+        """Return the attention of some rows over their common prefix."""
         keys, values = joined([span], layer, [span.filled])
         count, heads, group, size = query.shape
         q = query.transpose(0, 1).reshape(1, heads, count * group, size)
         mask = None
-        if not seen.is_causal:
-            if span not in seen.made:
-                places = torch.arange(span.filled, device=query.device)
-                mask = seen(self.positions[rows], places, query.dtype)
-                seen.made[span] = mask.repeat_interleave(group, 0)
-            mask = seen.made[span]
-        part = _part(q, keys, values, mask, scores)
-        return Part(*(t.view(heads, count, group, t.shape[-1]).transpose(0, 1) for t in part))
+        if not layer_mask.is_causal:
+            if span not in layer_mask.cache:
+                positions = torch.arange(span.filled, device=query.device)
+                mask = layer_mask(self.positions[rows], positions, query.dtype)
+                layer_mask.cache[span] = mask.repeat_interleave(group, 0)
+            mask = layer_mask.cache[span]
+        part = _partial_attention(q, keys, values, mask, scores)
+        return PartialAttention(
+            *(t.view(heads, count, group, t.shape[-1]).transpose(0, 1) for t in part)
+        )
 
 
-class Part(NamedTuple):
-    """Attention over a part of the keys, not yet divided by the sum of its weights; float32.
+class PartialAttention(NamedTuple):
+    """Attention over some of the keys, before the division by the sum of weights; float32.
 
     Attributes:
-        out: (B, K, G, D). top: (B, K, G, 1), the highest score. total: Sum of exp(score - top).
+        out: (B, K, G, D), the weighted sum of the values.
+        top: (B, K, G, 1), the highest score.
+        total: (B, K, G, 1), the sum of exp(score - top).
     """
 
     out: Tensor
     top: Tensor
     total: Tensor
 
-    def add(self, rows: Tensor, other: Part) -> None:
-        """Take in what some rows found in other keys."""
-        before = Part(*(t[rows] for t in self))
+    def add(self, rows: Tensor, other: PartialAttention) -> None:
+        """Add the attention of some rows over other keys, in place."""
+        before = PartialAttention(*(t[rows] for t in self))
         top = torch.maximum(before.top, other.top)
         here, there = (before.top - top).exp(), (other.top - top).exp()
         self.out[rows] = before.out * here + other.out * there
@@ -224,29 +242,33 @@ class Part(NamedTuple):
         self.top[rows] = top
 
     def normalised(self, sinks: Tensor | None) -> Tensor:
-        """Return the weighted mean of the values; sinks (H,) are scores that have none."""
+        """Return the weighted mean of the values; sinks (H,) are scores without a value."""
         if sinks is None:
             return self.out / self.total
-        own = sinks.float().reshape(self.top.shape[1], self.top.shape[2], 1)
-        top = torch.maximum(self.top, own)
+        sinks = sinks.float().reshape(self.top.shape[1], self.top.shape[2], 1)
+        top = torch.maximum(self.top, sinks)
         weight = (self.top - top).exp()
-        return self.out * weight / (self.total * weight + (own - top).exp())
+        return self.out * weight / (self.total * weight + (sinks - top).exp())
 
 
-def _part(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores) -> Part:
-    """Attend to a part of the keys: q (b, K, M, D), keys and values (b, K, L, D)."""
-    found = torch.matmul(q, keys.transpose(2, 3)).float() * scores.scale
+def _partial_attention(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores
+) -> PartialAttention:
+    """Attend to some of the keys: q (b, K, M, D), keys and values (b, K, L, D)."""
+    products = torch.matmul(q, keys.transpose(2, 3)).float() * scores.scale
     if scores.softcap is not None:
-        found = (found / scores.softcap).tanh() * scores.softcap
+        products = (products / scores.softcap).tanh() * scores.softcap
     if mask is not None:
-        found = found + mask
-    top = found.amax(-1, keepdim=True)
-    weights = (found - top).exp()
+        products = products + mask
+    top = products.amax(-1, keepdim=True)
+    weights = (products - top).exp()
     out = torch.matmul(weights.to(values.dtype), values).float()
-    return Part(out, top, weights.sum(-1, keepdim=True))
+    return PartialAttention(out, top, weights.sum(-1, keepdim=True))
 
 
-def _whole(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+def _full_attention(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores
+) -> Tensor:
     """Attend to all keys: q (1, H, T, D), keys and values (1, K, L, D); without a mask: causal."""
     heads, length = keys.shape[1], q.shape[2]
     grouped = q.view(heads, -1, length, q.shape[-1])  # (K, G, T, D)
@@ -259,18 +281,20 @@ def _whole(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores:
         return out.reshape(1, q.shape[1], length, -1)
     assert mask is not None
     flat = grouped.reshape(1, heads, group * length, -1)
-    part = _part(flat, keys, values, mask.repeat(group, 1), scores)
-    part = Part(*(t.view(1, heads * group, length, -1) for t in part))
+    part = _partial_attention(flat, keys, values, mask.repeat(group, 1), scores)
+    part = PartialAttention(*(t.view(1, heads * group, length, -1) for t in part))
     sinks = None if scores.sinks is None else scores.sinks.view(-1, 1).expand(-1, length)
     return part.normalised(sinks).to(q.dtype)
 
 
 class CachedAttention(Cache):
-    """The cache and the attention of one model, while answers are made with it.
+    """The cache and the attention of one model while an engine runs it.
+
+    Args:
+        window: The model's sliding window, if any.
 
     Attributes:
-        now: The forward pass that goes on.
-        window: One that the model may have.
+        now: The current forward pass.
     """
 
     def __init__(self, num_layers: int, window: int | None) -> None:
@@ -281,15 +305,15 @@ class CachedAttention(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values; attention reads them where they are."""
+        """Write the new keys and values; attention reads them from the cache."""
         assert self.now is not None
         self._layer = layer_idx
         self.now.write(layer_idx, key_states, value_states)
         return key_states, value_states
 
-    def mask(self, *, mask_function: Callable[..., Tensor], **_: Any) -> Seen:
-        """Return what attention may see, for a kind of layer."""
-        return Seen(mask_function, self._window)
+    def mask(self, *, mask_function: Callable[..., Tensor], **_: Any) -> LayerMask:
+        """Return the mask of a kind of layer."""
+        return LayerMask(mask_function, self._window)
 
     def attend(
         self,
@@ -305,11 +329,11 @@ class CachedAttention(Cache):
         s_aux: Tensor | None = None,
         **more: Any,
     ) -> tuple[Tensor, None]:
-        """Return what transformers' attention functions do, and no probabilities."""
+        """Compute attention with the signature of transformers; returns no probabilities."""
         assert self.now is not None
-        others = {name for name, value in more.items() if value is not None} - PLAIN
-        if others or not isinstance(attention_mask, Seen):
-            raise RuntimeError(f"attention asks for more than is known here: {sorted(others)}")
+        unknown = {name for name, value in more.items() if value is not None} - PLAIN
+        if unknown or not isinstance(attention_mask, LayerMask):
+            raise RuntimeError(f"attention has arguments that are unknown here: {sorted(unknown)}")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         scores = Scores(scale, softcap, s_aux)
         out = self.now.attend(self._layer, query.contiguous(), attention_mask, scores)
@@ -317,7 +341,7 @@ class CachedAttention(Cache):
 
 
 class _Layer(CacheLayerMixin):
-    """What transformers asks of a layer of a cache; the lengths are those of the rows."""
+    """The interface of a cache's layer; the rows know their lengths themselves."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
@@ -339,7 +363,7 @@ class _Layer(CacheLayerMixin):
 
 @contextmanager
 def registered(model: Any, attention: CachedAttention) -> Iterator[None]:
-    """Let a model call this attention within the context."""
+    """Make a model use this attention within the context."""
     before, name = model.config._attn_implementation, f"peftkit_cached_{next(_numbers)}"
     AttentionInterface.register(name, attention.attend)
     AttentionMaskInterface.register(name, attention.mask)

@@ -1,8 +1,8 @@
-"""The engine whose rows join and leave at any token.
+"""Continuous batching: answers join and leave the batch at any token.
 
-A prompt's tokens but its last are computed in pieces, what several prompts begin with once; then
-an answer grows by one token a step, beginning with its prompt's last. All rows of a step wait for
-the device once, where their tokens are read.
+All tokens of a prompt but the last are computed in chunks, common prefixes of prompts once. Then
+the answer grows by one token a step, beginning with its prompt's last. A step waits for the device
+once, when the tokens of all rows are read.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from peftkit.model.blocks import STREAMED
 PASS_TOKENS = 2048
 """Tokens of prompts in one forward pass."""
 MAX_RECORDED = 32
-"""Steps of decoding that are recorded; the oldest goes."""
-LOOK = 128
-"""Prompts that wait in which a common beginning is looked for."""
+"""CUDA graphs of decoding steps at most; the oldest goes."""
+LOOK_AHEAD = 128
+"""Waiting prompts that are searched for common prefixes."""
 EAGER_STEPS = 4
-"""Calls before a step is recorded; shapes that come more seldom are not worth it."""
+"""Calls before a step is recorded, which rarer shapes are not worth."""
 
 _LOG = logging.getLogger(__name__)
 
 
 class CachedEngine(Engine):
-    """Keeps keys and values of all answers in a cache of its own, which attention reads."""
+    """An engine with a key-value cache of its own, which attention reads in place."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -54,12 +54,12 @@ class CachedEngine(Engine):
         self._arenas: dict[int, Arena] = {}
         self._batch: _Batch | None = None
         plan = plan_of(self.model)
-        # between the blocks of these is waited for another process, or for main memory
+        # their blocks wait for another process or for main memory, which no graph records
         waits = is_sharded(self.model) or hasattr(self.model, STREAMED)
         self.recorder = Recorder() if plan.records_decoding and not waits else None
         self._steps: dict[Any, _Step] = {}
-        self._prefixes = Prefixes(self.limits.kept)
-        self._recent: deque[Running] = deque(maxlen=32 if self.limits.kept else 0)
+        self._prefixes = Prefixes(self.limits.prefix_tokens)
+        self._recent: deque[Running] = deque(maxlen=32 if self.limits.prefix_tokens else 0)
 
     def _prepare(self, stack: ExitStack) -> None:
         config = self.model.config.get_text_config()
@@ -74,7 +74,7 @@ class CachedEngine(Engine):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Compute some tokens of prompts, and the next token of each answer that grows."""
+        """Compute some tokens of prompts, and the next token of each growing answer."""
         self._drop_ended()
         left = self.limits.prefill
         self._admit()
@@ -92,7 +92,7 @@ class CachedEngine(Engine):
         return [row for arena in self._arenas.values() for row in arena.rows]
 
     def _admit(self) -> None:
-        """Begin with requests that wait, as long as there is room for them."""
+        """Start waiting requests as long as there is room for them."""
         held = sum(row.owner.num_tokens for row in self._growing())
         held += sum(one.num_tokens for one in self._prompts.values() if one is not None)
         held += self._prefixes.num_tokens
@@ -108,20 +108,19 @@ class CachedEngine(Engine):
                 held, room = held + running.num_tokens, room - 1
 
     def _begin(self, running: Running) -> bool:
-        """Begin with a request; False if its beginning is still computed for all that share it."""
+        """Start a request; False if its shared prefix is not computed yet."""
         request = running.request
         target = list(request.ids[:-1])
         base = self._prefixes.find(target, request.adapter)
         if base is not None and not base.is_ready:
             return False
-        known = 0 if base is None else len(base.tokens)
         others = [
             list(one.request.ids[:-1])
-            for one in (*islice(self._waiting, LOOK), *self._recent)
+            for one in (*islice(self._waiting, LOOK_AHEAD), *self._recent)
             if one is not running and one.request.adapter == request.adapter
         ]
         size, users = worth_sharing(target, others)
-        if size > known:
+        if size > (0 if base is None else len(base.tokens)):
             self._share(target[:size], request.adapter, base, users)
             return False
         if base is not None:
@@ -139,52 +138,51 @@ class CachedEngine(Engine):
         return True
 
     def _share(
-        self, tokens: list[int], adapter: str | None, begins: Span | None, users: int
+        self, tokens: list[int], adapter: str | None, shorter: Span | None, users: int
     ) -> None:
-        """Begin to compute what this prompt and others begin with."""
+        """Start to compute a common prefix, from a shorter one if there is any."""
         span = Span(tokens, adapter, is_read=len(tokens) * users >= MIN_READ)
-        if begins is not None:
-            span.copy_from(begins)
+        if shorter is not None:
+            span.copy_from(shorter)
         self._prompts[span] = None
         self._prefixes.add(span)
 
     def _prefill(self, most: int) -> int:
-        """Compute the next tokens of some prompts; return how many."""
-        pieces = self._pieces(most)
+        """Compute at most so many tokens of prompts; return how many, with padding."""
+        chunks = self._chunks(most)
         self.num_passes += 1
-        width = max(size for _, size in pieces)
-        ids = torch.zeros(len(pieces), width, dtype=torch.long)
+        width = max(size for _, size in chunks)
+        ids = torch.zeros(len(chunks), width, dtype=torch.long)
         positions = torch.zeros_like(ids)
-        for row, (span, size) in enumerate(pieces):
+        for row, (span, size) in enumerate(chunks):
             ids[row, :size] = torch.tensor(span.tokens[span.filled : span.filled + size])
             positions[row, :size] = torch.arange(span.end, span.end + size)
-        self._run(
-            Prefill(pieces), ids, positions, self._using([span.adapter for span, _ in pieces])
-        )
-        for span, size in pieces:
+        using = self._using([span.adapter for span, _ in chunks])
+        self._run(Prefill(chunks), ids, positions, using)
+        for span, size in chunks:
             span.filled += size
         self._finish_prompts()
-        return len(pieces) * width
+        return len(chunks) * width
 
-    def _pieces(self, most: int) -> list[tuple[Span, int]]:
-        """Choose prompts, and how many tokens of each.
+    def _chunks(self, most: int) -> list[tuple[Span, int]]:
+        """Choose prompts, and a number of tokens of each.
 
-        In turn the one that came first, so that none waits for ever, and the one that is done
-        soonest, so that none waits for a long one. Others of about the same length join it.
+        By turns the oldest prompt, so that none starves, and the one with the fewest tokens left,
+        so that short prompts need not wait for long ones. Prompts of similar length join it.
         """
         spans = [span for span in self._prompts if not span.is_ready]
         if self.num_passes % 2:
             spans.sort(key=lambda span: span.num_left)
         width = min(spans[0].num_left, most)
-        pieces: list[tuple[Span, int]] = []
+        chunks: list[tuple[Span, int]] = []
         for span in spans:
             size = min(span.num_left, width)
-            if (len(pieces) + 1) * width <= max(most, width) and 2 * size >= width:
-                pieces.append((span, size))
-        return pieces
+            if (len(chunks) + 1) * width <= max(most, width) and 2 * size >= width:
+                chunks.append((span, size))
+        return chunks
 
     def _finish_prompts(self) -> None:
-        """Let answers grow whose prompts are there."""
+        """Move the answers whose prompts are computed into arenas."""
         for span in [span for span in self._prompts if span.is_ready]:
             running = self._prompts.pop(span)
             if running is not None:
@@ -201,33 +199,32 @@ class CachedEngine(Engine):
         arena.add(row, layers)
 
     def _drop_empty(self, but: Arena | None = None) -> None:
-        """Free the memory of arenas without rows, and the steps that were recorded in it."""
-        kept = {size: one for size, one in self._arenas.items() if one.rows or one is but}
-        if len(kept) < len(self._arenas) or but is not None:
-            self._arenas = kept
+        """Free arenas without rows, and the steps that were recorded with them."""
+        used = {size: one for size, one in self._arenas.items() if one.rows or one is but}
+        if len(used) < len(self._arenas) or but is not None:
+            self._arenas = used
             self._steps = {
                 key: step
                 for key, step in self._steps.items()
-                if all(arena in kept.values() and arena is not but for arena, _ in step.blocks)
+                if all(arena in used.values() and arena is not but for arena, _ in step.blocks)
             }
 
     def _decode(self) -> None:
-        """Compute the next token of each answer that grows."""
+        """Compute the next token of each growing answer."""
         if self._batch is None or not self._batch.decode.has_room:
             self._make_room()
-            step = self._next_step()
-            self._batch = _Batch(step)
+            self._batch = _Batch(self._next_step())
         self._batch.step()
         self._drop_ended()
 
     def _next_step(self) -> _Step:
-        """Return how the rows that grow are computed: if they are many, as rows before them."""
+        """Return the forward pass for the rows that grow, recorded where that is possible."""
         arenas = [self._arenas[size] for size in sorted(self._arenas) if self._arenas[size].rows]
         rows = [row for arena in arenas for row in arena.rows]
         if self.recorder is None or any(row.base is not None for row in rows):
             return self._step([(arena, len(arena.rows)) for arena in arenas])
         blocks = [(arena, power_of_two(len(arena.rows))) for arena in arenas]
-        # adapters that differ lie in stacks of their own for each order of rows
+        # mixed adapters are stacked once for each order of rows
         names = [row.owner.request.adapter for row in rows]
         key = (tuple(blocks), tuple(names if len(set(names)) > 1 else names[:1]))
         if key in self._steps:
@@ -251,7 +248,7 @@ class CachedEngine(Engine):
         return _Step(blocks, decode, run if recorder is None else recorder.step(run))
 
     def _make_room(self) -> None:
-        """Move answers that have filled their slots to larger ones."""
+        """Move answers that have filled their slots to longer ones."""
         for size in sorted(self._arenas):
             arena = self._arenas[size]
             for row in [row for row in arena.rows if row.length >= size]:
@@ -263,7 +260,7 @@ class CachedEngine(Engine):
             self._drop_empty()
 
     def _drop_ended(self) -> None:
-        """Free the places of answers that are over, by a token or because nobody wants the rest."""
+        """Free the slots of answers that have ended or were cancelled."""
         for row in [row for row in self._growing() if row.owner.ended_by is not None]:
             assert row.arena is not None
             row.arena.remove(row, row.slot)
@@ -275,7 +272,7 @@ class CachedEngine(Engine):
                 self._release(span.base)
         for running in [one for one in self._waiting if one.ended_by is not None]:
             self._waiting.remove(running)
-        if self.recorder is None:  # else they are kept until others need more memory
+        if self.recorder is None:  # else empty arenas stay for their recorded steps
             self._drop_empty()
 
     def _release(self, base: Span | None) -> None:
@@ -311,7 +308,7 @@ class CachedEngine(Engine):
 
 
 class _Step(NamedTuple):
-    """A forward pass over some slots, whoever is in them; `run` returns the logits."""
+    """A forward pass over some slots, whatever rows they hold; `run` returns the logits."""
 
     blocks: list[tuple[Arena, int]]
     decode: Decode
@@ -319,7 +316,7 @@ class _Step(NamedTuple):
 
 
 class _Batch:
-    """The rows that grow, for as long as they are the same."""
+    """The growing rows, as long as they stay the same."""
 
     def __init__(self, step: _Step) -> None:
         self.decode, self._run = step.decode, step.run
@@ -329,21 +326,21 @@ class _Batch:
         self._table = table_of(self._owners, step.decode.device)
 
     def step(self) -> None:
-        """Choose the next tokens, keep them as the model's next input, and give each its answer."""
+        """Choose the next tokens; they are the model's next input and continue the answers."""
         chosen = self._table.choose(masked(self._run(), self._owners))
         self.decode.advance(chosen[:, :1])
-        told = self._table.told(chosen.tolist())  # the one wait for the device
-        for owner, one in zip(self._owners, told, strict=True):
+        choices = self._table.choices(chosen.tolist())  # the one wait for the device
+        for owner, choice in zip(self._owners, choices, strict=True):
             if owner is not None:
-                owner.take(one)
+                owner.take(choice)
 
 
 class Recorder:
-    """Records the steps of one engine with CUDA graphs, which share one pool of memory.
+    """Records the decoding steps of one engine as CUDA graphs, which share one memory pool.
 
     Attributes:
-        num_recorded: So many were recorded.
-        is_able: Until a step waits for the host, or else cannot be recorded; then none is.
+        num_recorded: Number of graphs.
+        is_able: False once a step could not be recorded: it waited for the host, say.
     """
 
     def __init__(self) -> None:
@@ -351,11 +348,10 @@ class Recorder:
         self._pool: Any = None
 
     def step(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Return a function that is recorded once it was called some times.
+        """Return a function that is recorded after its first `EAGER_STEPS` calls.
 
         Args:
-            run: Reads and writes tensors that stay where they are; what it returns is overwritten
-                by the next call.
+            run: Reads and writes tensors at fixed addresses; the next call overwrites its result.
         """
         num_calls, recorded = 0, None
 
@@ -373,7 +369,7 @@ class Recorder:
         return call
 
     def _record(self, run: Callable[[], Tensor]) -> tuple[Any, Tensor] | None:
-        """Return a graph and the tensor that it writes; None if it cannot be recorded."""
+        """Return a graph and the tensor that it writes; None if recording fails."""
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:

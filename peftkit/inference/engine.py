@@ -1,11 +1,11 @@
-"""Answers of a model, many at once: what is asked of an engine, and what every engine has.
+"""The interface of the engines that make many answers at once: requests, answers, limits.
 
     with open_engine(model, tokenizer) as engine:
         running = engine.submit(Request(ids, Sampling(max_new_tokens=64)))
         while running.ended_by is None:
             engine.step()
 
-`CachedEngine` has rows join and leave at any token; `PlainEngine` answers batch after batch.
+In a `CachedEngine` answers join and leave at any token; a `PlainEngine` answers batch after batch.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ Ended = Literal["stop", "length", "cancelled"]
 AnEngine = TypeVar("AnEngine", bound="Engine")
 
 COPY_SHARE = 0.5
-"""Of the free main memory that unpacked weights may take meanwhile."""
+"""Of the free main memory, for unpacked copies of weights."""
 MAX_ROWS = 64
 """Answers that grow at once."""
 
 OnAnswer = Callable[[int], None]
-"""Is told the number of answers that are over, as it grows."""
+"""Receives the number of answers that have ended, as it grows."""
 Use = Callable[[Sequence[str | None]], AbstractContextManager[None]]
 """Switches the model to the adapters of the rows of a batch (`AdapterBank.use`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer that is over.
+    """An answer that has ended.
 
     Attributes:
-        ids: Its tokens, without the one that ended it.
-        log_probs: Of each token, and of the one that ended it, if asked for.
-        ended_by: stop: an end token, or a text that was to end it; length: its maximum, or the
-            model's context; cancelled: nobody wanted the rest.
-        end: The token that ended it.
+        ids: Its tokens, without the end token.
+        log_probs: Of each token and of the end token, if requested.
+        ended_by: stop: an end token or a stop text; length: `max_new_tokens` or the model's
+            context; cancelled: by the caller.
+        end: The end token.
     """
 
     ids: list[int]
@@ -71,17 +71,17 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One answer that is wanted.
+    """A request for one answer.
 
     Attributes:
         ids: Tokens of the prompt.
         seed: Of its sampling; `sampling.seed` is not read.
-        adapter: A name in the engine's bank; None is the model as it is.
-        log_probs: Whether log-probabilities are wanted.
-        constraint: What the answer may consist of.
+        adapter: A name in the engine's bank; None: no switch of adapters.
+        log_probs: Whether to return log-probabilities.
+        constraint: Restricts the answer to a grammar.
         on_token: Called after each token, and at the end, in the thread that steps the engine.
-        inputs: All that a model with images reads of the prompt, (1, T); for `PlainEngine` alone,
-            which answers it by itself.
+        inputs: The model's inputs for a prompt with media, (1, T); for `PlainEngine` only, which
+            answers it in a batch of its own.
     """
 
     ids: Sequence[int]
@@ -98,9 +98,10 @@ class Running:
     """An answer from its request to its end.
 
     Attributes:
-        ids: Its tokens so far. chosen: What was chosen for each, the one that ended it too.
-        max_new_tokens: As asked, or less by the model's context.
-        ended_by: None while it goes on.
+        ids: Its tokens so far.
+        chosen: Each of them, and the end token, with log-probabilities.
+        max_new_tokens: As requested, or fewer by the model's context.
+        ended_by: None while it grows.
     """
 
     def __init__(self, request: Request, max_new_tokens: int, ends: frozenset[int]) -> None:
@@ -113,7 +114,7 @@ class Running:
 
     @property
     def num_tokens(self) -> int:
-        """Most tokens that it has, with its prompt."""
+        """Maximum number of tokens, with its prompt."""
         return len(self.request.ids) + self.max_new_tokens
 
     def take(self, chosen: Chosen) -> None:
@@ -129,28 +130,24 @@ class Running:
                 self.request.constraint.take(chosen.token)
             if len(self.ids) >= self.max_new_tokens:
                 self.ended_by = "length"
-        self.tell()
-
-    def tell(self) -> None:
-        """Let it be known how far it is."""
         if self.request.on_token is not None:
             self.request.on_token(self)
 
     def finish(self, why: Ended = "cancelled") -> None:
-        """End it: its place is free at the next token. It may be called by any thread."""
+        """End it: its slot is free at the next token. Any thread may call this."""
         if self.ended_by is None:
             self.ended_by = why
 
     @property
     def answer(self) -> Answer:
-        """What came of it."""
-        assert self.ended_by is not None, "it goes on"
-        told = [one.log_prob for one in self.chosen] if self.request.log_probs else []
-        return Answer(self.ids, told, self.ended_by, self.end)
+        """The answer, after its end."""
+        assert self.ended_by is not None, "the answer has not ended"
+        log_probs = [one.log_prob for one in self.chosen] if self.request.log_probs else []
+        return Answer(self.ids, log_probs, self.ended_by, self.end)
 
 
 def masked(logits: Tensor, rows: Sequence[Running | None]) -> Tensor:
-    """Return logits (B, V) in which what a row's constraint does not allow is -inf."""
+    """Set logits (B, V) to -inf for tokens that a row's constraint does not allow."""
     for index, row in enumerate(rows):
         constraint = None if row is None else row.request.constraint
         if constraint is not None and row is not None and row.ended_by is None:
@@ -160,7 +157,7 @@ def masked(logits: Tensor, rows: Sequence[Running | None]) -> Tensor:
 
 
 def table_of(rows: Sequence[Running | None], device: torch.device) -> SamplingTable:
-    """Return how the next tokens of some answers are chosen; None: of no answer, greedily."""
+    """Return the sampling settings of a batch; rows that are None are greedy."""
     return SamplingTable(
         [Sampling() if row is None else row.request.sampling for row in rows],
         [0 if row is None else row.request.seed for row in rows],
@@ -172,26 +169,26 @@ def table_of(rows: Sequence[Running | None], device: torch.device) -> SamplingTa
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an engine takes on at once.
+    """The work that an engine takes on at once.
 
     Attributes:
         rows: Answers that grow at once.
-        tokens: Of prompts and answers, whose keys and values are held; None: as many as come. An
-            answer that alone needs more is made alone.
+        tokens: Tokens in the cache, of prompts and answers; None: no limit. An answer that needs
+            more runs alone.
         prefill: Tokens of prompts in a step; while they are computed, answers do not grow.
-        kept: Tokens of common beginnings that are kept when nobody reads them.
+        prefix_tokens: Tokens of common prefixes that stay in the cache without a reader.
     """
 
     rows: int = MAX_ROWS
     tokens: int | None = None
     prefill: int = 1 << 30
-    kept: int = 0
+    prefix_tokens: int = 0
 
 
 class Engine(ABC):
     """Makes answers, each with its own settings, adapter and end.
 
-    Within its context the model is in eval mode, and it must not be called by others.
+    Within its context the model is in eval mode, and nothing else may run it.
 
     Attributes:
         num_passes: Forward passes so far.
@@ -227,22 +224,22 @@ class Engine(ABC):
     @property
     @abstractmethod
     def num_running(self) -> int:
-        """Answers that grow, or whose prompts are computed."""
+        """Number of answers that grow or whose prompts are being computed."""
 
     @abstractmethod
     def step(self) -> None:
-        """Go on with what was submitted: by a token of each answer, or by a batch."""
+        """Advance by a token of each answer, or by a batch."""
 
     @abstractmethod
     def _prepare(self, stack: ExitStack) -> None:
-        """Make the model ready, until the stack is closed."""
+        """Prepare the model until the stack is closed."""
 
     @property
     def is_idle(self) -> bool:
         return not (self._waiting or self.num_running)
 
     def submit(self, request: Request) -> Running:
-        """Let an answer be made by the steps that follow.
+        """Queue a request; the following steps answer it.
 
         Raises:
             DataError: The prompt is empty or fills the context.
@@ -252,7 +249,7 @@ class Engine(ABC):
         return running
 
     def running(self, request: Request) -> Running:
-        """Return an answer that has not begun.
+        """Return a request's answer, not queued.
 
         Raises:
             DataError: The prompt is empty or fills the context.
@@ -274,26 +271,28 @@ class Engine(ABC):
         """Return n answers to each prompt; a prompt is computed once for all of its answers.
 
         Args:
-            sampling: Of all prompts, or of each.
-            seeds: Of each prompt one for each answer; by default made of `sampling.seed`.
-            adapters: Of each prompt.
-            log_probs: Return the log-probability of each token too.
+            sampling: One for all prompts, or one for each.
+            seeds: For each prompt, one for each of its answers; by default from `sampling.seed`.
+            adapters: One for each prompt.
+            log_probs: Whether to return log-probabilities.
         """
         settings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
         names = [None] * len(prompts) if adapters is None else adapters
-        made: dict[int, list[Running]] = {}
-        # Longest first: those of like length are computed together.
+        running: dict[int, list[Running]] = {}
+        # Longest first: prompts of similar length are computed together.
         for index in sorted(range(len(prompts)), key=lambda index: -len(prompts[index])):
             one, ids, name = settings[index], prompts[index], names[index]
             drawn = seeds[index] if seeds else [seed_of(one, index * n + k) for k in range(n)]
-            made[index] = [self.submit(Request(ids, one, seed, name, log_probs)) for seed in drawn]
+            running[index] = [
+                self.submit(Request(ids, one, seed, name, log_probs)) for seed in drawn
+            ]
         number = 0
         while not self.is_idle:
             self.step()
-            over = sum(one.ended_by is not None for of in made.values() for one in of)
-            if on_answer is not None and over > number:
-                on_answer(number := over)
-        return [[one.answer for one in made[index]] for index in range(len(prompts))]
+            ended = sum(one.ended_by is not None for group in running.values() for one in group)
+            if on_answer is not None and ended > number:
+                on_answer(number := ended)
+        return [[one.answer for one in running[index]] for index in range(len(prompts))]
 
     def run(self) -> None:
         while not self.is_idle:
@@ -304,7 +303,11 @@ class Engine(ABC):
 
 
 def room_left(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
-    """Return how many tokens may follow the longest prompt."""
+    """Return how many tokens may follow the longest prompt.
+
+    Raises:
+        DataError: A prompt is empty or fills the context.
+    """
     if not all(prompts):
         raise DataError("the prompt is empty: it has no tokens.", fix="Give at least one word.")
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -322,7 +325,7 @@ def room_left(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int)
 
 @contextmanager
 def ready_for_tokens(model: PreTrainedModel) -> Iterator[None]:
-    """Have ready within the context what each token needs: unpacked weights, A and B as copies."""
+    """Prepare weights for many short forward passes: unpacked copies, A and B grouped."""
     share = 0.0 if is_sharded(model) else COPY_SHARE
     with (
         copies_kept(model, share),
@@ -334,10 +337,10 @@ def ready_for_tokens(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _rows_for_the_head(model: PreTrainedModel) -> Iterator[None]:
-    """Give the head rows that lie one after the other.
+    """Make the hidden rows contiguous before the head.
 
-    Of a prompt's hidden rows transformers takes the last ones, as a view with gaps; torch's product
-    of such a view with a weight copies the weight for each row of the batch.
+    transformers slices the last ones out of a prompt's, a view with gaps; torch's product of such a
+    view with a weight copies the weight for each row of the batch.
     """
     head = find_head(model)
     if head is None:

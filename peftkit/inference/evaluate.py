@@ -1,7 +1,6 @@
-"""How good a model's answers are: to every row of a file, or to some of them while it trains.
+"""Evaluation of a model's answers: to every row of a file, or to some rows while it trains.
 
-Answers are greedy, so that the same prompts may be compared over steps, and the generators of a run
-stay as they are.
+Answers are greedy, so that steps can be compared and a run's random generators do not change.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from peftkit.tasks.token_task import AnswerTask, DocumentTask, Reference
 
 Answer = Sample
 MARGIN = 1.25
-"""Answers may be this much longer than the longest reference before they are cut."""
+"""Longest answer, relative to the longest reference."""
 NUM_SAMPLES = 3
-"""Eval rows that are sampled where the recipe names no prompts."""
+"""Eval rows to sample without train.sample_prompts."""
 BATCH_SIZE = 16
 Metric = Callable[[str, str], float]
-"""How good a completion is, given the reference."""
+"""Maps a completion and its reference to a figure."""
 
 
 def evaluate(
@@ -51,31 +50,30 @@ def evaluate(
     before: Callable[[], AbstractContextManager[None]] | None = None,
     on_event: Listener = ignore,
 ) -> dict[str, float]:
-    """Evaluate a base, with the adapter that is attached to it, on every row of a file.
+    """Evaluate a base, with the adapter attached to it, on every row of a file.
 
     Args:
         base: The model with its tokenizer; left unchanged.
         data: Rows in any format that training takes.
         task: The adapter's task, as in `Opened`; causal_lm by default.
         style: The adapter's prompt format; None: as the rows' format suggests.
-        before: Makes the model what it was before training, for tasks that compare it with that
+        before: A context with the model as before training, for tasks with a reference model
             (`peftkit.formats.continued.before_training`); None: the base without an adapter.
 
     Returns:
         loss (mean over the targets), the task's metrics, and num_rows. For causal_lm, image_text
-        and audio_text: perplexity,
-        exact_match (share of rows whose last answer, decoded greedily, equals the file's), and
-        num_tokens.
+        and audio_text also perplexity, num_tokens and exact_match: the share of rows whose last
+        answer, decoded greedily, equals the file's.
 
     Raises:
         DataError: The file has no usable rows.
     """
-    measured, rows = _rows(base, data, task or CausalLMConfig(), style, on_event)
-    if before is not None and isinstance(measured, DocumentTask):
-        measured.reference = Reference(before)
-    metrics = measured.metrics(base.model, rows, on_event=on_event)
-    if isinstance(measured, CausalLM | MediaText):
-        answers = _answers(base, measured, rows, on_event)
+    built, rows = _rows(base, data, task or CausalLMConfig(), style, on_event)
+    if before is not None and isinstance(built, DocumentTask):
+        built.reference = Reference(before)
+    metrics = built.metrics(base.model, rows, on_event=on_event)
+    if isinstance(built, CausalLM | MediaText):
+        answers = _answers(base, built, rows, on_event)
         metrics["exact_match"] = sum(answer.is_exact for answer in answers) / len(answers)
     metrics["num_rows"] = len(rows)
     return dict(sorted(metrics.items(), key=lambda item: item[0].startswith("num_")))
@@ -94,8 +92,8 @@ def _rows(
     base: Base, data: str | Path, task: TaskConfig, style: Style | None, on_event: Listener
 ) -> tuple[Task, Sequence[Any]]:
     config = DataConfig(train=str(data), max_length=None, packing=False)
-    measured = task.on(base.model, base.processor, config, style=style, on_event=on_event)
-    return measured, measured.load(str(data))
+    built = task.on(base.model, base.processor, config, style=style, on_event=on_event)
+    return built, built.load(str(data))
 
 
 def _answers(base: Base, task: Task, rows: Sequence[Any], on_event: Listener) -> list[Answer]:
@@ -111,7 +109,7 @@ def _answers(base: Base, task: Task, rows: Sequence[Any], on_event: Listener) ->
 
 
 def longest_answer(task: Any, rows: Sequence[Any]) -> int:
-    """Return how many tokens an answer may have, by the longest reference."""
+    """Return the maximum length of an answer in tokens, by the longest reference."""
     if isinstance(task, MediaText):
         lengths = [task.answer_length(row) for row in rows]
     else:
@@ -128,34 +126,33 @@ def completions(
     batch_size: int | None = None,
     on_answer: OnAnswer | None = None,
 ) -> list[Answer]:
-    """Return what a model says greedily to each row's prompt; a row without targets is a prompt."""
+    """Return the greedy completion of each row's prompt; a row without targets is a prompt."""
     tokenizer = base.tokenizer
-    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "on_answer": on_answer}
-    asked: list[tuple[list[int], str | None]] = [
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "on_answer": on_answer}
+    pairs: list[tuple[list[int], str | None]] = [
         last_answer(tokenizer, row) if row.num_targets else (list(row.input_ids), None)
         for row in rows
     ]
     if isinstance(task, MediaText):
         prompts = [row.prompt.strip() for row in rows]
-        shown = [MediaPrompt(row.prompt, row.media) for row in rows]
-        answers = complete(base.model, task, shown, **how)
+        with_media = [MediaPrompt(row.prompt, row.media) for row in rows]
+        answers = complete(base.model, task, with_media, **settings)
     else:
-        prompts = [decoded(tokenizer, ids).strip() for ids, _ in asked]
-        stops = stop_ids(tokenizer, task.style)
-        how |= {"stops": stops, "batch_size": batch_size}
-        answers = generate_ids(base.model, tokenizer, [ids for ids, _ in asked], **how)
+        prompts = [decoded(tokenizer, ids).strip() for ids, _ in pairs]
+        settings |= {"stops": stop_ids(tokenizer, task.style), "batch_size": batch_size}
+        answers = generate_ids(base.model, tokenizer, [ids for ids, _ in pairs], **settings)
     return [
         Answer(prompt, decoded(tokenizer, ids), reference, row.source)
-        for row, prompt, (_, reference), ids in zip(rows, prompts, asked, answers, strict=True)
+        for row, prompt, (_, reference), ids in zip(rows, prompts, pairs, answers, strict=True)
     ]
 
 
 class TextWatch:
-    """Samples and metrics of what a model with an adapter on it generates (`train.task.Watch`).
+    """Samples and metrics of generated answers while a model trains.
 
     Args:
         rows: The eval rows, packed or not.
-        metrics: More metrics by name, beside exact_match and rouge_l; the mean over rows counts.
+        metrics: More metrics by name, besides exact_match and rouge_l; reported as means over rows.
 
     Raises:
         DataError: A prompt is empty, or longer than the model reads.
@@ -180,55 +177,47 @@ class TextWatch:
         ]
 
     def samples(self) -> tuple[Sample, ...]:
-        """Return what the model says to the prompts; those of the eval rows have a reference."""
-        asked = self._prompts or [each for _, each in self._watched(NUM_SAMPLES)]
-        return tuple(self._answers(asked, self._config.sample_tokens))
+        """Return answers to train.sample_prompts, or to the first eval rows."""
+        prompts = self._prompts or [document for _, document in self._documents(NUM_SAMPLES)]
+        return tuple(self._answers(prompts, self._config.sample_tokens))
 
     def metrics(self) -> dict[str, float]:
-        """Return the share of answers that are exact, rouge_l and the metrics asked for: means over
-        train.eval_generate."""
-        if not (watched := self._watched(self._config.eval_generate or 0)):
+        """Return exact_match, rouge_l and the metrics of the user over train.eval_generate rows."""
+        if not (watched := self._documents(self._config.eval_generate or 0)):
             return {}
-        task, asked = self._task, [each for _, each in watched]
-        most = task.max_target if isinstance(task, EncoderDecoder) else longest_answer(task, asked)
-        said = self._answers(asked, most)
-        pairs = [(one.completion, one.reference or "") for one in said]
+        task, rows = self._task, [document for _, document in watched]
+        most = task.max_target if isinstance(task, EncoderDecoder) else longest_answer(task, rows)
+        answers = self._answers(rows, most)
+        pairs = [(one.completion, one.reference or "") for one in answers]
         if isinstance(task, EncoderDecoder):
-            found = {"exact_match": _share_equal(pairs), **task.answer_metrics(pairs)}
+            means = {"exact_match": _share_equal(pairs), **task.answer_metrics(pairs)}
         else:
-            found = self._to_others(task, watched, said)
-            found[task.exact_name] = _share_equal(pairs)
+            references = [task.other_reference(row) for row, _ in watched]
+            others = [(a, b) for (a, _), b in zip(pairs, references, strict=True) if b is not None]
+            means = {"exact_match": _share_equal(others)} if others else {}
+            means[task.exact_name] = _share_equal(pairs)
         for name, metric in list(self._metrics.items()):
             try:
                 values = [float(metric(*pair)) for pair in pairs]
-                found[name] = sum(values) / len(values)
-            except Exception as error:  # a metric of one's own costs itself, not the run
+                means[name] = sum(values) / len(values)
+            except Exception as error:  # a user's metric must not end the run
                 del self._metrics[name]
                 text = f"The metric {name} failed and is left out from here on: {error!r}"
                 self._on_event(Notice(text))
-        return found
+        return means
 
-    def _to_others(
-        self, task: AnswerTask, watched: Sequence[tuple[Any, Any]], said: Sequence[Sample]
-    ) -> dict[str, float]:
-        """Return how often answers equal what their rows compare them with beside the learnt."""
-        others = [task.other_reference(row) for row, _ in watched]
-        pairs = [(one.completion, o) for one, o in zip(said, others, strict=True) if o is not None]
-        return {"exact_match": _share_equal(pairs)} if pairs else {}
-
-    def _watched(self, number: int) -> list[tuple[Any, Any]]:
-        """Return the first documents of the eval rows that ask for an answer, each with its row."""
-        found: list[tuple[Any, Any]] = []
+    def _documents(self, number: int) -> list[tuple[Any, Any]]:
+        """Return the first documents of the eval rows with an answer, each with its row."""
+        task, pairs = self._task, list[tuple[Any, Any]]()
         for row in self._rows:
-            if len(found) >= number:
+            if len(pairs) >= number:
                 break
-            task = self._task
-            each = [row] if isinstance(task, EncoderDecoder) else task.watched(row)
-            found += [(row, one) for one in each]
-        return found[:number]
+            documents = [row] if isinstance(task, EncoderDecoder) else task.watched(row)
+            pairs += [(row, document) for document in documents]
+        return pairs[:number]
 
     def _prompt(self, text: str, where: str) -> Any:
-        """Return a prompt of the recipe as a row; its answer is not known."""
+        """Return a prompt of the recipe as a row without an answer."""
         task = self._task
         try:
             if isinstance(task, EncoderDecoder | MediaText):
@@ -242,9 +231,9 @@ class TextWatch:
         return Row(tuple(ids), (IGNORE,) * len(ids), (len(ids),), where)
 
     def _answers(self, rows: Sequence[Any], max_new_tokens: int) -> list[Sample]:
-        """Return the answers to rows; with fewer at a time once memory has run out.
+        """Return the answers to rows; halve the batch whenever memory runs out.
 
-        Several processes that share a base have to generate alike, and cannot.
+        Processes that share a base would have to halve together, and raise instead.
         """
         while True:
             try:
@@ -266,7 +255,7 @@ class TextWatch:
 
     def _generated(self, rows: Sequence[Any], max_new_tokens: int) -> list[Sample]:
         task, model = self._task, self._base.model
-        task.forget_layout()  # what the last training step set is not of these rows
+        task.forget_layout()  # of the last training step
         if not isinstance(task, EncoderDecoder):
             size = self._batch_size
             return completions(self._base, task, rows, max_new_tokens, batch_size=size)

@@ -1,4 +1,4 @@
-"""Completions of prompts, whole or streamed, from a model with or without an adapter on it.
+"""Completions of prompts, whole or streamed, by a model with or without an adapter.
 
 The base's own generation_config (temperature, penalties, lengths) is ignored, except for its end
 tokens. Temperature 0 is greedy decoding.
@@ -33,7 +33,7 @@ def generate(
     """Return one completion for each prompt.
 
     Args:
-        model: A causal language model, with an adapter on it or without; its mode is kept.
+        model: A causal language model, with or without an adapter; its mode is kept.
         tokenizer: The model's own.
         prompts: One text or several.
         style: The adapter's prompt format; by default the prompt is a user message in the chat
@@ -45,11 +45,11 @@ def generate(
         DataError: A prompt is empty or fills the context, or an argument is out of its range.
     """
     style = style or default_style(tokenizer)
-    asked = [prompts] if isinstance(prompts, str) else prompts
+    texts = [prompts] if isinstance(prompts, str) else prompts
     answers = generate_ids(
         model,
         tokenizer,
-        [prompt_ids(tokenizer, prompt, style) for prompt in asked],
+        [prompt_ids(tokenizer, prompt, style) for prompt in texts],
         stops=stop_ids(tokenizer, style),
         batch_size=batch_size,
         **settings,
@@ -73,15 +73,15 @@ def generate_ids(
         tokenizer: The model's own.
         prompts: Token ids of each prompt.
         batch_size: Most answers made at once; None: 64.
-        on_answer: Called with the number of answers that are over, as it grows.
-        settings: max_new_tokens, temperature, top_p, top_k, seed, stops, as in `Sampling`; what is
-            drawn for a prompt depends on the seed and on its place among the prompts.
+        on_answer: Called with the number of answers that have ended, as it grows.
+        settings: max_new_tokens, temperature, top_p, top_k, seed, stops, as in `Sampling`.
+            Sampling depends on the seed and on the prompt's index.
 
     Raises:
         DataError: A prompt is empty or fills the context, or an argument is out of its range.
     """
     sampling = Sampling(**settings)
-    room_left(model, prompts, sampling.max_new_tokens)  # before any work is done
+    room_left(model, prompts, sampling.max_new_tokens)  # raises before any work is done
     limits = Limits() if batch_size is None else Limits(rows=batch_size)
     with open_engine(model, tokenizer, limits) as engine:
         answers = engine.answers(prompts, sampling, log_probs=False, on_answer=on_answer)
@@ -94,46 +94,46 @@ def stream(
     prompt: Sequence[int] | Mapping[str, Tensor],
     **settings: Any,
 ) -> Iterator[str]:
-    """Yield the text that follows a prompt as it is made; arguments as in `generate_ids`.
-
-    Args:
-        prompt: Token ids; or all inputs of one prompt, whose input_ids are (1, T).
+    """Yield the text that follows a prompt as it grows; settings as in `generate_ids`.
 
     The model runs in a thread. Leaving the loop early, by `break` or Ctrl-C, stops it at the next
     token.
+
+    Args:
+        prompt: Token ids; or the model's inputs for one prompt, whose input_ids are (1, T).
     """
     sampling = Sampling(**settings)
     ids = prompt["input_ids"][0].tolist() if isinstance(prompt, Mapping) else list(prompt)
     room_left(model, [ids], sampling.max_new_tokens)
-    told: SimpleQueue[Running | Exception | None] = SimpleQueue()
+    queue: SimpleQueue[Running | Exception | None] = SimpleQueue()
     inputs = prompt if isinstance(prompt, Mapping) else None
-    request = Request(ids, sampling, seed_of(sampling, 0), on_token=told.put, inputs=inputs)
-    asked = threading.Event()
+    request = Request(ids, sampling, seed_of(sampling, 0), on_token=queue.put, inputs=inputs)
+    submitted = threading.Event()
     running: list[Running] = []
 
     def work() -> None:
         try:
             with (open_engine if inputs is None else PlainEngine)(model, tokenizer) as engine:
                 running.append(engine.submit(request))
-                asked.set()
+                submitted.set()
                 engine.run()
         except Exception as error:  # raised again below, in the thread that reads
-            told.put(error)
+            queue.put(error)
         finally:
-            asked.set()
-            told.put(None)
+            submitted.set()
+            queue.put(None)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     text = TextStream(tokenizer)
     try:
-        while (what := told.get()) is not None:
-            if isinstance(what, Exception):
-                raise what
-            if piece := text.take(what):
+        while (news := queue.get()) is not None:
+            if isinstance(news, Exception):
+                raise news
+            if piece := text.take(news):
                 yield piece
     finally:
-        asked.wait()
+        submitted.wait()
         for one in running:
             one.finish()
         thread.join()
@@ -141,7 +141,7 @@ def stream(
 
 def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Return the text of an answer."""
-    # Not cleaned up: that takes spaces out of code and JSON.
+    # Cleaning up would take spaces out of code and JSON.
     return str(
         tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     )
@@ -154,7 +154,7 @@ class TextStream:
         stop_texts: Texts that end the answer before them.
 
     Attributes:
-        text: What was told so far.
+        text: All text returned so far.
         is_stopped: Whether a stop text has ended it.
     """
 
@@ -162,39 +162,39 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop_texts = [text for text in stop_texts if text]
         self._whole = ""
-        self._from = self._until = 0
+        self._start = self._end = 0
         self.text, self.is_stopped = "", False
 
     def take(self, running: Running) -> str:
-        """Return the text that has come since; end the answer where a stop text stands."""
+        """Return the new text; end the answer at a stop text."""
         if self.is_stopped:
             return ""
-        is_over = running.ended_by is not None
-        text = self._grown(running.ids, is_over)
-        found = [at for stop in self._stop_texts if (at := text.find(stop)) >= 0]
-        if found:
-            text, self.is_stopped = text[: min(found)], True
+        has_ended = running.ended_by is not None
+        text = self._decoded(running.ids, has_ended)
+        stops = [at for stop in self._stop_texts if (at := text.find(stop)) >= 0]
+        if stops:
+            text, self.is_stopped = text[: min(stops)], True
             running.finish("stop")
-        elif not is_over:
+        elif not has_ended:
             text = text[: len(text) - self._num_held(text)]
         new = text[len(self.text) :]
         self.text += new
         return new
 
-    def _grown(self, ids: Sequence[int], is_over: bool) -> str:
-        """Return the text of the tokens; but for a character of which a part is still to come.
+    def _decoded(self, ids: Sequence[int], has_ended: bool) -> str:
+        """Return the text of the tokens, without an incomplete last character.
 
-        Only the last tokens are decoded, after some before them, by which spaces go.
+        Decodes only the last tokens, with some before them, on which spaces depend.
         """
-        before = decoded(self._tokenizer, ids[self._from : self._until])
-        after = decoded(self._tokenizer, ids[self._from :])
-        if is_over or not after.endswith("\N{REPLACEMENT CHARACTER}"):
+        before = decoded(self._tokenizer, ids[self._start : self._end])
+        after = decoded(self._tokenizer, ids[self._start :])
+        if has_ended or not after.endswith("\N{REPLACEMENT CHARACTER}"):
             self._whole += after[len(before) :]
-            self._from, self._until = self._until, len(ids)
+            self._start, self._end = self._end, len(ids)
         return self._whole
 
     def _num_held(self, text: str) -> int:
-        """Return how many characters at the end may be the beginning of a stop text."""
+        """Return how many characters at the end may begin a stop text."""
         longest = max(map(len, self._stop_texts), default=1) - 1
         return next(
             (
@@ -207,10 +207,10 @@ class TextStream:
 
 
 class ModelSampler:
-    """Has a model with an adapter on it answer prompts, at temperature 1 or greedily.
+    """Answers prompts with the model in training, at temperature 1 or greedily.
 
     Args:
-        num_rows: Answers that are made at once.
+        num_rows: Most answers at once.
     """
 
     def __init__(self, model: Any, tokenizer: Any, num_rows: int) -> None:
@@ -235,7 +235,7 @@ class ModelSampler:
             stops=tuple(stops),
         )
         with open_engine(model or self.model, self.tokenizer, limits) as engine:
-            found = engine.answers(
+            groups = engine.answers(
                 prompts,
                 sampling,
                 n=1 if seeds is None else len(seeds[0]),
@@ -247,5 +247,5 @@ class ModelSampler:
                 SampledAnswer((*one.ids, *([] if one.end is None else [one.end])), one.end is None)
                 for one in group
             ]
-            for group in found
+            for group in groups
         ]

@@ -1,4 +1,4 @@
-"""Completions of prompts that hold media."""
+"""Completions of prompts with images, audio or videos."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from peftkit.tasks.media_text import MediaText, MediaTextConfig
 
 @dataclass(frozen=True, slots=True)
 class MediaPrompt:
-    """A text that generation starts from.
+    """A prompt with media.
 
-    Args:
-        text: With the processor's mark for each medium, written by `MediaEncoder.prompt`.
+    Attributes:
+        text: With the processor's mark for each medium, as from `MediaEncoder.prompt`.
     """
 
     text: str
@@ -34,14 +34,14 @@ class MediaPrompt:
 def generate_with_media(
     opened: Opened, prompt: str, media: Sequence[Media] = (), **settings: Any
 ) -> str:
-    """Return the completion of one prompt, before which media stand.
+    """Return the completion of media followed by a prompt.
 
     Args:
         settings: max_new_tokens, temperature, top_p, top_k, seed, as in `Sampling`.
 
     Raises:
         AdapterError: The adapter was not trained on such media.
-        DataError: One does not decode; the prompt is empty or fills the context.
+        DataError: A file cannot be decoded; the prompt is empty or fills the context.
     """
     task = media_task(opened)
     task.encoder.asked.check(media, "the prompt")
@@ -51,16 +51,16 @@ def generate_with_media(
 
 
 def media_task(opened: Opened) -> MediaText:
-    """Return the task of an opened adapter, if it takes media in its prompts.
+    """Return the task of an opened adapter that takes media in its prompts.
 
     Raises:
-        AdapterError: It does not.
+        AdapterError: The adapter has another task.
     """
     if not isinstance(opened.task, MediaTextConfig):
         raise AdapterError(
-            f"{opened.file.folder} reads no images, sounds or videos in a prompt",
+            f"{opened.file.folder} takes no images, audio or videos in a prompt",
             found=f"it was trained for the task {opened.task.type}",
-            fix="Ask it without; adapters of the tasks image_text and audio_text read them.",
+            fix="Leave them out; adapters of the tasks image_text and audio_text take them.",
         )
     config = DataConfig(train="", max_length=None)
     task = opened.task.on(opened.base.model, opened.base.processor, config, style=opened.style)
@@ -100,6 +100,6 @@ def complete(
 
 
 def inputs_of(model: Any, task: MediaText, prompts: Sequence[MediaPrompt]) -> dict[str, Tensor]:
-    """Return what a model is given to go on from prompts, padded on the left."""
-    made = task.encoder.generated([p.text for p in prompts], [p.media for p in prompts])
-    return task.inputs(model, made)
+    """Return the model's inputs for prompts, padded on the left."""
+    encoded = task.encoder.generated([p.text for p in prompts], [p.media for p in prompts])
+    return task.inputs(model, encoded)

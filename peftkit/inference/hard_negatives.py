@@ -1,8 +1,8 @@
-"""Hard negatives: texts that an embedding adapter takes for answers, and that are none.
+"""Hard negatives: wrong answers that an embedding adapter finds similar to their anchors.
 
-For each anchor these are the candidates that come closest to it and are farther than its positive
-by a margin (arXiv:2407.15831, "TopK-PercPos"): what is as close as the positive may well be another
-answer. What is nearly the positive itself, or answers the same anchor elsewhere, is no negative.
+For each anchor these are the closest candidates that are farther than its positive by a margin
+(arXiv:2407.15831, "TopK-PercPos"), since closer ones may be right answers, too. Near duplicates of
+the positive, and other positives of the same anchor, are no negatives.
 
 Shapes: n anchors of a chunk, M candidates, D width.
 """
@@ -29,7 +29,7 @@ from peftkit.tasks.reranker import RerankerConfig
 CHUNK = 1_024
 """Anchors whose similarities to all candidates exist at a time."""
 SLACK = 8
-"""So many more candidates than are asked for are looked at for being nearly the positive."""
+"""Extra candidates per anchor, of which near duplicates of the positive are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,10 @@ class HardNegatives:
     """Rows with negatives.
 
     Attributes:
-        rows: As the task asked for reads them; an anchor with fewer negatives than asked has none.
+        rows: In the fields of the task that is to train on them.
         num_read: Rows of the file.
-        counts: Why candidates that were closer than those taken are none, and how many there were.
-        num_few: Rows left out, because too few candidates were left.
+        counts: Number of candidates rejected for each reason.
+        num_few: Rows left out for too few negatives.
     """
 
     rows: list[dict[str, Any]]
@@ -49,11 +49,11 @@ class HardNegatives:
     num_few: int
 
     def table(self) -> Table:
-        """Return what was found, and what was left out."""
+        """Return the counts as a table."""
         lines = [("rows read", self.num_read), ("rows with negatives", len(self.rows))]
         lines += [("rows with too few", self.num_few), *self.counts.items()]
-        told = tuple((name, f"{number:,}") for name, number in lines)
-        return Table("Hard negatives", ("what", "how many"), told)
+        rows = tuple((name, f"{number:,}") for name, number in lines)
+        return Table("Hard negatives", ("what", "how many"), rows)
 
 
 def find_hard_negatives(
@@ -70,12 +70,12 @@ def find_hard_negatives(
 
     Args:
         opened: An embedding adapter.
-        data: Rows with an anchor and a positive, by the names that the adapter learnt with.
-        candidates: More texts to choose from, rows with a field text; all positives are.
+        data: Rows with an anchor and a positive, in the fields of the adapter's task.
+        candidates: Rows with a field `text`: candidates besides all positives.
         number: Negatives of each row.
-        margin: Share of the positive's similarity by which a negative is farther from the anchor;
-            also how far from the positive it is at least, as 1 - similarity.
-        task: Whose rows are made.
+        margin: How much less similar to the anchor than the positive a negative is, as a share of
+            the positive's similarity; also its least distance from the positive, 1 - similarity.
+        task: The task that is to train on the rows.
 
     Raises:
         AdapterError: The adapter makes no embeddings.
@@ -109,8 +109,8 @@ def find_hard_negatives(
     )
     first, second, third = names[0], names[1], maker.config.negatives
     if task == "reranker":
-        known = RerankerConfig()
-        first, second, third = known.query, known.positive, known.negatives
+        fields = RerankerConfig()
+        first, second, third = fields.query, fields.positive, fields.negatives
     rows = [
         {first: anchor, second: positive, third: negatives}
         for (anchor, positive), negatives in zip(pairs, chosen, strict=True)
@@ -122,13 +122,13 @@ def find_hard_negatives(
             found=", ".join(f"{name}: {count:,}" for name, count in counts.items()),
             fix="Ask for fewer, lower the margin, or give more texts to choose from.",
         )
-    found = HardNegatives(rows, len(pairs), dict(counts), len(pairs) - len(rows))
-    on_event(found.table())
-    return found
+    result = HardNegatives(rows, len(pairs), dict(counts), len(pairs) - len(rows))
+    on_event(result.table())
+    return result
 
 
 def embedded(task: Embedding, model: Any, texts: Sequence[str], on_event: Listener) -> Tensor:
-    """Return the vectors of texts (n, D), of length 1, in fp32 on the CPU; a chunk at a time."""
+    """Return the normalised vectors of texts (n, D), in fp32 on the CPU."""
     parts = [
         torch.tensor(task.vectors(model, texts[start : start + CHUNK], on_event))
         for start in range(0, len(texts), CHUNK)
@@ -151,7 +151,7 @@ def _chosen(
     margin: float,
     on_event: Listener,
 ) -> tuple[list[list[str]], Counter[str]]:
-    """Return the negatives of each pair, the closest first, and why closer texts were left out."""
+    """Return the negatives of each pair, the closest first, and counts of rejected candidates."""
     anchor_at = {text: n for n, text in enumerate(anchors[0])}
     text_at = {text: n for n, text in enumerate(texts[0])}
     answers: defaultdict[str, set[str]] = defaultdict(set)
@@ -164,20 +164,20 @@ def _chosen(
         some = pairs[start : start + CHUNK]
         queries = anchors[1][[anchor_at[anchor] for anchor, _ in some]]
         positives = texts[1][[text_at[positive] for _, positive in some]]
-        own = (queries * positives).sum(-1)
-        limit = own - margin * own.abs()
+        similarity = (queries * positives).sum(-1)
+        limit = similarity - margin * similarity.abs()
         scores = queries @ texts[1].T  # (n, M)
         for row, (anchor, _) in enumerate(some):
-            known = [text_at[text] for text in {*answers[anchor], anchor} if text in text_at]
-            scores[row, known] = -torch.inf
+            right = [text_at[text] for text in {*answers[anchor], anchor} if text in text_at]
+            scores[row, right] = -torch.inf
         above = scores > limit[:, None]
         counts["closer than the margin"] += int(above.sum())
         scores = scores.masked_fill(above, -torch.inf)
-        scores, places = scores.topk(min(number + SLACK, scores.shape[1]), dim=1)
-        alike = (texts[1][places] @ positives[:, :, None]).squeeze(-1) > 1 - margin
+        scores, indices = scores.topk(min(number + SLACK, scores.shape[1]), dim=1)
+        alike = (texts[1][indices] @ positives[:, :, None]).squeeze(-1) > 1 - margin
         for row in range(len(some)):
-            there = scores[row] > -torch.inf
-            counts["nearly the positive"] += int((there & alike[row]).sum())
-            kept = places[row][there & ~alike[row]][:number].tolist()
-            chosen.append([texts[0][place] for place in kept])
+            allowed = scores[row] > -torch.inf
+            counts["nearly the positive"] += int((allowed & alike[row]).sum())
+            closest = indices[row][allowed & ~alike[row]][:number].tolist()
+            chosen.append([texts[0][index] for index in closest])
     return chosen, counts

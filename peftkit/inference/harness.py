@@ -1,7 +1,7 @@
-"""Tasks of lm-evaluation-harness, by the base and by the adapter on it, side by side.
+"""Tasks of lm-evaluation-harness, for the base and for the adapter on it.
 
-The harness (the extra `lm-eval`) makes prompts and scores; it is given the model as it stands, so
-that its figures are those of its own run with PEFT on the same adapter.
+The harness (the extra `lm-eval`) makes prompts and scores. It gets the model itself, so that its
+figures equal those of its own run with PEFT and the same adapter.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Score:
     """A figure of a task.
 
     Attributes:
-        metric: As the harness names it, with its filter where that is not "none".
-        base, adapter: The figure without and with the adapter. stderr: Of the adapter's figure,
-            None where the harness gives none.
-        num_rows: How many rows were asked.
+        metric: The harness's name, with its filter if that is not "none".
+        base, adapter: The figure without and with the adapter.
+        stderr: Of the adapter's figure; None: the harness has none.
+        num_rows: Rows that were evaluated.
     """
 
     task: str
@@ -51,9 +51,9 @@ def run_tasks(
 
     Args:
         tasks: Their names.
-        include: A folder with task files (YAML) of your own; what these name is run as code.
+        include: A folder with task files (YAML) of your own; functions that they name are run.
         limit: Rows of each task; None: all.
-        num_fewshot: Examples before each question; None: as the task says.
+        num_fewshot: Examples before each question; None: the task's default.
         chat_template: Whether questions go through the tokenizer's chat template.
 
     Raises:
@@ -79,11 +79,11 @@ def run_tasks(
             fix="Names: lm-eval ls tasks; files of your own: --include FOLDER.",
         )
     model = HFLM(opened.base.model, tokenizer=opened.base.tokenizer, batch_size=batch_size)
-    found = {}
+    results = {}
     for who, context in (("base", opened.adapter.disabled()), ("adapter", nullcontext())):
         on_event(Stage(f"Tasks by the {who}: {', '.join(tasks)}"))
         with context:
-            found[who] = simple_evaluate(
+            results[who] = simple_evaluate(
                 model,
                 tasks=list(tasks),
                 task_manager=manager,
@@ -92,7 +92,7 @@ def run_tasks(
                 apply_chat_template=chat_template,
                 log_samples=False,
             )
-    scores = scores_of(found["base"], found["adapter"])
+    scores = scores_of(results["base"], results["adapter"])
     rows = tuple(
         (s.task, s.metric, f"{s.base:.4g}", f"{s.adapter:.4g}", f"{s.adapter - s.base:+.4g}")
         for s in scores

@@ -1,9 +1,9 @@
-"""Chooses the engine for a model: the cached one, or transformers' own `generate`.
+"""The choice of the engine for a model: `CachedEngine`, or `PlainEngine` over `model.generate`.
 
-The latter is for models whose cache cannot be taken apart: with states or convolutions,
-encoder-decoders, virtual tokens, positions of their own, and prompts with images. A batch is
-answered until its last row has ended; who comes meanwhile waits for the next. Each row has its own
-settings, seed, adapter and end all the same.
+`PlainEngine` is for models whose cache cannot be taken apart: states or convolutions,
+encoder-decoders, virtual tokens, positions of their own, and prompts with media. It runs a batch
+until its last row has ended; requests that come meanwhile wait for the next batch. Each row still
+has its own settings, seed, adapter and end.
 
 Shapes: B rows, T tokens of the longest prompt, V tokens of the vocabulary.
 """
@@ -40,64 +40,64 @@ from peftkit.model.modes import evaluating
 from peftkit.tasks.length import num_virtual
 
 CACHE_SHARE = 0.5
-"""Of the memory that is free; slots may be twice as long as what is in them."""
+"""Of the free memory, for keys and values; slots may be twice as long as their contents."""
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 TOLERANCE_16_BIT = 0.1
-"""By how much logits may differ, as a share of their spread; of a wrong mask they differ by 1."""
+"""Difference of logits, as a share of their standard deviation; a wrong mask makes it about 1."""
 LENGTHS = (9, 6)
-"""Of the prompts that a model is asked with."""
+"""Of the prompts that a model is tried with."""
 TOP = 16
-"""Tokens that are compared."""
+"""Likeliest tokens that are compared."""
 
 PLAIN_ROWS = 16
-"""Rows of a plain batch: all of them run until the last has ended."""
+"""Rows of a plain batch, which all run until the last one has ended."""
 
-_known: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakKeyDictionary()
+_reasons: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
 
 def open_engine(
     model: Any, tokenizer: Any, limits: Limits | None = None, use: Use | None = None
 ) -> Engine:
-    """Return an engine for a model, to be entered: `CachedEngine` if it can be, else plain.
+    """Return an engine for a model, to be entered: `CachedEngine` where possible.
 
     Args:
-        limits: Its `tokens` are as many as fit into memory, unless given.
-        use: Switches the adapters of a batch's rows.
+        limits: By default `tokens` are as many as fit into memory.
+        use: Switches the model to the adapters of a batch's rows.
     """
     limits = limits or Limits()
-    if limits.tokens is None and not is_sharded(model):  # processes have to decide alike
+    if limits.tokens is None and not is_sharded(model):  # all processes must decide alike
         limits = replace(limits, tokens=tokens_that_fit(model))
     kind = CachedEngine if why_plain(model, tokenizer) is None else PlainEngine
     return kind(model, tokenizer, limits, use)
 
 
 def tokens_that_fit(model: Any) -> int | None:
-    """Return of how many tokens keys and values fit into memory; None if that is not known."""
-    config, there = model.config.get_text_config(), free_now(model.device)
-    of_all = getattr(config, "num_attention_heads", None)
-    heads = getattr(config, "num_key_value_heads", None) or of_all
-    if there.memory is None or not (isinstance(heads, int) and isinstance(of_all, int)):
+    """Return for how many tokens keys and values fit into memory; None: unknown."""
+    config, environment = model.config.get_text_config(), free_now(model.device)
+    query_heads = getattr(config, "num_attention_heads", None)
+    heads = getattr(config, "num_key_value_heads", None) or query_heads
+    if environment.memory is None or not (isinstance(heads, int) and isinstance(query_heads, int)):
         return None
-    size = getattr(config, "head_dim", None) or config.hidden_size // of_all
-    of_token = 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
-    return int(CACHE_SHARE * there.usable) // of_token
+    size = getattr(config, "head_dim", None) or config.hidden_size // query_heads
+    bytes_per_token = 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
+    return int(CACHE_SHARE * environment.usable) // bytes_per_token
 
 
 def why_plain(model: Any, tokenizer: Any) -> str | None:
-    """Return why a model's answers are made by transformers' own loop; None if they need not be.
+    """Return why a model needs `PlainEngine`; None: it does not.
 
-    The model is asked for a few tokens, in pieces and whole, once.
+    Runs the model on a few tokens, once for each dtype.
     """
     if num_virtual(model):
         return "virtual tokens"
     config = model.config.get_text_config()
-    known = _known.setdefault(model, {})
-    if model.dtype not in known:
-        known[model.dtype] = _by_its_words(model, config) or _by_trying(model, tokenizer, config)
-    return known[model.dtype]
+    reasons = _reasons.setdefault(model, {})
+    if model.dtype not in reasons:
+        reasons[model.dtype] = _by_its_class(model, config) or _by_trying(model, tokenizer, config)
+    return reasons[model.dtype]
 
 
-def _by_its_words(model: Any, config: Any) -> str | None:
+def _by_its_class(model: Any, config: Any) -> str | None:
     if model.config.is_encoder_decoder:
         return "an encoder and a decoder"
     names = inspect.signature(type(model).forward).parameters
@@ -120,39 +120,39 @@ def _by_its_words(model: Any, config: Any) -> str | None:
 
 
 def _by_trying(model: Any, tokenizer: Any, config: Any) -> str | None:
-    """Compare the likeliest tokens, in pieces beside each other and by the model alone."""
+    """Compare the likeliest tokens of `CachedEngine` with those of the model itself."""
     prompts = [
-        [(3 + place) * (7 + size) % config.vocab_size for place in range(size)] for size in LENGTHS
+        [(3 + index) * (7 + size) % config.vocab_size for index in range(size)] for size in LENGTHS
     ]
-    asked = Sampling(max_new_tokens=2, top_logprobs=TOP)
+    sampling = Sampling(max_new_tokens=2, top_logprobs=TOP)
     tolerance = TOLERANCE.get(model.dtype, TOLERANCE_16_BIT)
     try:
         with CachedEngine(model, tokenizer, Limits(prefill=4)) as engine:
             engine.ends = frozenset()
-            found = [engine.submit(Request(ids, asked)) for ids in prompts]
+            answers = [engine.submit(Request(ids, sampling)) for ids in prompts]
             engine.run()
-    except Exception as problem:  # a model's own way of saying that it takes no such cache
+    except Exception as problem:  # whatever a model raises that cannot use such a cache
         return f"attention of its own ({type(problem).__name__}: {problem})"
-    for ids, running in zip(prompts, found, strict=True):
+    for ids, running in zip(prompts, answers, strict=True):
         for number, chosen in enumerate(running.chosen):
             with evaluating(model):
                 so_far = torch.tensor([[*ids, *running.ids[:number]]], device=model.device)
                 logits = model(input_ids=so_far, use_cache=False).logits[0, -1].float()
-            right = logits.log_softmax(-1).tolist()
-            error = max(abs(right[token] - log_prob) for token, log_prob in chosen.top)
+            expected = logits.log_softmax(-1).tolist()
+            error = max(abs(expected[token] - log_prob) for token, log_prob in chosen.top)
             if not error <= tolerance * float(logits.std()):
                 return "attention of its own"
     return None
 
 
 class PlainEngine(Engine):
-    """As `Engine`; a step answers a whole batch, and the callbacks of its requests are called."""
+    """An engine whose step answers a batch to its end, by `model.generate`."""
 
     _batch: Sequence[Running] = ()
 
     def _prepare(self, stack: ExitStack) -> None:
         stack.callback(setattr, self.model, "generation_config", self.model.generation_config)
-        # An empty one: what a config does not set, transformers fills in from the model's own.
+        # Empty: transformers fills in from the model's own what a config does not set.
         self.model.generation_config = GenerationConfig()
 
     @property
@@ -179,7 +179,7 @@ class PlainEngine(Engine):
         """Run a batch until its last row has ended.
 
         Args:
-            inputs: Of prompts padded on the left: input_ids (B, T), and what goes with them.
+            inputs: The model's inputs, padded on the left: input_ids (B, T) and others.
         """
         settings = GenerationConfig(
             do_sample=False,
@@ -197,7 +197,7 @@ class PlainEngine(Engine):
 
 
 class _Choose(LogitsProcessor):
-    """Chooses each row's token by its own settings; transformers then finds it the likeliest."""
+    """Chooses each row's token by its own settings, and makes it the likeliest."""
 
     def __init__(self, rows: Sequence[Running], device: torch.device) -> None:
         self._rows = rows
@@ -205,14 +205,14 @@ class _Choose(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         chosen = self._table.choose(masked(scores, self._rows))
-        for row, one in zip(self._rows, self._table.told(chosen.tolist()), strict=True):
-            row.take(one)
-        found = torch.full_like(scores, -torch.inf)
-        return found.scatter_(1, chosen[:, :1].long(), 0.0)
+        for row, choice in zip(self._rows, self._table.choices(chosen.tolist()), strict=True):
+            row.take(choice)
+        only_chosen = torch.full_like(scores, -torch.inf)
+        return only_chosen.scatter_(1, chosen[:, :1].long(), 0.0)
 
 
 class _Ended(StoppingCriteria):
-    """Says which rows are over."""
+    """Stops the rows that have ended."""
 
     def __init__(self, rows: Sequence[Running]) -> None:
         self._rows = rows
@@ -223,7 +223,7 @@ class _Ended(StoppingCriteria):
 
 
 def left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tensor]:
-    """Return prompts as a batch whose last column is every row's last token."""
+    """Return prompts as a batch, padded on the left."""
     width = max(map(len, prompts))
     input_ids = torch.full((len(prompts), width), pad_token_id)
     attention_mask = torch.zeros_like(input_ids)

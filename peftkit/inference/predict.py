@@ -1,4 +1,4 @@
-"""What an adapter predicts of texts, of the rows of a file, and what it hears in sounds."""
+"""Predictions of an adapter for texts and for the rows of a file, and transcriptions of audio."""
 
 from __future__ import annotations
 
@@ -41,37 +41,39 @@ def predict(opened: Opened, texts: Sequence[str | tuple[str, str]]) -> list[dict
 def predict_file(
     opened: Opened, data: str | Path, *, on_event: Listener = ignore
 ) -> list[dict[str, Any]]:
-    """Return each row of a file with what is predicted of it: prediction, score or embedding.
+    """Return each row of a file with its prediction, score or embedding.
 
     Raises:
-        AdapterError: The adapter was not trained to predict anything of texts.
-        DataError: The rows cannot be read, or have such a field already.
+        AdapterError: The adapter's task does not predict.
+        DataError: The rows cannot be read, or have a field of that name already.
     """
     task = _task(opened, PREDICTING)
     on_event(Stage(f"Reading {data}"))
     records = read_records(str(data))
-    found = task.predict_rows(opened.base.model, records, on_event)
-    for record, more in zip(records, found, strict=True):
-        if both := set(record.fields) & set(more):
+    predictions = task.predict_rows(opened.base.model, records, on_event)
+    rows = []
+    for record, prediction in zip(records, predictions, strict=True):
+        if both := set(record.fields) & set(prediction):
             raise DataError(
                 f"{record.source} has a field {sorted(both)[0]!r} already.",
-                fix="Rename it: it would be replaced by what is predicted.",
+                fix="Rename it: the prediction would replace it.",
             )
-    return [{**record.fields, **more} for record, more in zip(records, found, strict=True)]
+        rows.append({**record.fields, **prediction})
+    return rows
 
 
 def transcribe(opened: Opened, sounds: Sequence[Path]) -> list[str]:
-    """Return what is said in each file, greedily.
+    """Return the text of each audio file, decoded greedily.
 
     Raises:
-        AdapterError: The adapter was not trained to write down what it hears.
-        DataError: A file cannot be heard.
+        AdapterError: The adapter's task is not transcription or ctc.
+        DataError: A file cannot be decoded.
     """
     base = opened.base
     task = opened.task.on(base.model, base.processor, DataConfig(train=""))
     if not isinstance(task, Transcription | CTC):
         raise AdapterError(
-            f"{opened.file.folder} writes down no sounds",
+            f"{opened.file.folder} does not transcribe",
             found=f"it was trained for the task {opened.task.type}",
             fix="Give --prompt; adapters of transcription and ctc take --audio alone.",
         )
@@ -79,7 +81,7 @@ def transcribe(opened: Opened, sounds: Sequence[Path]) -> list[str]:
 
 
 def write_rows(rows: Sequence[dict[str, Any]], path: Path, *, on_event: Listener = ignore) -> None:
-    """Write rows as JSON Lines, whole or not at all."""
+    """Write rows as JSON Lines, atomically."""
     write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), path)
     on_event(Saved("rows", path))
 

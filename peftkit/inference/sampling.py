@@ -1,9 +1,9 @@
-"""How the next token is chosen, for each row of a batch by its own settings.
+"""Sampling of the next token, for each row of a batch by its own settings.
 
-A row's randomness is a function of its seed and of how many tokens it has: what is drawn depends
-neither on the rows beside it nor on the order in which they came.
+A row's random numbers are a function of its seed and its number of tokens: they depend neither on
+the other rows of the batch nor on the order of requests.
 
-Shapes: B rows, V tokens of the vocabulary, K of them told beside the chosen one.
+Shapes: B rows, V tokens of the vocabulary, K likeliest tokens that are reported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,16 +25,16 @@ _MIX = (-4658895280553007687, -7723592293110705685)
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How an answer is made.
+    """The settings of an answer.
 
     Attributes:
         max_new_tokens: Maximum; an answer also ends at the model's context length.
-        temperature: 0: greedy; above: samples from softmax(logits / temperature).
-        top_p: Samples only from the most likely tokens with this total probability.
-        top_k: Samples only from so many of the most likely tokens; 0: from all.
+        temperature: 0: greedy; above: sample from softmax(logits / temperature).
+        top_p: Sample only from the most likely tokens with this total probability.
+        top_k: Sample only from this many of the most likely tokens; 0: from all.
         seed: Of the sampling; None: drawn from torch's global generator.
         stops: Token ids that end an answer, besides the tokenizer's and the model's end tokens.
-        top_logprobs: How many of the likeliest tokens are told with each chosen one.
+        top_logprobs: Number of likeliest tokens to report with each chosen one.
 
     Raises:
         DataError: A value is out of its range.
@@ -66,23 +66,37 @@ class Sampling:
             raise DataError(f"top_k or top_logprobs is {low}.", fix="Give 0 or more.")
 
 
-class Constraint(Protocol):
-    """What an answer may consist of, token by token."""
+class Constraint:
+    """Restricts one answer to a grammar.
+
+    Args:
+        matcher: A `llguidance.LLMatcher` at the beginning of an answer.
+        vocab_size: Of the model's logits.
+    """
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
 
     def allowed(self) -> Tensor:
-        """Return (V,) bool, on the CPU: the tokens that may come next."""
+        """Return the tokens that may come next: (V,) bool, on the CPU."""
+        biases = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
+        allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
+        size = min(len(biases), self._vocab_size)
+        allowed[:size] = biases[:size] != 0
+        return allowed
 
     def take(self, token: int) -> None:
-        """Go on by a token."""
+        """Advance by a token."""
+        self._matcher.consume_token(token)
 
 
 class Chosen(NamedTuple):
-    """What was chosen for one row.
+    """The next token of one row.
 
     Attributes:
         log_prob: Of the token, by softmax(logits / temperature), before top_p and top_k; of greedy
             answers by softmax(logits).
-        top: The likeliest tokens with their log-probabilities, if asked for.
+        top: The likeliest tokens with their log-probabilities, if requested.
     """
 
     token: int
@@ -91,14 +105,14 @@ class Chosen(NamedTuple):
 
 
 def seed_of(sampling: Sampling, number: int) -> int:
-    """Return the seed of the answer with this number among several that share their settings."""
+    """Return the seed of one of several answers that share their settings, by its number."""
     if sampling.seed is None:
         return int(torch.randint(1 << 62, ()).item()) if sampling.temperature > 0 else 0
     return _wrapped(sampling.seed * 6364136223846793005 + number)
 
 
 def _wrapped(value: int) -> int:
-    """Return a whole number as the int64 that has its last 64 bits."""
+    """Return the int64 with the last 64 bits of a number."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -106,8 +120,8 @@ class SamplingTable:
     """The settings of the rows of a batch, as tensors on the model's device.
 
     Args:
-        seeds, counts: Of each row its seed, and how many tokens it has.
-        wants_log_probs: Whether a row wants them.
+        seeds, counts: The seed of each row, and its number of tokens.
+        wants_log_probs: Whether any row needs log-probabilities.
     """
 
     def __init__(
@@ -133,14 +147,14 @@ class SamplingTable:
         self._wants_log_probs = wants_log_probs
 
     def choose(self, logits: Tensor) -> Tensor:
-        """Choose a token for each row; all stays on the device.
+        """Choose a token for each row, without waiting for the device.
 
         Args:
             logits: (B, V).
 
         Returns:
-            (B, 2 + 2K) float64: token, its log-probability (0 if nobody wants it), and K tokens
-            with theirs.
+            (B, 2 + 2K) float64: token, its log-probability (0 if no row needs it), the K likeliest
+            tokens, their log-probabilities. `choices` reads it.
         """
         if self.is_greedy and not (self._wants_log_probs or self.top):
             tokens = logits.max(-1).indices  # argmax is slow in 16 bits on a CPU
@@ -151,12 +165,12 @@ class SamplingTable:
             tokens = torch.where(self._greedy, tokens, self._drawn(scaled))
         self._counts += 1
         total = scaled.logsumexp(-1)
-        found = [tokens.double(), (scaled.gather(1, tokens[:, None])[:, 0] - total).double()]
-        told = torch.stack(found, 1)
+        log_probs = scaled.gather(1, tokens[:, None])[:, 0] - total
+        chosen = torch.stack([tokens.double(), log_probs.double()], 1)
         if not self.top:
-            return told
+            return chosen
         values, ids = scaled.topk(self.top)
-        return torch.cat([told, ids.double(), (values - total[:, None]).double()], 1)
+        return torch.cat([chosen, ids.double(), (values - total[:, None]).double()], 1)
 
     def _drawn(self, scaled: Tensor) -> Tensor:
         """Return (B,) tokens drawn by the inverse of the cumulative probabilities."""
@@ -164,17 +178,17 @@ class SamplingTable:
         if self.is_cut:
             probabilities, order = probabilities.sort(-1, descending=True)
             before = probabilities.cumsum(-1) - probabilities
-            place = torch.arange(scaled.shape[1], device=scaled.device)
-            keep = (before < self._top_p) & (place < self._top_k)
+            rank = torch.arange(scaled.shape[1], device=scaled.device)
+            keep = (before < self._top_p) & (rank < self._top_k)
             probabilities = probabilities * keep
         cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-        wanted = uniform(self._seeds, self._counts)[:, None] * cumulative[:, -1:]
-        found = torch.searchsorted(cumulative, wanted, right=True)
-        found = found.clamp_max(scaled.shape[1] - 1)
-        return (found if order is None else order.gather(1, found))[:, 0]
+        threshold = uniform(self._seeds, self._counts)[:, None] * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, threshold, right=True)
+        tokens = tokens.clamp_max(scaled.shape[1] - 1)
+        return (tokens if order is None else order.gather(1, tokens))[:, 0]
 
-    def told(self, chosen: Sequence[Sequence[float]]) -> list[Chosen]:
-        """Return what `choose` chose, copied to the host."""
+    def choices(self, chosen: Sequence[Sequence[float]]) -> list[Chosen]:
+        """Return the result of `choose`, as a list, row by row."""
         return [
             Chosen(int(row[0]), row[1], tuple(_pairs(row[2 : 2 + self.top], row[2 + self.top :])))
             for row in chosen
@@ -198,14 +212,14 @@ def _mixed(state: Tensor, bits: int, factor: int) -> Tensor:
 
 
 def _shifted(state: Tensor, bits: int) -> Tensor:
-    """Shift to the right, zeros coming in."""
+    """Shift right, filling with zeros."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     """Return the tokens that end every answer: the model's and the tokenizer's."""
     config = model.generation_config
-    found = config.eos_token_id if config is not None else None
-    of_model = [] if found is None else [found] if isinstance(found, int) else list(found)
+    ends = config.eos_token_id if config is not None else None
+    of_model = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     of_tokenizer = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return frozenset(int(token) for token in (*of_model, *of_tokenizer))

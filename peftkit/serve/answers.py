@@ -1,4 +1,4 @@
-"""Answers as OpenAI's interface gives them: whole, as the events of a stream, or an error."""
+"""Answers in the format of OpenAI's interface: whole, as the events of a stream, or an error."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from peftkit.inference.sampling import Chosen
 from peftkit.serve.requests import RequestError
 from peftkit.serve.worker import Job, Piece
 
-Told = asyncio.Queue[tuple[int, Piece | Exception]]
-"""What the worker tells of the answers to a request: which one, and what has come of it."""
+PieceQueue = asyncio.Queue[tuple[int, Piece | Exception]]
+"""Pieces of the answers to one request, each with the index of its answer."""
 
 
 def status_of(error: PeftkitError) -> int:
@@ -31,7 +31,7 @@ def status_of(error: PeftkitError) -> int:
 
 
 def error_fields(error: PeftkitError) -> dict[str, Any]:
-    """Return an error as clients read it."""
+    """Return an error in the format of clients."""
     status = status_of(error)
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
@@ -46,7 +46,7 @@ def error_fields(error: PeftkitError) -> dict[str, Any]:
 
 
 def refusal(error: PeftkitError) -> JSONResponse:
-    """Return the response that tells an error."""
+    """Return the response for an error."""
     status = status_of(error)
     headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}.get(status)
     return JSONResponse(error_fields(error), status, headers)
@@ -54,10 +54,10 @@ def refusal(error: PeftkitError) -> JSONResponse:
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """How the answers to one request are written: as a chat, or as plain text.
+    """The format of the answers to one request: a chat, or plain text.
 
     Attributes:
-        num_top: How many of the likeliest tokens are told with each; None: no log-probabilities.
+        num_top: Number of likeliest tokens to report with each token; None: no log-probabilities.
     """
 
     is_chat: bool
@@ -68,7 +68,7 @@ class ReplyFormat:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, answers: Sequence[Piece], num_prompt: int) -> dict[str, Any]:
-        """Return the response that is not streamed."""
+        """Return the response with whole answers."""
         choices = [
             self._choice(index, "message", {"role": "assistant", "content": answer.text}, answer)
             for index, answer in enumerate(answers)
@@ -76,13 +76,13 @@ class ReplyFormat:
         return self._object(choices, False) | {"usage": usage(answers, num_prompt)}
 
     def begin(self, index: int) -> list[dict[str, Any]]:
-        """Return what comes before the first text: a chat says whose turn it is."""
+        """Return the chunks before the first text: in a chat, the role."""
         delta = {"role": "assistant", "content": ""}
         choice = self._choice(index, "delta", delta, Piece(""))
         return [self._object([choice], True)] if self.is_chat else []
 
     def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
-        """Return the chunks of a piece of text: its text, and that it is the last."""
+        """Return the chunks of a piece: its text, and the end of the answer."""
         parts = []
         if piece.text or piece.chosen:
             parts.append(({"content": piece.text}, Piece(piece.text, piece.chosen)))
@@ -93,16 +93,16 @@ class ReplyFormat:
         ]
 
     def used(self, answers: Sequence[Piece], num_prompt: int) -> dict[str, Any]:
-        """Return the chunk with the numbers of tokens."""
+        """Return the chunk with the token counts."""
         return self._object([], True) | {"usage": usage(answers, num_prompt)}
 
     def _choice(
         self, index: int, place: str, turn: Mapping[str, str], piece: Piece
     ) -> dict[str, Any]:
         content = {place: dict(turn)} if self.is_chat else {"text": piece.text}
-        has_told = self.num_top is not None and piece.chosen
-        told = self._log_probs(piece.chosen) if has_told else None
-        return {"index": index, **content, "logprobs": told, "finish_reason": piece.reason}
+        has_log_probs = self.num_top is not None and piece.chosen
+        log_probs = self._log_probs(piece.chosen) if has_log_probs else None
+        return {"index": index, **content, "logprobs": log_probs, "finish_reason": piece.reason}
 
     def _log_probs(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
         if self.is_chat:
@@ -125,11 +125,11 @@ class ReplyFormat:
 
     def _token(self, token: int, log_prob: float) -> dict[str, Any]:
         text = self.token_text(token)
-        whole = "\N{REPLACEMENT CHARACTER}" not in text  # else a part of a character
+        is_whole = "\N{REPLACEMENT CHARACTER}" not in text  # else part of a character
         return {
             "token": text,
             "logprob": log_prob,
-            "bytes": list(text.encode()) if whole else None,
+            "bytes": list(text.encode()) if is_whole else None,
         }
 
     def _object(self, choices: list[dict[str, Any]], is_chunk: bool) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class ReplyFormat:
 
 
 def usage(answers: Sequence[Piece], num_prompt: int) -> dict[str, int]:
-    """Return the numbers of tokens of a request."""
+    """Return the token counts of a request."""
     new = sum(answer.num_tokens for answer in answers)
     return {
         "prompt_tokens": num_prompt,
@@ -160,21 +160,21 @@ def event(fields: Mapping[str, Any] | None) -> str:
     return f"data: {'[DONE]' if fields is None else json.dumps(fields, ensure_ascii=False)}\n\n"
 
 
-async def whole_answers(request: Request, jobs: Sequence[Job], told: Told) -> list[Piece]:
-    """Return the whole answers, in order; if the client goes away, nobody works on."""
+async def whole_answers(request: Request, jobs: Sequence[Job], queue: PieceQueue) -> list[Piece]:
+    """Return the whole answers, in order; cancel the jobs if the client disconnects."""
     pieces: list[list[Piece]] = [[] for _ in jobs]
     gone = asyncio.create_task(_gone(request))
     try:
         while not all(of and of[-1].reason for of in pieces):
-            coming = asyncio.create_task(told.get())
+            coming = asyncio.create_task(queue.get())
             await asyncio.wait((coming, gone), return_when=asyncio.FIRST_COMPLETED)
             if not coming.done():
                 coming.cancel()
                 raise RequestError("the client has gone.", status=499)
-            index, what = coming.result()
-            if isinstance(what, Exception):
-                raise what
-            pieces[index].append(what)
+            index, piece = coming.result()
+            if isinstance(piece, Exception):
+                raise piece
+            pieces[index].append(piece)
     finally:
         gone.cancel()
         for job in jobs:
@@ -190,13 +190,13 @@ async def whole_answers(request: Request, jobs: Sequence[Job], told: Told) -> li
 
 
 async def _gone(request: Request) -> None:
-    """Return when the client has gone; its body has been read before."""
+    """Return when the client has disconnected; its body has been read before."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def streamed(
-    form: ReplyFormat, jobs: Sequence[Job], told: Told, num_prompt: int, wants_usage: bool
+    form: ReplyFormat, jobs: Sequence[Job], queue: PieceQueue, num_prompt: int, wants_usage: bool
 ) -> AsyncIterator[str]:
     """Yield the events of a streamed answer; an error after the first comes as an event too."""
     ended: list[Piece] = []
@@ -204,14 +204,14 @@ async def streamed(
         for chunk in (chunk for index in range(len(jobs)) for chunk in form.begin(index)):
             yield event(chunk)
         while len(ended) < len(jobs):
-            index, what = await told.get()
-            if isinstance(what, Exception):
-                problem = what if isinstance(what, PeftkitError) else RunError(str(what))
-                yield event(error_fields(problem))
+            index, piece = await queue.get()
+            if isinstance(piece, Exception):
+                error = piece if isinstance(piece, PeftkitError) else RunError(str(piece))
+                yield event(error_fields(error))
                 return
-            for chunk in form.piece(index, what):
+            for chunk in form.piece(index, piece):
                 yield event(chunk)
-            ended += [what] if what.reason else []
+            ended += [piece] if piece.reason else []
         if wants_usage:
             yield event(form.used(ended, num_prompt))
         yield event(None)

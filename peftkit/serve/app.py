@@ -1,4 +1,4 @@
-"""The server as an ASGI application: routes, limits, and who may ask."""
+"""The server as an ASGI application: routes, limits and access."""
 
 from __future__ import annotations
 
@@ -26,33 +26,32 @@ from peftkit.data.encode import Style, prompt_ids, stop_ids
 from peftkit.errors import PeftkitError, did_you_mean
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.engine import Limits as EngineLimits
-from peftkit.inference.engine import Request as Wanted
+from peftkit.inference.engine import Request as AnswerRequest
 from peftkit.inference.engine import room_left
 from peftkit.inference.open_engine import tokens_that_fit
 from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
-from peftkit.serve.answers import ReplyFormat, Told, refusal, streamed, whole_answers
-from peftkit.serve.json_answers import JsonAnswers
-from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
+from peftkit.serve.answers import PieceQueue, ReplyFormat, refusal, streamed, whole_answers
+from peftkit.serve.requests import Body, ChatBody, JsonGrammars, RequestError, TextBody, read_body
 from peftkit.serve.worker import Job, Piece, Worker
 
 BARE = "base"
-"""Name of the base without an adapter."""
+"""Model name of the base without an adapter."""
 PREFILL_TOKENS = 256
-"""Tokens of prompts that are computed between two tokens of all answers."""
-KEPT_TOKENS = 8192
-"""Tokens of common beginnings of prompts that are kept for those to come."""
+"""Tokens of prompts to compute between two tokens of the answers."""
+PREFIX_TOKENS = 8192
+"""Tokens of common prefixes to keep for later prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one server takes on, and what it does where a request leaves the choice.
+    """Limits of a server, and defaults of requests.
 
     Args:
-        max_batch: Answers made at once, and of one request.
+        max_batch: Answers at once, and in one request.
         max_waiting: Queue limit; beyond it, HTTP 429.
         max_body: Bytes of a request; larger ones are refused with 413.
-        max_new_tokens: Length of an answer, unless the request says.
-        temperature: 0 is greedy; unless the request says.
+        max_new_tokens: Default length of an answer.
+        temperature: Default temperature; 0 is greedy.
     """
 
     max_batch: int = 32
@@ -68,7 +67,7 @@ def make_app(
     """Return the application that serves a bank's adapters and its base.
 
     Args:
-        key: Asked of every request but /health; None serves programs on this machine only.
+        key: Required by every path but /health; None: serve programs on this machine only.
     """
     limits = limits or Limits()
     worker = Worker(
@@ -77,7 +76,7 @@ def make_app(
             rows=limits.max_batch,
             tokens=tokens_that_fit(bank.base.model),
             prefill=PREFILL_TOKENS,
-            kept=KEPT_TOKENS,
+            prefix_tokens=PREFIX_TOKENS,
         ),
         max_waiting=limits.max_waiting,
     )
@@ -111,7 +110,7 @@ class _Service:
     def __init__(self, bank: AdapterBank, worker: Worker, limits: Limits) -> None:
         self._bank, self._worker, self._limits = bank, worker, limits
         self._began = time.time()
-        self._json: dict[tuple[int, ...], JsonAnswers] = {}
+        self._grammars: dict[tuple[int, ...], JsonGrammars] = {}
         self._stops = cache(lambda style: tuple(stop_ids(bank.base.tokenizer, style)))
 
     async def health(self, request: Request) -> Response:
@@ -150,21 +149,21 @@ class _Service:
     async def _respond(
         self, request: Request, body: Body, adapter: str | None, prompts: Sequence[list[int]]
     ) -> Response:
-        told: Told = asyncio.Queue()
-        jobs = self._jobs(body, adapter, prompts, told)
+        queue: PieceQueue = asyncio.Queue()
+        jobs = self._jobs(body, adapter, prompts, queue)
         form = ReplyFormat(isinstance(body, ChatBody), body.model, self._token_text, body.num_top)
         num_prompt = sum(map(len, prompts))
         self._worker.submit(jobs)
         if body.stream:
-            chunks = streamed(form, jobs, told, num_prompt, body.wants_usage)
+            chunks = streamed(form, jobs, queue, num_prompt, body.wants_usage)
             return StreamingResponse(chunks, media_type="text/event-stream", headers=_UNCACHED)
-        answers = await whole_answers(request, jobs, told)
+        answers = await whole_answers(request, jobs, queue)
         return JSONResponse(form.whole(answers, num_prompt))
 
     def _jobs(
-        self, body: Body, adapter: str | None, prompts: Sequence[list[int]], told: Told
+        self, body: Body, adapter: str | None, prompts: Sequence[list[int]], queue: PieceQueue
     ) -> list[Job]:
-        """Return one job for each answer that is asked for."""
+        """Return one job for each requested answer."""
         copies = body.n or 1
         if not 0 < len(prompts) * copies <= self._limits.max_batch:
             raise RequestError(
@@ -173,24 +172,24 @@ class _Service:
                 param="n" if copies > 1 else "prompt",
             )
         loop = asyncio.get_running_loop()
-        asked = body.max_new_tokens or self._limits.max_new_tokens
+        length = body.max_new_tokens or self._limits.max_new_tokens
         jobs: list[Job] = []
         for index in range(len(prompts) * copies):
             ids = prompts[index // copies]
 
-            def tell(what: Piece | Exception, index: int = index) -> None:
+            def send(piece: Piece | Exception, index: int = index) -> None:
                 with suppress(RuntimeError):  # the loop has been closed
-                    loop.call_soon_threadsafe(told.put_nowait, (index, what))
+                    loop.call_soon_threadsafe(queue.put_nowait, (index, piece))
 
             sampling = Sampling(
-                max_new_tokens=self._room_left(ids, asked),
+                max_new_tokens=self._room_left(ids, length),
                 temperature=_given(body.temperature, self._limits.temperature),
                 top_p=_given(body.top_p, 1.0),
                 seed=body.seed,
                 stops=self._stops(self._bank.style(adapter)),
                 top_logprobs=body.num_top or 0,
             )
-            wanted = Wanted(
+            answer = AnswerRequest(
                 ids,
                 sampling,
                 seed_of(sampling, index),
@@ -198,12 +197,12 @@ class _Service:
                 log_probs=body.num_top is not None,
                 constraint=self._constraint(body, sampling),
             )
-            jobs.append(Job(wanted, tell, body.stop_texts))
+            jobs.append(Job(answer, send, body.stop_texts))
         return jobs
 
-    def _room_left(self, ids: list[int], asked: int) -> int:
+    def _room_left(self, ids: list[int], length: int) -> int:
         """Return how many tokens may follow, by the context and by memory."""
-        room, most = room_left(self._bank.base.model, [ids], asked), self._worker.limits.tokens
+        room, most = room_left(self._bank.base.model, [ids], length), self._worker.limits.tokens
         if most is not None and len(ids) >= most:
             raise RequestError(
                 f"the prompt has {len(ids):,} tokens.",
@@ -213,30 +212,30 @@ class _Service:
         return room if most is None else min(room, most - len(ids))
 
     def _constraint(self, body: Body, sampling: Sampling) -> Constraint | None:
-        """Return what holds an answer to the JSON that is asked for."""
+        """Return the constraint of the request's JSON schema, if it has one."""
         if body.schema_of_answer is None:
             return None
         base = self._bank.base
         stops = tuple(sampling.stops)
-        if stops not in self._json:
+        if stops not in self._grammars:
             ends = sorted({*end_tokens(base.model, base.tokenizer), *stops})
             size = base.model.get_output_embeddings().weight.shape[0]
-            self._json[stops] = JsonAnswers(base.tokenizer, size, ends)
-        return self._json[stops].constraint(body.schema_of_answer)
+            self._grammars[stops] = JsonGrammars(base.tokenizer, size, ends)
+        return self._grammars[stops].constraint(body.schema_of_answer)
 
     def _token_text(self, token: int) -> str:
         return str(self._bank.base.tokenizer.decode([token]))
 
     def _adapter(self, name: str) -> str | None:
-        """Return the adapter of a model's name."""
+        """Return the adapter with a model's name; None: the base."""
         if name == BARE:
             return None
         if name in self._bank.names:
             return name
-        known = [*self._bank.names, BARE]
+        names = [*self._bank.names, BARE]
         raise RequestError(
             f"there is no model '{name[:80]}' here.",
-            found=f"The models are: {', '.join(known)}. {did_you_mean(name, known)}".rstrip(),
+            found=f"The models are: {', '.join(names)}. {did_you_mean(name, names)}".rstrip(),
             status=404,
             code="model_not_found",
             param="model",
@@ -255,7 +254,7 @@ class _Service:
         return prompt
 
     async def _body(self, request: Request) -> bytes:
-        """Return the body, as far as it is allowed to go."""
+        """Read the body, up to the limit."""
         limit, body = self._limits.max_body, bytearray()
         async for chunk in request.stream():
             body += chunk
@@ -291,8 +290,8 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    told = f"{request.method} {request.url.path} cannot be answered: {error.detail}."
-    return refusal(RequestError(told, status=error.status_code))
+    message = f"{request.method} {request.url.path} cannot be answered: {error.detail}."
+    return refusal(RequestError(message, status=error.status_code))
 
 
 def is_loopback(host: str) -> bool:
@@ -304,10 +303,10 @@ def is_loopback(host: str) -> bool:
 
 
 class Gate:
-    """Lets through requests that carry the key, or, where there is none, that come from here.
+    """Passes requests with the key; without a key, requests from this machine.
 
-    Without a key, names other than this machine's are refused in `Host` and `Origin`: a web page
-    that is open in a browser here could otherwise send requests too.
+    Without a key, `Host` and `Origin` must name this machine: otherwise a web page in a browser
+    here could send requests, too.
     """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
@@ -335,8 +334,8 @@ class Gate:
                 code="invalid_api_key",
             )
         origin = headers.get("origin")
-        asked = [f"//{headers.get('host', '')}", *([origin] if origin is not None else [])]
-        if all(is_loopback(_host(url)) for url in asked):
+        urls = [f"//{headers.get('host', '')}", *([origin] if origin is not None else [])]
+        if all(is_loopback(_host(url)) for url in urls):
             return None
         return RequestError(
             "without a key, only programs on this machine may ask.",

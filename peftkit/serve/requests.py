@@ -1,18 +1,21 @@
-"""Requests as OpenAI's clients send them, checked field by field.
+"""Requests of OpenAI's clients, checked field by field, and the grammars that they ask for.
 
-What this server cannot do is refused by name; a field is left unread only if it changes no answer.
-Source: the API reference of OpenAI, /v1/completions and /v1/chat/completions.
+Fields that this server does not support are refused by name; only fields that change no answer are
+ignored. Source: the API reference of OpenAI, /v1/completions and /v1/chat/completions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from peftkit.errors import PeftkitError, did_you_mean, first_few
 from peftkit.files.strict_json import parse_json
+from peftkit.inference.sampling import Constraint
 
 MAX_TOKENS = 1 << 20
 
@@ -22,7 +25,7 @@ class RequestError(PeftkitError):
 
     Args:
         status: HTTP's code.
-        code: OpenAI's word for it.
+        code: OpenAI's name of the error.
         param: The field in question.
     """
 
@@ -58,18 +61,18 @@ class _Message(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, fields: Any) -> Any:
-        """Clients send an answer back with all its fields, most of them null."""
+        """Drop nulls: clients send answers back with all their fields."""
         if not isinstance(fields, dict):
             return fields
         return {name: value for name, value in fields.items() if value is not None}
 
     def plain(self) -> dict[str, str]:
-        """Return what a chat template takes."""
+        """Return the message in the form of chat templates."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         more = {"name": self.name, "reasoning_content": self.reasoning_content}
-        told = {key: value for key, value in more.items() if value is not None}
-        return {"role": self.role, "content": text, **told}
+        given = {key: value for key, value in more.items() if value is not None}
+        return {"role": self.role, "content": text, **given}
 
 
 class _StreamOptions(_Strict):
@@ -77,8 +80,8 @@ class _StreamOptions(_Strict):
     include_obfuscation: bool | None = None
 
 
-class _NotDone(_Strict):
-    """Fields of what is not done here, with the values that ask for nothing."""
+class _Unsupported(_Strict):
+    """Fields that are not supported, with the values that change nothing."""
 
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     echo: Literal[False] | None = None
@@ -92,7 +95,7 @@ class _NotDone(_Strict):
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
-class _Unread(_Strict):
+class _Ignored(_Strict):
     """Fields that change no answer."""
 
     metadata: Any = None
@@ -104,8 +107,8 @@ class _Unread(_Strict):
     user: Any = None
 
 
-class Body(_NotDone, _Unread):
-    """Fields that both kinds of requests have; None where the client leaves the choice."""
+class Body(_Unsupported, _Ignored):
+    """Fields of both kinds of requests; None: the server's default."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
@@ -124,17 +127,17 @@ class Body(_NotDone, _Unread):
 
     @property
     def num_top(self) -> int | None:
-        """How many of the likeliest tokens are told with each; None: no log-probabilities."""
+        """Number of likeliest tokens to report with each token; None: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        """A JSON schema that the answer has to follow."""
+        """The JSON schema of the answer, if any."""
         return None
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """Whether a stream ends with the token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
@@ -170,7 +173,7 @@ class ChatBody(Body):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: _ResponseFormat | None = None
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
-    """Variables of the chat template, in place of those that the adapter learnt with."""
+    """Variables of the chat template; by default those of the adapter's training."""
 
     @model_validator(mode="after")
     def _asks_for_log_probs(self) -> ChatBody:
@@ -186,8 +189,8 @@ class ChatBody(Body):
     def schema_of_answer(self) -> dict[str, Any] | None:
         if self.response_format is None or self.response_format.type == "text":
             return None
-        asked = self.response_format.json_schema
-        return {"type": "object"} if asked is None else asked.schema_
+        schema = self.response_format.json_schema
+        return {"type": "object"} if schema is None else schema.schema_
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -195,7 +198,7 @@ class ChatBody(Body):
         return self.max_completion_tokens or self.max_tokens
 
     def conversation(self) -> list[dict[str, str]]:
-        """Return the messages as a chat template takes them."""
+        """Return the messages in the form of chat templates."""
         return [message.plain() for message in self.messages]
 
 
@@ -223,32 +226,77 @@ def read_body(data: bytes, kind: type[Body]) -> Body:
     """Return a request's fields.
 
     Raises:
-        RequestError: It is no JSON object, or a field is missing, wrong, unknown or asks for
-            something that is not done here.
+        RequestError: It is not a JSON object, or a field is missing, wrong, unknown or asks for
+            something unsupported.
     """
     fields = parse_json(data, "the request's body cannot be read.", error=RequestError)
     try:
         return kind.model_validate(fields)
     except ValidationError as problem:
-        raise _told(problem, kind) from None
+        raise _request_error(problem, kind) from None
 
 
-def _told(problem: ValidationError, kind: type[Body]) -> RequestError:
+def _request_error(problem: ValidationError, kind: type[Body]) -> RequestError:
     lines: dict[str, None] = {}
     errors = problem.errors(include_url=False, include_input=False)
     fields = [str(error["loc"][0]) if error["loc"] else "" for error in errors]
     for field, error in zip(fields, errors, strict=True):
-        # of a union's branches pydantic names the types too; the field and place are enough
-        place = [part for part in error["loc"] if isinstance(part, int) or part.isidentifier()]
-        said = error["msg"]
-        if field in _NotDone.model_fields:
-            said = "this server does not do it; leave the field out."
+        # pydantic adds the types of a union's branches; field and index are enough
+        path = [part for part in error["loc"] if isinstance(part, int) or part.isidentifier()]
+        message = error["msg"]
+        if field in _Unsupported.model_fields:
+            message = "this server does not do it; leave the field out."
         elif error["type"] == "extra_forbidden":
-            said = f"unknown field. {did_you_mean(field, kind.model_fields)}"
-        lines[f"{'.'.join(map(str, place))}: {said}".rstrip()] = None
+            message = f"unknown field. {did_you_mean(field, kind.model_fields)}"
+        lines[f"{'.'.join(map(str, path))}: {message}".rstrip()] = None
     return RequestError(
         "the request has fields that cannot be used.",
         found=first_few(lines, 5),
         param=fields[0],
-        code="unsupported_parameter" if fields[0] in _NotDone.model_fields else None,
+        code="unsupported_parameter" if fields[0] in _Unsupported.model_fields else None,
+    )
+
+
+class JsonGrammars:
+    """Makes the constraints of JSON schemas with llguidance (the extra `json`).
+
+    Args:
+        vocab_size: Of the model's logits.
+        ends: Tokens that may end a complete answer.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, ends: list[int]) -> None:
+        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, ends
+        self._words: Any = None  # llguidance's tokenizer, slow to make
+
+    def constraint(self, schema: Mapping[str, Any]) -> Constraint:
+        """Return the constraint of one answer.
+
+        Raises:
+            RequestError: llguidance is not installed, or refuses the schema or the tokenizer.
+        """
+        if find_spec("llguidance") is None:
+            raise _no_grammar("this server has no grammars.", "pip install 'peftkit[json]'")
+        from llguidance import LLMatcher
+        from llguidance.hf import from_tokenizer
+
+        try:
+            if self._words is None:
+                self._words = from_tokenizer(
+                    self._tokenizer, n_vocab=len(self._tokenizer), eos_token=self._ends
+                )
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        except ValueError as problem:
+            raise _no_grammar(str(problem).splitlines()[0], "Use another schema.") from None
+        if wrong := LLMatcher.validate_grammar(grammar, self._words):
+            raise _no_grammar(wrong.splitlines()[0], "Use another schema.")
+        return Constraint(LLMatcher(self._words, grammar), self._vocab_size)
+
+
+def _no_grammar(found: str, fix: str) -> RequestError:
+    return RequestError(
+        "the answer cannot be held to this response_format.",
+        found=found,
+        fix=fix,
+        param="response_format",
     )

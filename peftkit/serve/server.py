@@ -1,4 +1,4 @@
-"""Runs the server: the port first, then the base and its adapters."""
+"""The server process: binds the port first, then loads the base and its adapters."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def serve_adapters(
     on_event: Listener = ignore,
     on_ready: Callable[[str, AdapterBank], None] = lambda url, bank: None,
 ) -> None:
-    """Serve adapters over HTTP as OpenAI's interface does, until a signal ends it.
+    """Serve adapters over HTTP with OpenAI's interface, until a signal.
 
     The models are the adapters' names and `base`, the base without an adapter.
 
     Args:
         adapters: Name to folder; at least one.
         base: Where the base is, if elsewhere than recorded.
-        host: The address to listen on; any but this machine's own needs a key.
+        host: The address to listen on; other than loopback it needs a key.
         port: 0 picks a free port.
         key: Clients send it as `Authorization: Bearer KEY`.
-        max_batch: Answers made at once.
+        max_batch: Answers at once.
         max_waiting: Prompts that may wait.
-        max_new_tokens: Length of an answer, unless a request says.
-        temperature: 0 is greedy; unless a request says.
+        max_new_tokens: Default length of an answer.
+        temperature: Default temperature; 0 is greedy.
         force: Accept adapters that were trained on other weights.
         on_ready: Called with the server's address and the bank before the first request.
 
@@ -89,7 +89,7 @@ def serve_adapters(
 
         class Server(uvicorn.Server):
             async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-                """Tell those who wait before their connections are closed."""
+                """Answer waiting requests with an error before their connections close."""
                 await asyncio.to_thread(app.state.worker.stop)
                 await super().shutdown(sockets)
 
@@ -98,7 +98,7 @@ def serve_adapters(
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; who connects before the model is loaded waits.
+    """Return a listening socket; clients that connect before the model is loaded wait.
 
     Raises:
         ConfigError: The port is taken, or the host is not this machine's.
@@ -117,7 +117,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def vllm_command(bank: AdapterBank) -> str | None:
-    """Return how vLLM serves the same folders; None if it takes none of them."""
+    """Return the command with which vLLM serves the same folders; None: it takes none of them."""
     taken, rank = [], 0
     for name in bank.names:
         file = bank.file(name)

@@ -1,4 +1,4 @@
-"""One thread that makes all answers: who comes joins those that grow, who goes leaves at once."""
+"""The thread that makes all answers; requests join and leave the engine's batch at any token."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What has come of an answer since the last piece.
+    """The next piece of an answer.
 
     Attributes:
-        chosen: Its tokens with their log-probabilities, if asked for.
-        reason: With the last piece why it ended. stop: an end token or a stop text; length: its
-            maximum, or the model's context.
-        num_tokens: With the last piece how many tokens were made in all.
+        chosen: Its tokens with their log-probabilities, if requested.
+        reason: Why the answer ended, in the last piece. stop: an end token or a stop text; length:
+            its maximum, or the model's context.
+        num_tokens: Tokens of the whole answer, in the last piece.
     """
 
     text: str
@@ -37,22 +37,22 @@ class Piece:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One answer that a client wants.
+    """One answer to a client.
 
     Args:
-        tell: Takes the pieces of the answer, or what went wrong; called by the worker's thread.
+        send: Receives the pieces of the answer, or an error; the worker's thread calls it.
         stop_texts: Texts that end it.
     """
 
     request: Request
-    tell: Callable[[Piece | Exception], None]
+    send: Callable[[Piece | Exception], None]
     stop_texts: tuple[str, ...] = ()
     running: Running | None = None
     is_cancelled: bool = False
-    is_over: bool = False
+    is_done: bool = False
 
     def cancel(self) -> None:
-        """Nobody wants the rest: its place is free at the next token."""
+        """Stop the answer at the next token."""
         self.is_cancelled = True
         if self.running is not None:
             self.running.finish()
@@ -62,7 +62,7 @@ class Worker:
     """Makes the answers of jobs in a thread of its own.
 
     Args:
-        limits: What is taken on at once.
+        limits: Of the engine.
         max_waiting: Queue limit; beyond it, requests are refused.
     """
 
@@ -82,7 +82,7 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Answer nothing more: running answers stop at the next token; all are told."""
+        """Stop all answers at the next token; waiting and running jobs get an error."""
         with self._changed:
             self._ended = True
             for job in self._jobs:
@@ -93,7 +93,7 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether jobs are answered."""
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     @property
@@ -103,11 +103,11 @@ class Worker:
 
     @property
     def num_running(self) -> int:
-        """Number of prompts that are answered."""
+        """Number of prompts that are being answered."""
         return max(0, len(self._jobs) + len(self._new) - self.num_waiting)
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Let jobs be answered; all of them or none.
+        """Queue jobs; all of them or none.
 
         Raises:
             RequestError: Too many wait already, or the worker has stopped.
@@ -127,35 +127,35 @@ class Worker:
             self._changed.notify_all()
 
     def _work(self) -> None:
-        while self._has_come():
+        while self._wait_for_jobs():
             try:
                 with self.bank.engine(self.limits) as self._engine:
                     while self._wait(self._engine):
                         self._engine.step()
-                        self._jobs = [job for job in self._jobs if self._ended or _goes_on(job)]
-            except Exception as problem:  # the thread goes on: others may well succeed
+                        self._jobs = [job for job in self._jobs if self._ended or _is_running(job)]
+            except Exception as problem:  # later jobs may well succeed
                 _LOG.exception("%d answers failed", len(self._jobs))
                 error = RunError(f"the model failed: {type(problem).__name__}: {problem}")
-                self._tell_all(error)
-        self._tell_all(_shutting_down())
+                self._fail_all(error)
+        self._fail_all(_shutting_down())
 
-    def _has_come(self) -> bool:
-        """Wait for the first job, before which the model is left as it is; False at the end."""
+    def _wait_for_jobs(self) -> bool:
+        """Wait for jobs without an engine, which would change the model; False at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._new or self._ended)
             return not self._ended
 
-    def _tell_all(self, error: Exception) -> None:
+    def _fail_all(self, error: Exception) -> None:
         with self._changed:
             left, self._jobs = self._jobs, []
             if self._ended:
                 left, self._new = [*left, *self._new], []
         for job in left:
-            if not job.is_over:
-                job.tell(error)
+            if not job.is_done:
+                job.send(error)
 
     def _wait(self, engine: Engine) -> bool:
-        """Wait for something to do, and take on what has come; False at the end."""
+        """Wait for work, and submit new jobs to the engine; False at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._new or self._ended or not engine.is_idle)
             new, self._new = [job for job in self._new if not job.is_cancelled], []
@@ -165,35 +165,35 @@ class Worker:
         return not self._ended
 
     def _begin(self, engine: Engine, job: Job) -> None:
-        request = replace(job.request, on_token=self._teller(job))
+        request = replace(job.request, on_token=self._sender(job))
         try:
             job.running = engine.submit(request)
         except PeftkitError as error:
-            job.tell(error)
+            job.send(error)
             job.is_cancelled = True
         if job.is_cancelled:
             job.cancel()
 
-    def _teller(self, job: Job) -> Callable[[Running], None]:
-        """Return what tells a job's client of each token."""
-        text, num_told = TextStream(self.bank.base.tokenizer, job.stop_texts), 0
+    def _sender(self, job: Job) -> Callable[[Running], None]:
+        """Return the callback that sends each new piece of a job's answer."""
+        text, num_sent = TextStream(self.bank.base.tokenizer, job.stop_texts), 0
 
-        def tell(running: Running) -> None:
-            nonlocal num_told
+        def send(running: Running) -> None:
+            nonlocal num_sent
             new, number = text.take(running), len(running.ids)
-            chosen = tuple(running.chosen[num_told:number]) if job.request.log_probs else ()
-            num_told += len(chosen)
+            chosen = tuple(running.chosen[num_sent:number]) if job.request.log_probs else ()
+            num_sent += len(chosen)
             if running.ended_by in ("stop", "length"):
-                job.is_over = True
+                job.is_done = True
                 reason = "stop" if text.is_stopped else running.ended_by
-                job.tell(Piece(new, chosen, reason, number))
+                job.send(Piece(new, chosen, reason, number))
             elif new or chosen:
-                job.tell(Piece(new, chosen))
+                job.send(Piece(new, chosen))
 
-        return tell
+        return send
 
 
-def _goes_on(job: Job) -> bool:
+def _is_running(job: Job) -> bool:
     return job.running is not None and job.running.ended_by is None
 
 

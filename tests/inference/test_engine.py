@@ -35,7 +35,7 @@ PROMPTS = [
 ]
 LIMITS = {
     "all at once": Limits(),
-    "three at a time, prompts in pieces, beginnings kept": Limits(rows=3, prefill=5, kept=100),
+    "three at a time, prompts in chunks": Limits(rows=3, prefill=5, prefix_tokens=100),
 }
 CACHED = [
     *("llama", "mistral_swa", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "mixtral", "gpt_oss"),
