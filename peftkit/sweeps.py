@@ -216,8 +216,11 @@ def sweep(
                 release_memory()
                 base = _load_base(waiting, purpose, on_event)
             _train(member, base, out, outcomes, resume, on_event)
-            is_bare = outcomes[member.name].state == "done" and not _adds_tokens(member.recipe)
-            base = base if is_bare else None
+            recipe = member.recipe
+            if recipe.base.new_tokens or recipe.method.start_from:
+                base = None  # it has more tokens now
+            elif outcomes[member.name].state == "failed":
+                base = None  # the run may have left its adapter on it
     return _finish(out, outcomes, on_event)
 
 
@@ -235,22 +238,22 @@ def check_members(members: Sequence[Member]) -> Purpose:
         raise ConfigError(
             "a sweep runs in one process", fix="Start it without accelerate launch or torchrun."
         )
-    purposes: dict[str, Purpose] = {}  # by task and data: some read their labels from the rows
     first = members[0]
+    shared, purpose = first.recipe.base, _purpose(first)
     for member in members:
-        recipe = member.recipe
-        rules.check(recipe, 1)
-        settings = recipe.base.model_dump(mode="json")
-        for key, value in first.recipe.base.model_dump(mode="json").items():
-            if settings[key] != value:
-                raise _differs(f"base.{key}", first, value, member, settings[key])
-        rows_and_task = recipe.task.model_dump_json() + recipe.data.model_dump_json()
-        if rows_and_task not in purposes:
-            purposes[rows_and_task] = recipe.task.resolve(recipe.data).purpose
-        purpose, expected = purposes[rows_and_task], next(iter(purposes.values()))
-        if replace(purpose, task=expected.task) != expected:  # its name is for messages
-            raise _differs("what the task loads the base for", first, expected, member, purpose)
-    return next(iter(purposes.values()))
+        rules.check(member.recipe, 1)
+        for key in type(shared).model_fields:
+            expected, value = getattr(shared, key), getattr(member.recipe.base, key)
+            if value != expected:
+                raise _differs(f"base.{key}", first, expected, member, value)
+        other = replace(_purpose(member), task=purpose.task)  # a name, for messages
+        if other != purpose:
+            raise _differs("what the task loads the base for", first, purpose, member, other)
+    return purpose
+
+
+def _purpose(member: Member) -> Purpose:
+    return member.recipe.task.resolve(member.recipe.data).purpose
 
 
 def _differs(key: str, first: Member, expected: Any, other: Member, value: Any) -> ConfigError:
@@ -263,12 +266,11 @@ def _differs(key: str, first: Member, expected: Any, other: Member, value: Any) 
 
 def _check_targets(members: Sequence[Member], purpose: Purpose) -> None:
     """Check each method's targets and ranks, before hours of training the others."""
-    methods = {m.recipe.method.model_dump_json(): m.recipe for m in members}
+    methods = {member.recipe.method.model_dump_json(): member.recipe for member in members}
     for recipe in methods.values():
         if not recipe.method.start_from:
-            base = recipe.base
-            model = skeleton(model=base.model, revision=base.revision, purpose=purpose)
-            check_fits(model, recipe.method)
+            model, revision = recipe.base.model, recipe.base.revision
+            check_fits(skeleton(model, revision=revision, purpose=purpose), recipe.method)
 
 
 def _load_base(members: Sequence[Member], purpose: Purpose, on_event: Listener) -> Base:
@@ -279,11 +281,6 @@ def _load_base(members: Sequence[Member], purpose: Purpose, on_event: Listener) 
             if plan.placement == "stream":
                 break
         return open_base(members[0].recipe, plan, purpose, on_event=on_event)
-
-
-def _adds_tokens(recipe: Recipe) -> bool:
-    """Tell whether a run may leave more tokens in the base than it had."""
-    return bool(recipe.base.new_tokens or recipe.method.start_from)
 
 
 def _has_checkpoints(member: Member) -> bool:

@@ -31,7 +31,7 @@ from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.open_adapter import base_of, require_causal, task_of
 from peftkit.formats.peft.folder import AdapterFile, check_weights, read_adapter
 from peftkit.formats.peft.low_rank import layers_of, read_low_rank
-from peftkit.inference.bank_layer import BankLinear, InUse, Routing, Switch, make_update
+from peftkit.inference.bank_layer import BankLinear, Routing, make_update
 from peftkit.inference.engine import Engine, Limits
 from peftkit.inference.generate import decoded
 from peftkit.inference.open_engine import open_engine
@@ -68,7 +68,7 @@ class AdapterBank:
             AdapterError: As `add`; then the base is left bare.
         """
         self.base = base
-        self._switch = Switch()
+        self._active: list[Routing] = []
         self._layers: dict[str, BankLinear] = {}
         self._files: dict[str, AdapterFile] = {}
         if any(unwrap_adapter(module) is not module for module in base.model.modules()):
@@ -128,7 +128,7 @@ class AdapterBank:
             AdapterError: There is no adapter of this name, or it is in use.
         """
         self._require(name)
-        if any(name in routing.names for routing in self._switch.held):
+        if any(name in routing.names for routing in self._active):
             raise AdapterError(
                 f"the adapter '{name}' is in use", fix="Leave the `with bank.use(...)` block first."
             )
@@ -139,7 +139,7 @@ class AdapterBank:
                 del self._layers[path]
                 self.base.model.set_submodule(path, layer.base)
 
-    def use(self, rows: str | Sequence[str | None] | None) -> InUse:
+    def use(self, rows: str | Sequence[str | None] | None) -> Routing:
         """Return a context that switches the adapter; it may be entered again.
 
         Args:
@@ -150,10 +150,10 @@ class AdapterBank:
             AdapterError: There is no adapter of a name, or no rows; or, raised by the model's
                 forward pass, a batch has another number of rows.
         """
-        routing = Routing.of(rows)
+        routing = Routing(self._active, rows)
         for name in routing.names:
             self._require(name)
-        return InUse(self._switch, routing)
+        return routing
 
     def num_bytes(self, name: str) -> int:
         """Return the memory of an adapter.
@@ -239,7 +239,7 @@ class AdapterBank:
 
     def _layer(self, path: str, linear: nn.Module) -> BankLinear:
         if path not in self._layers:
-            layer = BankLinear(linear, path, self._switch).train(linear.training)
+            layer = BankLinear(linear, path, self._active).train(linear.training)
             self.base.model.set_submodule(path, layer)
             self._layers[path] = layer
         return self._layers[path]

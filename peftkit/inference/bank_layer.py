@@ -6,7 +6,7 @@ Shapes: M rows of the batch, T tokens, r rank; in, out features of the layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -78,29 +78,38 @@ def _storage(base: nn.Module) -> tuple[torch.device, torch.dtype]:
     return weight.device, weight.dtype
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """The adapter of each row; made once for a batch, read by all layers.
+    """A context that gives each row of a batch its adapter; all layers of a bank read it.
+
+    It may be entered again; what layers make for it stays.
+
+    Args:
+        active: The bank's routings that are entered now; the last one counts.
+        rows: One adapter for all rows, or one for each. None is the bare base.
 
     Attributes:
         name: The adapter of all rows; None: no adapter, or rows differ.
         rows: One adapter for each row; None: `name` is for all.
         stacks: Each layer's stacked updates.
-        ranks: Results of `rank_rows`, shared by layers.
     """
 
-    name: str | None = None
-    rows: tuple[str | None, ...] | None = None
-    stacks: dict[nn.Module, _Stack | None] = field(default_factory=dict)
-    ranks: dict[Any, RowRanks] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, rows: str | Sequence[str | None] | None) -> Routing:
-        """Make it from one adapter for all rows, or one for each."""
+    def __init__(self, active: list[Routing], rows: str | Sequence[str | None] | None) -> None:
+        self._active = active
+        self.name: str | None = None
+        self.rows: tuple[str | None, ...] | None = None
         if rows is None or isinstance(rows, str):
-            return cls(rows)
-        entries = tuple(rows)
-        return cls(entries[0] if len(set(entries)) == 1 else None, entries)
+            self.name = rows
+        else:
+            self.rows = tuple(rows)
+            self.name = self.rows[0] if len(set(self.rows)) == 1 else None
+        self.stacks: dict[nn.Module, _Stack | None] = {}
+        self._ranks: dict[Any, RowRanks] = {}
+
+    def __enter__(self) -> None:
+        self._active.append(self)
+
+    def __exit__(self, *raised: object) -> None:
+        self._active.pop()
 
     @property
     def names(self) -> set[str]:
@@ -115,34 +124,9 @@ class Routing:
     ) -> RowRanks:
         """Return `RowRanks.of`, made once for all layers with the same adapters and ranks."""
         key = (tuple(slots), tuple(ranks), like.device)
-        if key not in self.ranks:
-            self.ranks[key] = RowRanks.of(slots, ranks, like.device)
-        return self.ranks[key]
-
-
-class Switch:
-    """The stack of active routings; all layers of a bank read the last one."""
-
-    def __init__(self) -> None:
-        self.held: list[Routing] = []
-        self._bare = Routing()
-
-    @property
-    def routing(self) -> Routing:
-        return self.held[-1] if self.held else self._bare
-
-
-class InUse:
-    """A context within which a routing is active; it keeps the routing's stacks."""
-
-    def __init__(self, switch: Switch, routing: Routing) -> None:
-        self._held, self._routing = switch.held, routing
-
-    def __enter__(self) -> None:
-        self._held.append(self._routing)
-
-    def __exit__(self, *raised: object) -> None:
-        self._held.pop()
+        if key not in self._ranks:
+            self._ranks[key] = RowRanks.of(slots, ranks, like.device)
+        return self._ranks[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,22 +149,25 @@ class _Stack:
 class BankLinear(FrozenWrapper):
     """A frozen linear layer with the updates of several adapters.
 
+    Args:
+        active: See `Routing`.
+
     Attributes:
         updates: By adapter name. They are neither parameters nor in the state dict, but follow the
             model when it is moved or cast.
     """
 
-    def __init__(self, base: nn.Module, path: str, switch: Switch) -> None:
+    def __init__(self, base: nn.Module, path: str, active: Sequence[Routing]) -> None:
         super().__init__(base)
-        self.path, self.switch = path, switch
+        self.path, self._active = path, active
         self.in_features, self.out_features = linear_shape(base)
         self.updates: dict[str, Update] = {}
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = self.base(x, *args, **kwargs)
-        routing = self.switch.routing
-        if not self.enabled:
+        if not (self.enabled and self._active):
             return out
+        routing = self._active[-1]
         if routing.rows is not None:
             self._check_rows(x, routing.rows, routing.is_mixed)
         if routing.is_mixed:
