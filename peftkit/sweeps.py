@@ -202,7 +202,7 @@ def sweep(
         Interrupted: SIGINT or SIGTERM came; all progress is saved.
     """
     purpose = check_members(members)
-    out = Path(out)
+    out, on_event = Path(out), _without_repeats(on_event)
     outcomes = _outcomes_in(out, members, resume)
     waiting = [member for member in members if outcomes[member.name].state != "done"]
     for member in waiting:
@@ -281,6 +281,20 @@ def _load_base(members: Sequence[Member], purpose: Purpose, on_event: Listener) 
             if plan.placement == "stream":
                 break
         return open_base(members[0].recipe, plan, purpose, on_event=on_event)
+
+
+def _without_repeats(on_event: Listener) -> Listener:
+    """Pass on each notice and table once: much of them is the same for all members."""
+    passed: list[Event] = []
+
+    def listener(event: Event) -> None:
+        if event in passed:
+            return
+        if isinstance(event, Notice | Table):
+            passed.append(event)
+        on_event(event)
+
+    return listener
 
 
 def _has_checkpoints(member: Member) -> bool:

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from peftkit.errors import ConfigError, OutputError, PeftkitError, TargetError
-from peftkit.events import Event, Notice, Stage, StepDone, Table
+from peftkit.events import Event, Notice, Progress, Stage, StepDone, Table
 from peftkit.execution.signals import Interrupted
 from peftkit.formats.peft.folder import named_tensors
 from peftkit.recipe import run
@@ -129,16 +129,20 @@ def test_the_best_member_is_copied_and_all_are_told(base: Path, tmp_path: Path) 
     assert [row[0] for row in table.rows] == [best.name, other.name]
 
 
-def test_the_base_is_loaded_once_and_rows_are_encoded_once(base: Path, tmp_path: Path) -> None:
+def test_the_base_is_loaded_once_and_equal_rows_are_encoded_once(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     recipe = write(tmp_path / "data", base)
-    stages: list[str] = []
-    sweep(
-        grid(recipe, ["method.rank=2,3,4"], out=tmp_path / "out"),
-        tmp_path / "out",
-        on_event=lambda event: stages.append(event.text) if isinstance(event, Stage) else None,
-    )
+    over = ["method.rank=2,3", "data.max_length=48,64"]
+    events: list[Event] = []
+    members = grid(recipe, over, out=tmp_path / "out")
+    sweep(members, tmp_path / "out", on_event=events.append)
+    stages = [event.text for event in events if isinstance(event, Stage)]
     assert sum(text.startswith("Loading") for text in stages) == 1, stages
-    assert sum("ncod" in text for text in stages) <= 2, stages  # train and eval
+    assert sum(isinstance(e, Progress) and "Encoding" in e.text for e in events) == 2
+    notices = [event.text for event in events if isinstance(event, Notice)]
+    assert len(set(notices)) == len(notices) > 0, "what holds for all members is said once"
 
 
 def test_a_member_that_fails_fails_alone(base: Path, tmp_path: Path) -> None:
