@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from peftkit.errors import PeftkitError as PeftkitError
     from peftkit.errors import RunError as RunError
     from peftkit.errors import TargetError as TargetError
+    from peftkit.events import Sample as Answer
     from peftkit.formats.exchange import export_adapter as export_adapter
     from peftkit.formats.exchange import import_adapter as import_adapter
     from peftkit.formats.hub import pull_adapter as pull_adapter
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from peftkit.formats.peft.notes import Provenance as Provenance
     from peftkit.inference.bank import AdapterBank as AdapterBank
     from peftkit.inference.bank import open_bank as open_bank
-    from peftkit.inference.evaluate import Answer as Answer
     from peftkit.inference.evaluate import answer as answer
     from peftkit.inference.evaluate import evaluate as evaluate
     from peftkit.inference.generate import generate as generate

@@ -93,7 +93,7 @@ class Row:
     """An answer that grows in an arena.
 
     Attributes:
-        owner: The answer (`engine.Running`).
+        owner: The answer (`engine.Completion`).
         base: The shared prefix that it reads in place, if any.
         length: Number of its tokens in the arena, after the prefix.
         slot: Index of its slot.

@@ -30,7 +30,7 @@ from peftkit.inference.cache import (
     worth_sharing,
 )
 from peftkit.inference.cached_attention import CachedAttention, Decode, Prefill, registered
-from peftkit.inference.engine import Engine, Running, masked, table_of
+from peftkit.inference.engine import Completion, Engine, masked, table_of
 from peftkit.model.blocks import STREAMED
 
 PASS_TOKENS = 2048
@@ -50,7 +50,7 @@ class CachedEngine(Engine):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        self._prompts: dict[Span, Running | None] = {}
+        self._prompts: dict[Span, Completion | None] = {}
         self._arenas: dict[int, Arena] = {}
         self._batch: _Batch | None = None
         plan = plan_of(self.model)
@@ -59,7 +59,7 @@ class CachedEngine(Engine):
         self.recorder = Recorder() if plan.records_decoding and not waits else None
         self._steps: dict[Any, _Step] = {}
         self._prefixes = Prefixes(self.limits.prefix_tokens)
-        self._recent: deque[Running] = deque(maxlen=32 if self.limits.prefix_tokens else 0)
+        self._recent: deque[Completion] = deque(maxlen=32 if self.limits.prefix_tokens else 0)
 
     def _prepare(self, stack: ExitStack) -> None:
         config = self.model.config.get_text_config()
@@ -96,20 +96,20 @@ class CachedEngine(Engine):
         held = sum(row.owner.num_tokens for row in self._growing())
         held += sum(one.num_tokens for one in self._prompts.values() if one is not None)
         held += self._prefixes.num_tokens
-        room = self.limits.rows - self.num_running
-        for running in list(self._waiting):
-            full = self.limits.tokens is not None and held + running.num_tokens > self.limits.tokens
+        room, most = self.limits.rows - self.num_running, self.limits.tokens
+        for completion in list(self._waiting):
+            full = most is not None and held + completion.num_tokens > most
             if room <= 0 or (full and held):
                 return
             if full:
                 self._prefixes.drop()
-            if self._begin(running):
-                self._waiting.remove(running)
-                held, room = held + running.num_tokens, room - 1
+            if self._begin(completion):
+                self._waiting.remove(completion)
+                held, room = held + completion.num_tokens, room - 1
 
-    def _begin(self, running: Running) -> bool:
+    def _begin(self, completion: Completion) -> bool:
         """Start a request; False if its shared prefix is not computed yet."""
-        request = running.request
+        request = completion.request
         target = list(request.ids[:-1])
         base = self._prefixes.find(target, request.adapter)
         if base is not None and not base.is_ready:
@@ -117,7 +117,7 @@ class CachedEngine(Engine):
         others = [
             list(one.request.ids[:-1])
             for one in (*islice(self._waiting, LOOK_AHEAD), *self._recent)
-            if one is not running and one.request.adapter == request.adapter
+            if one is not completion and one.request.adapter == request.adapter
         ]
         size, users = worth_sharing(target, others)
         if size > (0 if base is None else len(base.tokens)):
@@ -125,7 +125,7 @@ class CachedEngine(Engine):
             return False
         if base is not None:
             self._prefixes.touch(base)
-        self._recent.append(running)
+        self._recent.append(completion)
         if base is not None and base.is_read:
             span = Span(target[len(base.tokens) :], request.adapter, len(base.tokens), base=base)
             base.num_users += 1
@@ -133,7 +133,7 @@ class CachedEngine(Engine):
             span = Span(target, request.adapter)
             if base is not None:
                 span.copy_from(base)
-        self._prompts[span] = running
+        self._prompts[span] = completion
         self._finish_prompts()
         return True
 
@@ -184,9 +184,9 @@ class CachedEngine(Engine):
     def _finish_prompts(self) -> None:
         """Move the answers whose prompts are computed into arenas."""
         for span in [span for span in self._prompts if span.is_ready]:
-            running = self._prompts.pop(span)
-            if running is not None:
-                self._place(Row(running, span.base, span.filled), span.layers)
+            completion = self._prompts.pop(span)
+            if completion is not None:
+                self._place(Row(completion, span.base, span.filled), span.layers)
                 self._batch = None
 
     # ------------------------------------------------------------- answers
@@ -266,12 +266,12 @@ class CachedEngine(Engine):
             row.arena.remove(row, row.slot)
             self._release(row.base)
             self._batch = None
-        for span, running in list(self._prompts.items()):
-            if running is not None and running.ended_by is not None:
+        for span, completion in list(self._prompts.items()):
+            if completion is not None and completion.ended_by is not None:
                 del self._prompts[span]
                 self._release(span.base)
-        for running in [one for one in self._waiting if one.ended_by is not None]:
-            self._waiting.remove(running)
+        for completion in [one for one in self._waiting if one.ended_by is not None]:
+            self._waiting.remove(completion)
         if self.recorder is None:  # else empty arenas stay for their recorded steps
             self._drop_empty()
 
@@ -320,7 +320,7 @@ class _Batch:
 
     def __init__(self, step: _Step) -> None:
         self.decode, self._run = step.decode, step.run
-        self._owners: list[Running | None] = [
+        self._owners: list[Completion | None] = [
             None if row is None else row.owner for row in step.decode.rows
         ]
         self._table = table_of(self._owners, step.decode.device)

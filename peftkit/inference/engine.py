@@ -1,8 +1,8 @@
 """The interface of the engines that make many answers at once: requests, answers, limits.
 
     with open_engine(model, tokenizer) as engine:
-        running = engine.submit(Request(ids, Sampling(max_new_tokens=64)))
-        while running.ended_by is None:
+        completion = engine.submit(Request(ids, Sampling(max_new_tokens=64)))
+        while completion.ended_by is None:
             engine.step()
 
 In a `CachedEngine` answers join and leave at any token; a `PlainEngine` answers batch after batch.
@@ -51,24 +51,6 @@ Use = Callable[[Sequence[str | None]], AbstractContextManager[None]]
 """Switches the model to the adapters of the rows of a batch (`AdapterBank.use`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """An answer that has ended.
-
-    Attributes:
-        ids: Its tokens, without the end token.
-        log_probs: Of each token and of the end token, if requested.
-        ended_by: stop: an end token or a stop text; length: `max_new_tokens` or the model's
-            context; cancelled: by the caller.
-        end: The end token.
-    """
-
-    ids: list[int]
-    log_probs: list[float]
-    ended_by: Ended
-    end: int | None = None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """A request for one answer.
@@ -90,18 +72,20 @@ class Request:
     adapter: str | None = None
     log_probs: bool = False
     constraint: Constraint | None = None
-    on_token: Callable[[Running], None] | None = None
+    on_token: Callable[[Completion], None] | None = None
     inputs: Mapping[str, Tensor] | None = None
 
 
-class Running:
-    """An answer from its request to its end.
+class Completion:
+    """An answer, from its request to its end.
 
     Attributes:
-        ids: Its tokens so far.
+        ids: Its tokens so far, without the end token.
         chosen: Each of them, and the end token, with log-probabilities.
         max_new_tokens: As requested, or fewer by the model's context.
-        ended_by: None while it grows.
+        ended_by: stop: an end token or a stop text; length: `max_new_tokens`; cancelled: by the
+            caller; None while it grows.
+        end: The end token.
     """
 
     def __init__(self, request: Request, max_new_tokens: int, ends: frozenset[int]) -> None:
@@ -139,14 +123,12 @@ class Running:
             self.ended_by = why
 
     @property
-    def answer(self) -> Answer:
-        """The answer, after its end."""
-        assert self.ended_by is not None, "the answer has not ended"
-        log_probs = [one.log_prob for one in self.chosen] if self.request.log_probs else []
-        return Answer(self.ids, log_probs, self.ended_by, self.end)
+    def log_probs(self) -> list[float]:
+        """Of each token and of the end token, if requested."""
+        return [one.log_prob for one in self.chosen] if self.request.log_probs else []
 
 
-def masked(logits: Tensor, rows: Sequence[Running | None]) -> Tensor:
+def masked(logits: Tensor, rows: Sequence[Completion | None]) -> Tensor:
     """Set logits (B, V) to -inf for tokens that a row's constraint does not allow."""
     for index, row in enumerate(rows):
         constraint = None if row is None else row.request.constraint
@@ -156,7 +138,7 @@ def masked(logits: Tensor, rows: Sequence[Running | None]) -> Tensor:
     return logits
 
 
-def table_of(rows: Sequence[Running | None], device: torch.device) -> SamplingTable:
+def table_of(rows: Sequence[Completion | None], device: torch.device) -> SamplingTable:
     """Return the sampling settings of a batch; rows that are None are greedy."""
     return SamplingTable(
         [Sampling() if row is None else row.request.sampling for row in rows],
@@ -203,7 +185,7 @@ class Engine(ABC):
         self.ends = end_tokens(model, tokenizer)
         self._pad = tokenizer.pad_token_id
         self._use = use
-        self._waiting: deque[Running] = deque()
+        self._waiting: deque[Completion] = deque()
         self._stack = ExitStack()
 
     def __enter__(self: AnEngine) -> AnEngine:
@@ -238,24 +220,24 @@ class Engine(ABC):
     def is_idle(self) -> bool:
         return not (self._waiting or self.num_running)
 
-    def submit(self, request: Request) -> Running:
+    def submit(self, request: Request) -> Completion:
         """Queue a request; the following steps answer it.
 
         Raises:
             DataError: The prompt is empty or fills the context.
         """
-        running = self.running(request)
-        self._waiting.append(running)
-        return running
+        completion = self.completion(request)
+        self._waiting.append(completion)
+        return completion
 
-    def running(self, request: Request) -> Running:
-        """Return a request's answer, not queued.
+    def completion(self, request: Request) -> Completion:
+        """Return the empty answer to a request, not queued.
 
         Raises:
             DataError: The prompt is empty or fills the context.
         """
         room = room_left(self.model, [request.ids], request.sampling.max_new_tokens)
-        return Running(request, room, self.ends | frozenset(request.sampling.stops))
+        return Completion(request, room, self.ends | frozenset(request.sampling.stops))
 
     def answers(
         self,
@@ -267,7 +249,7 @@ class Engine(ABC):
         adapters: Sequence[str | None] | None = None,
         log_probs: bool = True,
         on_answer: OnAnswer | None = None,
-    ) -> list[list[Answer]]:
+    ) -> list[list[Completion]]:
         """Return n answers to each prompt; a prompt is computed once for all of its answers.
 
         Args:
@@ -278,21 +260,21 @@ class Engine(ABC):
         """
         settings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
         names = [None] * len(prompts) if adapters is None else adapters
-        running: dict[int, list[Running]] = {}
+        completions: dict[int, list[Completion]] = {}
         # Longest first: prompts of similar length are computed together.
         for index in sorted(range(len(prompts)), key=lambda index: -len(prompts[index])):
             one, ids, name = settings[index], prompts[index], names[index]
             drawn = seeds[index] if seeds else [seed_of(one, index * n + k) for k in range(n)]
-            running[index] = [
+            completions[index] = [
                 self.submit(Request(ids, one, seed, name, log_probs)) for seed in drawn
             ]
         number = 0
         while not self.is_idle:
             self.step()
-            ended = sum(one.ended_by is not None for group in running.values() for one in group)
+            ended = sum(one.ended_by is not None for group in completions.values() for one in group)
             if on_answer is not None and ended > number:
                 on_answer(number := ended)
-        return [[one.answer for one in running[index]] for index in range(len(prompts))]
+        return [completions[index] for index in range(len(prompts))]
 
     def run(self) -> None:
         while not self.is_idle:

@@ -31,7 +31,6 @@ from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.seq2seq import EncoderDecoder
 from peftkit.tasks.token_task import AnswerTask, DocumentTask, Reference
 
-Answer = Sample
 MARGIN = 1.25
 """Longest answer, relative to the longest reference."""
 NUM_SAMPLES = 3
@@ -81,7 +80,7 @@ def evaluate(
 
 def answer(
     base: Base, data: str | Path, *, style: Style | None = None, on_event: Listener = ignore
-) -> list[Answer]:
+) -> list[Sample]:
     """Return the greedy completion of every row's last answer, with the reference."""
     task, rows = _rows(base, data, CausalLMConfig(), style, on_event)
     assert isinstance(task, CausalLM)
@@ -96,7 +95,7 @@ def _rows(
     return built, built.load(str(data))
 
 
-def _answers(base: Base, task: Task, rows: Sequence[Any], on_event: Listener) -> list[Answer]:
+def _answers(base: Base, task: Task, rows: Sequence[Any], on_event: Listener) -> list[Sample]:
     on_event(Stage(f"Completing {len(rows)} rows"))
     most = longest_answer(task, rows)
     return completions(
@@ -125,7 +124,7 @@ def completions(
     *,
     batch_size: int | None = None,
     on_answer: OnAnswer | None = None,
-) -> list[Answer]:
+) -> list[Sample]:
     """Return the greedy completion of each row's prompt; a row without targets is a prompt."""
     tokenizer = base.tokenizer
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "on_answer": on_answer}
@@ -142,7 +141,7 @@ def completions(
         settings |= {"stops": stop_ids(tokenizer, task.style), "batch_size": batch_size}
         answers = generate_ids(base.model, tokenizer, [ids for ids, _ in pairs], **settings)
     return [
-        Answer(prompt, decoded(tokenizer, ids), reference, row.source)
+        Sample(prompt, decoded(tokenizer, ids), reference, row.source)
         for row, prompt, (_, reference), ids in zip(rows, prompts, pairs, answers, strict=True)
     ]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
-from peftkit.inference.engine import Limits, OnAnswer, Request, Running, room_left
+from peftkit.inference.engine import Completion, Limits, OnAnswer, Request, room_left
 from peftkit.inference.open_engine import PlainEngine, open_engine
 from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.tasks.training import SampledAnswer
@@ -103,40 +103,33 @@ def stream(
         prompt: Token ids; or the model's inputs for one prompt, whose input_ids are (1, T).
     """
     sampling = Sampling(**settings)
-    ids = prompt["input_ids"][0].tolist() if isinstance(prompt, Mapping) else list(prompt)
-    room_left(model, [ids], sampling.max_new_tokens)
-    queue: SimpleQueue[Running | Exception | None] = SimpleQueue()
     inputs = prompt if isinstance(prompt, Mapping) else None
-    request = Request(ids, sampling, seed_of(sampling, 0), on_token=queue.put, inputs=inputs)
-    submitted = threading.Event()
-    running: list[Running] = []
-
-    def work() -> None:
-        try:
-            with (open_engine if inputs is None else PlainEngine)(model, tokenizer) as engine:
-                running.append(engine.submit(request))
-                submitted.set()
-                engine.run()
-        except Exception as error:  # raised again below, in the thread that reads
-            queue.put(error)
-        finally:
-            submitted.set()
-            queue.put(None)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
+    ids = prompt["input_ids"][0].tolist() if isinstance(prompt, Mapping) else list(prompt)
+    queue: SimpleQueue[Completion | Exception | None] = SimpleQueue()
     text = TextStream(tokenizer)
-    try:
-        while (news := queue.get()) is not None:
-            if isinstance(news, Exception):
-                raise news
-            if piece := text.take(news):
-                yield piece
-    finally:
-        submitted.wait()
-        for one in running:
-            one.finish()
-        thread.join()
+    with (open_engine if inputs is None else PlainEngine)(model, tokenizer) as engine:
+        seed = seed_of(sampling, 0)
+        completion = engine.submit(Request(ids, sampling, seed, on_token=queue.put, inputs=inputs))
+
+        def work() -> None:
+            try:
+                engine.run()
+            except Exception as error:  # raised again below, in the thread that reads
+                queue.put(error)
+            finally:
+                queue.put(None)
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        try:
+            while (news := queue.get()) is not None:
+                if isinstance(news, Exception):
+                    raise news
+                if piece := text.take(news):
+                    yield piece
+        finally:
+            completion.finish()
+            thread.join()
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
@@ -165,16 +158,16 @@ class TextStream:
         self._start = self._end = 0
         self.text, self.is_stopped = "", False
 
-    def take(self, running: Running) -> str:
+    def take(self, completion: Completion) -> str:
         """Return the new text; end the answer at a stop text."""
         if self.is_stopped:
             return ""
-        has_ended = running.ended_by is not None
-        text = self._decoded(running.ids, has_ended)
+        has_ended = completion.ended_by is not None
+        text = self._decoded(completion.ids, has_ended)
         stops = [at for stop in self._stop_texts if (at := text.find(stop)) >= 0]
         if stops:
             text, self.is_stopped = text[: min(stops)], True
-            running.finish("stop")
+            completion.finish("stop")
         elif not has_ended:
             text = text[: len(text) - self._num_held(text)]
         new = text[len(self.text) :]

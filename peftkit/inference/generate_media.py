@@ -89,7 +89,7 @@ def complete(
                 chosen = group[start : start + batch_size]
                 inputs = inputs_of(model, task, [prompts[index] for index in chosen])
                 rows = [
-                    engine.running(Request(ids, sampling, seed_of(sampling, index)))
+                    engine.completion(Request(ids, sampling, seed_of(sampling, index)))
                     for index, ids in zip(chosen, inputs["input_ids"].tolist(), strict=True)
                 ]
                 engine.answer(rows, inputs)

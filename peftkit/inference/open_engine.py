@@ -34,7 +34,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from peftkit.base.sharding import is_sharded
 from peftkit.execution.environment import free_now
 from peftkit.inference.cached_engine import CachedEngine
-from peftkit.inference.engine import Engine, Limits, Request, Running, Use, masked, table_of
+from peftkit.inference.engine import Completion, Engine, Limits, Request, Use, masked, table_of
 from peftkit.inference.sampling import Sampling
 from peftkit.model.modes import evaluating
 from peftkit.tasks.length import num_virtual
@@ -133,10 +133,10 @@ def _by_trying(model: Any, tokenizer: Any, config: Any) -> str | None:
             engine.run()
     except Exception as problem:  # whatever a model raises that cannot use such a cache
         return f"attention of its own ({type(problem).__name__}: {problem})"
-    for ids, running in zip(prompts, answers, strict=True):
-        for number, chosen in enumerate(running.chosen):
+    for ids, completion in zip(prompts, answers, strict=True):
+        for number, chosen in enumerate(completion.chosen):
             with evaluating(model):
-                so_far = torch.tensor([[*ids, *running.ids[:number]]], device=model.device)
+                so_far = torch.tensor([[*ids, *completion.ids[:number]]], device=model.device)
                 logits = model(input_ids=so_far, use_cache=False).logits[0, -1].float()
             expected = logits.log_softmax(-1).tolist()
             error = max(abs(expected[token] - log_prob) for token, log_prob in chosen.top)
@@ -148,7 +148,7 @@ def _by_trying(model: Any, tokenizer: Any, config: Any) -> str | None:
 class PlainEngine(Engine):
     """An engine whose step answers a batch to its end, by `model.generate`."""
 
-    _batch: Sequence[Running] = ()
+    _batch: Sequence[Completion] = ()
 
     def _prepare(self, stack: ExitStack) -> None:
         stack.callback(setattr, self.model, "generation_config", self.model.generation_config)
@@ -175,7 +175,7 @@ class PlainEngine(Engine):
         finally:
             self._batch = ()
 
-    def answer(self, rows: Sequence[Running], inputs: Mapping[str, Tensor]) -> None:
+    def answer(self, rows: Sequence[Completion], inputs: Mapping[str, Tensor]) -> None:
         """Run a batch until its last row has ended.
 
         Args:
@@ -199,7 +199,7 @@ class PlainEngine(Engine):
 class _Choose(LogitsProcessor):
     """Chooses each row's token by its own settings, and makes it the likeliest."""
 
-    def __init__(self, rows: Sequence[Running], device: torch.device) -> None:
+    def __init__(self, rows: Sequence[Completion], device: torch.device) -> None:
         self._rows = rows
         self._table = table_of(rows, device)
 
@@ -214,7 +214,7 @@ class _Choose(LogitsProcessor):
 class _Ended(StoppingCriteria):
     """Stops the rows that have ended."""
 
-    def __init__(self, rows: Sequence[Running]) -> None:
+    def __init__(self, rows: Sequence[Completion]) -> None:
         self._rows = rows
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: object) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from peftkit.errors import PeftkitError, RunError
 from peftkit.inference.bank import AdapterBank
-from peftkit.inference.engine import Engine, Limits, Request, Running
+from peftkit.inference.engine import Completion, Engine, Limits, Request
 from peftkit.inference.generate import TextStream
 from peftkit.inference.sampling import Chosen
 from peftkit.serve.requests import RequestError
@@ -47,15 +47,15 @@ class Job:
     request: Request
     send: Callable[[Piece | Exception], None]
     stop_texts: tuple[str, ...] = ()
-    running: Running | None = None
+    completion: Completion | None = None
     is_cancelled: bool = False
     is_done: bool = False
 
     def cancel(self) -> None:
         """Stop the answer at the next token."""
         self.is_cancelled = True
-        if self.running is not None:
-            self.running.finish()
+        if self.completion is not None:
+            self.completion.finish()
 
 
 class Worker:
@@ -86,8 +86,8 @@ class Worker:
         with self._changed:
             self._ended = True
             for job in self._jobs:
-                if job.running is not None:
-                    job.running.finish()
+                if job.completion is not None:
+                    job.completion.finish()
             self._changed.notify_all()
         self._thread.join()
 
@@ -167,25 +167,25 @@ class Worker:
     def _begin(self, engine: Engine, job: Job) -> None:
         request = replace(job.request, on_token=self._sender(job))
         try:
-            job.running = engine.submit(request)
+            job.completion = engine.submit(request)
         except PeftkitError as error:
             job.send(error)
             job.is_cancelled = True
         if job.is_cancelled:
             job.cancel()
 
-    def _sender(self, job: Job) -> Callable[[Running], None]:
+    def _sender(self, job: Job) -> Callable[[Completion], None]:
         """Return the callback that sends each new piece of a job's answer."""
         text, num_sent = TextStream(self.bank.base.tokenizer, job.stop_texts), 0
 
-        def send(running: Running) -> None:
+        def send(completion: Completion) -> None:
             nonlocal num_sent
-            new, number = text.take(running), len(running.ids)
-            chosen = tuple(running.chosen[num_sent:number]) if job.request.log_probs else ()
+            new, number = text.take(completion), len(completion.ids)
+            chosen = tuple(completion.chosen[num_sent:number]) if job.request.log_probs else ()
             num_sent += len(chosen)
-            if running.ended_by in ("stop", "length"):
+            if completion.ended_by in ("stop", "length"):
                 job.is_done = True
-                reason = "stop" if text.is_stopped else running.ended_by
+                reason = "stop" if text.is_stopped else completion.ended_by
                 job.send(Piece(new, chosen, reason, number))
             elif new or chosen:
                 job.send(Piece(new, chosen))
@@ -194,7 +194,7 @@ class Worker:
 
 
 def _is_running(job: Job) -> bool:
-    return job.running is not None and job.running.ended_by is None
+    return job.completion is not None and job.completion.ended_by is None
 
 
 def _shutting_down() -> RequestError:

@@ -13,7 +13,7 @@ from peftkit.adapter import attach
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.cache import num_common, worth_sharing
 from peftkit.inference.cached_engine import CachedEngine
-from peftkit.inference.engine import Answer, Limits, Request, Running
+from peftkit.inference.engine import Completion, Limits, Request
 from peftkit.inference.open_engine import open_engine, why_plain
 from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
@@ -50,7 +50,7 @@ PLAIN = {
 }
 
 
-def answers(model: Any, tokenizer: Any, limits: Limits, **how: Any) -> list[list[Answer]]:
+def answers(model: Any, tokenizer: Any, limits: Limits, **how: Any) -> list[list[Completion]]:
     with open_engine(model, tokenizer, limits) as engine:
         return engine.answers(PROMPTS, **{"sampling": Sampling(max_new_tokens=9), **how})
 
@@ -153,9 +153,9 @@ def test_a_prompt_is_computed_once_for_all_its_answers(llama: Any, tokenizer: To
 def test_an_answer_that_is_not_wanted_leaves_at_the_next_token(
     llama: Any, tokenizer: Tokenizer
 ) -> None:
-    def stop(running: Running) -> None:
-        if len(running.ids) == 3:
-            running.finish()
+    def stop(completion: Completion) -> None:
+        if len(completion.ids) == 3:
+            completion.finish()
 
     with CachedEngine(llama, tokenizer, Limits(rows=1)) as engine:
         gone = engine.submit(Request([7, 8], Sampling(max_new_tokens=90), on_token=stop))

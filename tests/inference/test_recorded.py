@@ -10,7 +10,7 @@ import pytest
 
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.cached_engine import CachedEngine
-from peftkit.inference.engine import Request, Running
+from peftkit.inference.engine import Completion, Request
 from peftkit.inference.open_engine import why_plain
 from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
@@ -30,7 +30,7 @@ def answers(engine: CachedEngine, adapters: tuple[str | None, ...] = (None,)) ->
     requests = [
         Request(PROMPTS[n], one, n, adapters[n % len(adapters)]) for n, one in enumerate(SETTINGS)
     ]
-    made: list[Running] = [engine.submit(one) for one in requests[:5]]
+    made: list[Completion] = [engine.submit(one) for one in requests[:5]]
     for _ in range(5):
         engine.step()
     made += [engine.submit(one) for one in requests[5:]]

@@ -11,7 +11,7 @@ import pytest
 from peftkit.errors import RunError
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.cached_engine import CachedEngine
-from peftkit.inference.engine import Limits, Request, Running
+from peftkit.inference.engine import Completion, Limits, Request
 from peftkit.inference.generate import TextStream
 from peftkit.inference.sampling import Chosen, Sampling
 from peftkit.serve.requests import RequestError
@@ -110,10 +110,10 @@ def test_stopping_tells_those_who_wait(bank: AdapterBank) -> None:
 
 def test_a_text_that_may_become_a_stop_text_is_held_back(tokenizer: Any) -> None:
     ids = tokenizer("the quick the quiet")["input_ids"]
-    running = Running(Request([1]), 50, frozenset())
+    completion = Completion(Request([1]), 50, frozenset())
     text, pieces = TextStream(tokenizer, ["quiet", "quit"]), []
     for token in ids:
-        running.take(Chosen(token, 0.0, ()))
-        pieces.append(text.take(running))
+        completion.take(Chosen(token, 0.0, ()))
+        pieces.append(text.take(completion))
     assert "".join(pieces) == text.text == "the quick the "
-    assert running.ended_by == "stop"
+    assert completion.ended_by == "stop"
