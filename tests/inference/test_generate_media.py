@@ -23,7 +23,7 @@ from peftkit.base.config import BaseConfig
 from peftkit.base.load import load_base
 from peftkit.data.load import DataConfig
 from peftkit.data.media import Media, Picture, Sound
-from peftkit.errors import AdapterError, DataError, PeftkitError
+from peftkit.errors import AdapterError, DataError
 from peftkit.events import Event, RunStarted, Sampled
 from peftkit.formats.exchange import export_adapter
 from peftkit.formats.open_adapter import open_adapter
@@ -338,12 +338,3 @@ def test_a_model_that_hears_is_inspected(
 ) -> None:
     run("inspect", str(base_folder))
     assert "audio_q" in capsys.readouterr().out
-
-
-@IMAGES
-def test_settings_that_the_task_cannot_use_are_named(base_folder: Path, data: Path) -> None:
-    with pytest.raises(PeftkitError, match=r"data.max_pixels is not used by the task causal_lm"):
-        recipe.Recipe(
-            base=BaseConfig(model=str(base_folder)),
-            data=DataConfig(train=str(data), max_pixels=100),
-        )
