@@ -42,7 +42,7 @@ def way_on(recipe: Recipe, card: int) -> Strategy | None:
     """Return the way with the longest row on a card of so many GB; None: too short a one."""
     config = shapes.SHAPES[recipe.base.model].make_config()
     estimator = MemoryEstimator(recipe, config, gpu_of_size(card * GB))
-    best = max(estimator.ways(), key=lambda way: way.longest_row)
+    best = max(estimator.strategies(), key=lambda way: way.longest_row)
     return best if best.longest_row >= estimator.length else None
 
 

@@ -22,17 +22,18 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import shapes
 from benchmarks.report import heading, table, versions
 from peftkit.adapter import attach
+from peftkit.base.config import BaseConfig
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
-from peftkit.execution.plan import Activations, plan_for
+from peftkit.execution.plan import Activations
 from peftkit.execution.signals import StopRequest
 from peftkit.execution.world import World
 from peftkit.kernels.packing import keep_copies, packed_tensors
 from peftkit.methods.lora import LoRA
 from peftkit.model.modes import prepared_for_training
-from peftkit.planning.step import Setup
 from peftkit.planning.step_estimator import StepEstimator
 from peftkit.quant.quantize import quantize_model
+from peftkit.run.config import Recipe
 from peftkit.settings import TrainConfig
 from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
 from peftkit.tasks.protocol import TaskConfig
@@ -67,10 +68,12 @@ def reckoner_of(
     Args:
         free: Main memory in bytes, where a CPU may keep packed weights unpacked as well.
     """
-    method, dtype = LoRA(rank=16), torch.bfloat16
-    plan = plan_for("cuda" if on_gpu else "cpu")
-    setup = Setup(config, task or CausalLMConfig(), method, quantize, True, dtype, plan)
-    return StepEstimator(setup, free)
+    recipe = Recipe.model_construct(
+        base=BaseConfig.model_construct(model="x", quantize=quantize, dtype="bf16"),
+        task=task or CausalLMConfig(),
+        method=LoRA(rank=16),
+    )
+    return StepEstimator(recipe, config, "cuda" if on_gpu else "cpu", free)
 
 
 def planned(steps: StepEstimator, way: Activations, length: int) -> int:

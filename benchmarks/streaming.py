@@ -73,12 +73,12 @@ def streamed() -> str:
     rows = []
     for name, gigabytes, length in STREAMED:
         costs = costs_of(name, gigabytes, length)
-        way = costs.way("stream", "offload")
+        way = costs.strategy("stream", "offload")
         cells = [name, f"{gigabytes} GB", f"{length:,}", f"{way.peak_bytes / 1e9:.2f}"]
         cells += [f"{way.longest_row:,}", f"{way.moved_bytes / 1e9:.2f}"]
         for link in LINKS:
             costs.link = link
-            seconds, hidden = way.moved_bytes / (link * 1e9), costs.way("stream", "offload")
+            seconds, hidden = way.moved_bytes / (link * 1e9), costs.strategy("stream", "offload")
             cells.append(f"{seconds:.1f} s; {hidden.compute_bound_tokens:,}")
         rows.append([*cells, costs.card.name])
     links = [f"at {link:g} GB/s; hidden from" for link in LINKS]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.adapter import check_fits
-from peftkit.base.load import Base
+from peftkit.base.load import Base, open_base
 from peftkit.base.purpose import Purpose
 from peftkit.base.skeleton import skeleton
 from peftkit.config.strict_yaml import SourceLocation, parse, written_values
@@ -51,7 +51,6 @@ from peftkit.report.history import is_run
 from peftkit.report.page import REPORT, LiveReport, write_report
 from peftkit.run import rules
 from peftkit.run.config import Recipe, load
-from peftkit.run.prepare import open_base
 from peftkit.train.checkpoints.checkpoint import Checkpoints, StartPolicy, locked
 from peftkit.train.checkpoints.identity import flat
 from peftkit.train.loop import check_output
@@ -280,7 +279,7 @@ def _load_base(members: Sequence[Member], purpose: Purpose, on_event: Listener) 
             plan = resolve_plan(member.recipe, on_event)
             if plan.placement == "stream":
                 break
-        return open_base(members[0].recipe, plan, purpose, on_event=on_event)
+        return open_base(members[0].recipe.base, purpose, plan, on_event=on_event)
 
 
 def _without_repeats(on_event: Listener) -> Listener:

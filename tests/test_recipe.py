@@ -156,6 +156,7 @@ def test_a_resumed_run_ends_where_the_whole_run_does(trained: Trained, tmp_path:
 
 
 READ_ELSEWHERE = {
+    *("BaseConfig.double_quant", "BaseConfig.quantize_towers"),  # with quantize
     *("DataConfig.max_pixels", "DataConfig.video_frames"),  # by tasks with media
     "LoRA.eva_rho",  # by init: eva
     "TrainConfig.epochs",  # without max_steps

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from peftkit.adapter import attach
-from peftkit.base import packed_bases, store
+from peftkit.base import load, store
 from peftkit.base.build import load_model
+from peftkit.base.config import BaseConfig
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location
 from peftkit.base.purpose import CAUSAL_LM
-from peftkit.base.request import StorageFormat, request_of
+from peftkit.base.request import request_of
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.events import Event, RunStarted, StepDone
@@ -92,14 +93,14 @@ def work(way: str, folder: Path, num_tokens: int) -> dict[str, float]:
         anonymous, files, store: at most, from the start of the loading on.
     """
     packing.COPY_SHARE = 0.0  # unpacked weights that are kept for speed where there is room
-    packed_bases.WORTH_KEEPING = 0
+    load.WORTH_KEEPING = 0
     with Watch() as watch:
         began = time.perf_counter()
         model: Any
         if way == "whole":
-            form = StorageFormat("none", False, DTYPE, torch.device("cpu"))
-            asked = request_of(Location(str(folder), str(folder)), CAUSAL_LM, form)
-            model, _ = load_model(asked)
+            settings = BaseConfig(model=str(folder), dtype="bf16")
+            where = Location(str(folder), str(folder))
+            model, _ = load_model(request_of(settings, CAUSAL_LM, where, torch.device("cpu")))
             model.requires_grad_(False)
             quantize_model(model, "nf4")
         else:

@@ -66,7 +66,7 @@ def pack(
     ] = None,
 ) -> None:
     """Quantise a base into the cache, so that runs on it start in seconds."""
-    from peftkit.base.packed_bases import pack_base
+    from peftkit.base.load import pack_base
     from peftkit_cli.render import Renderer
 
     with Renderer() as listener:

@@ -1,4 +1,4 @@
-"""A base built out of its files: whole, frozen, on its device, packed if asked; or a BaseError.
+"""A base built out of its files: complete, frozen, on its device, packed if requested.
 
 Weights that are missing, which transformers would fill with random numbers, are an error.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,23 @@ import torch
 import transformers
 from torch import Tensor
 
+from peftkit.base.config import BaseConfig
 from peftkit.base.fingerprint import fingerprint
 from peftkit.base.gguf import open_gguf, parsed_once
-from peftkit.base.loader_hooks import Broken, StreamConfig
 from peftkit.base.locate import Location
-from peftkit.base.packing_loader import PackingLoader, kept_in_float32
-from peftkit.base.pretrained import check_weights, explained, loader_arguments, quiet, told_of_bytes
+from peftkit.base.pack import Broken, PackingConfig, PackingLoader, kept_in_float32
+from peftkit.base.pretrained import (
+    check_weights,
+    download_progress,
+    explained,
+    loader_arguments,
+    quiet,
+)
 from peftkit.base.processors import load_tokenizer
 from peftkit.base.published import (
     TAKEN_OVER,
     check_readable,
     dense_config,
-    published,
     quantized_by,
 )
 from peftkit.base.purpose import (
@@ -38,7 +43,7 @@ from peftkit.base.purpose import (
     renew,
     start_from_words,
 )
-from peftkit.base.request import BaseRequest, LoadedModel, StorageFormat, request_of
+from peftkit.base.request import BaseRequest, request_of
 from peftkit.base.skeleton import on_meta
 from peftkit.errors import BaseError, OutputError, first_few
 from peftkit.events import Listener, Notice, Progress, Stage, ignore
@@ -47,8 +52,22 @@ from peftkit.kernels.packing import Packing
 from peftkit.quant.quantize import adopt_bitsandbytes, quantize_model, tower_paths
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A frozen model in eval mode.
+
+    Attributes:
+        fingerprint: Of config and weights before packing.
+        head: Paths of the modules of its head, if it was loaded with one.
+    """
+
+    model: Any
+    fingerprint: str
+    head: tuple[str, ...]
+
+
 def build(
-    wanted: BaseRequest,
+    request: BaseRequest,
     *,
     put: Callable[[Tensor], Tensor] | None = None,
     on_event: Listener = ignore,
@@ -59,47 +78,44 @@ def build(
     is kept and the weight in hand. A checkpoint of bitsandbytes keeps its bits.
 
     Args:
-        put: Moves what is kept to where it is to be; by default it stays in memory.
+        put: Moves what is kept to where it stays; by default it stays in memory.
 
     Raises:
         BaseError: The files are damaged, incomplete, no model for this task, quantised in a way
             that is not read here, or cannot be packed.
     """
-    form, purpose = wanted.form, wanted.purpose
-    check_readable(wanted.location.name, wanted.config, form.quantize)
-    stream = None
-    if quantized_by(wanted.config) != TAKEN_OVER:
-        has_head, settings = purpose.head is not None, published(wanted.config)
-        stream = PackingLoader(
-            form, has_head=has_head, settings=settings, put=put, on_event=on_event
-        )
-    model, fresh = load_model(wanted, stream, on_event)
+    settings, purpose = request.settings, request.purpose
+    check_readable(request.location.name, request.config, settings.quantize)
+    loader = None
+    if quantized_by(request.config) != TAKEN_OVER:
+        loader = PackingLoader(request, put=put, on_event=on_event)
+    model, fresh = load_model(request, loader, on_event)
     model.requires_grad_(False).eval()
     head: tuple[str, ...] = ()
     if purpose.head:
-        own = head_of_classes(model)
-        head = tuple(dict.fromkeys((*owners(fresh, own).values(), *own)))
-    adopt_bitsandbytes(model, form.dtype)
+        paths = head_of_classes(model)
+        head = tuple(dict.fromkeys((*owners(fresh, paths).values(), *paths)))
+    adopt_bitsandbytes(model, request.dtype)
     forget_quantization(model)
-    identity = fingerprint(model, without=fresh, taken=stream.taken if stream else None)
-    if stream is not None:
-        stream.install(model)
-    cast(model, form.dtype)
-    if form.quantize != "none":  # what did not come through the stream
+    identity = fingerprint(model, without=fresh, samples=loader.samples() if loader else None)
+    if loader is not None:
+        loader.install(model)
+    cast(model, request.dtype)
+    if settings.quantize != "none":  # what the loader did not pack
         quantize_model(
             model,
-            form.quantize,
-            double_quant=form.double_quant,
-            device=form.device,
-            keep=head if form.quantize_towers else (*head, *tower_paths(model)),
-            embeddings=form.embeddings,
-            on_event=ignore if stream else on_event,
+            settings.quantize,
+            double_quant=settings.double_quant,
+            device=request.device,
+            keep=head if settings.quantize_towers else (*head, *tower_paths(model)),
+            embeddings=settings.quantize_embeddings,
+            on_event=ignore if loader else on_event,
         )
-    return LoadedModel(model.to(form.device), identity, head)
+    return LoadedModel(model.to(request.device), identity, head)
 
 
 def load_model(
-    wanted: BaseRequest, stream: PackingLoader | None = None, on_event: Listener = ignore
+    request: BaseRequest, loader: PackingLoader | None = None, on_event: Listener = ignore
 ) -> tuple[Any, tuple[str, ...]]:
     """Load a model; its weights come in the dtype asked for, or, for float16, in the files' own.
 
@@ -111,14 +127,14 @@ def load_model(
     Raises:
         BaseError: The files are damaged, incomplete, or no model for this task.
     """
-    location, device = wanted.location, wanted.form.device
+    location, device = request.location, request.device
     with quiet(), explained(location):
         if location.gguf:
-            cls, source, where = _gguf_arguments(wanted, stream)
+            cls, source, where = _gguf_arguments(request, loader)
         else:
-            cls, source, where = _arguments(wanted, stream)
-            where |= {} if location.is_local else told_of_bytes(on_event)
-        if device.type != "cpu" or stream is None:  # bitsandbytes would go to a GPU by itself
+            cls, source, where = _arguments(request, loader)
+            where |= {} if location.is_local else download_progress(on_event)
+        if device.type != "cpu" or loader is None:  # bitsandbytes would go to a GPU by itself
             where["device_map"] = {"": str(device)}
         try:
             with one_at_a_time():
@@ -131,7 +147,7 @@ def load_model(
         raise BaseError(
             f"{location.name} is not a base model.", found="It is an adapter.", fix="Name its base."
         )
-    fresh = _fresh(location.name, model, wanted.purpose, info)
+    fresh = _new_head(location.name, model, request.purpose, info)
     if info["unexpected_keys"]:
         keys = first_few(sorted(info["unexpected_keys"]), 5, ", ")
         on_event(Notice(f"{type(model).__name__} does not use these weights of its files: {keys}"))
@@ -139,30 +155,30 @@ def load_model(
 
 
 def _arguments(
-    wanted: BaseRequest, stream: PackingLoader | None
+    request: BaseRequest, loader: PackingLoader | None
 ) -> tuple[Any, str | None, dict[str, Any]]:
     """Return the class, the place and the arguments with which transformers loads a folder."""
-    location, config, dtype = wanted.location, wanted.config, wanted.form.dtype
+    location, config, dtype = request.location, request.config, request.dtype
     where = loader_arguments(location) | {"config": config, "use_safetensors": True}
     where["dtype"] = "auto" if dtype == torch.float16 else dtype
-    if stream is not None:
+    if loader is not None:
         where["config"] = dense_config(config)
-        where["quantization_config"] = StreamConfig(stream)
+        where["quantization_config"] = PackingConfig(loader)
     if location.is_local:
         check_weights(Path(location.source))
-    return getattr(transformers, wanted.purpose.auto_class), location.source, where
+    return getattr(transformers, request.purpose.auto_class), location.source, where
 
 
 def _gguf_arguments(
-    wanted: BaseRequest, stream: PackingLoader | None
+    request: BaseRequest, loader: PackingLoader | None
 ) -> tuple[Any, str | None, dict[str, Any]]:
     """Return the class and the arguments with which transformers loads a GGUF file's tensors."""
-    assert stream is not None, "a GGUF file is read through a stream"
-    bare = on_meta(wanted.config, wanted.purpose, torch.float32)
-    with parsed_once(wanted.location):
-        tensors, conversions = open_gguf(wanted.location.gguf_path, bare)
-    where = {"state_dict": tensors, "config": wanted.config, "dtype": torch.float32}
-    return type(bare), None, where | {"quantization_config": StreamConfig(stream, conversions)}
+    assert loader is not None, "a GGUF file is read through a PackingLoader"
+    bare = on_meta(request.config, request.purpose, torch.float32)
+    with parsed_once(request.location):
+        tensors, conversions = open_gguf(request.location.gguf_path, bare)
+    where = {"state_dict": tensors, "config": request.config, "dtype": torch.float32}
+    return type(bare), None, where | {"quantization_config": PackingConfig(loader, conversions)}
 
 
 @contextmanager
@@ -180,16 +196,16 @@ def one_at_a_time() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _fresh(name: str, model: Any, purpose: Purpose, info: Mapping[str, Any]) -> tuple[str, ...]:
-    """Make what the files lack of a head of classes; lacking anything else is an error."""
+def _new_head(name: str, model: Any, purpose: Purpose, info: Mapping[str, Any]) -> tuple[str, ...]:
+    """Make what the files lack of a classification head; lacking anything else is an error."""
     head = head_of_classes(model) if purpose.head else ()
     lacking = owners(info["missing_keys"], head) if purpose.head else {}
     if purpose.head and purpose.head.fresh:
         lacking |= owners((n for n, _ in model.named_parameters() if n.startswith(head)), head)
     problems = [f"missing: {key}" for key in sorted(info["missing_keys"] - lacking.keys())]
     problems += [
-        f"misshapen: {key} is {tuple(found)}, not {tuple(wanted)}"
-        for key, found, wanted in sorted(info["mismatched_keys"])
+        f"misshapen: {key} is {tuple(shape)}, not {tuple(expected)}"
+        for key, shape, expected in sorted(info["mismatched_keys"])
         if key not in lacking
     ]
     if problems:
@@ -208,7 +224,7 @@ def _fresh(name: str, model: Any, purpose: Purpose, info: Mapping[str, Any]) -> 
 
 
 def convert(location: Location, on_event: Listener) -> Location:
-    """Convert a GGUF file out of a package into the folder in the cache that it is to have.
+    """Convert a package's GGUF file into its folder in the cache.
 
     Raises:
         BaseError: The file cannot be read.
@@ -233,26 +249,26 @@ def convert(location: Location, on_event: Listener) -> Location:
 def _convert_into(target: Path, location: Location, on_event: Listener) -> None:
     on_event(Stage(f"Converting {location.gguf} into {target} (once)"))
     doing = f"Converting {location.gguf}"
-    form = StorageFormat("none", False, torch.float32, torch.device("cpu"))
+    settings = BaseConfig(model=location.name, dtype="fp32")
     with parsed_once(location):
         tokenizer = load_tokenizer(location, on_event)
         on_event(Progress(doing, 2, 4))
-        wanted = request_of(location, CAUSAL_LM, form)
-        model, _ = load_model(wanted, PackingLoader(form, on_event=ignore), on_event)
+        request = request_of(settings, CAUSAL_LM, location, torch.device("cpu"))
+        model, _ = load_model(request, PackingLoader(request, on_event=ignore), on_event)
     on_event(Progress(doing, 3, 4))
     forget_quantization(model)
-    with new_folder(target) as made:
+    with new_folder(target) as folder:
         with quiet():
-            model.save_pretrained(made)
-            tokenizer.save_pretrained(made)
-        mode = (made / "config.json").stat().st_mode  # safetensors writes for its owner alone
-        for path in made.iterdir():
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        mode = (folder / "config.json").stat().st_mode  # safetensors writes for its owner alone
+        for path in folder.iterdir():
             path.chmod(mode)
     on_event(Progress(doing, 4, 4))
 
 
 def forget_quantization(model: Any) -> None:
-    """Take away what transformers says of a quantisation that is not, or no longer, its own."""
+    """Remove transformers' marks of a quantisation that it does not compute with."""
     for name in ("hf_quantizer", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit"):
         model.__dict__.pop(name, None)
     model.is_quantized = False

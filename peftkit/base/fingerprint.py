@@ -24,7 +24,7 @@ def fingerprint(
     model: nn.Module,
     *,
     without: Collection[str] = (),
-    taken: Mapping[int, bytes] | None = None,
+    samples: Mapping[int, bytes] | None = None,
 ) -> str:
     """Return "sha256:..." of a model's config and of a fixed sample of each of its tensors.
 
@@ -33,7 +33,7 @@ def fingerprint(
 
     Args:
         without: Names of tensors that do not count: those of a new head.
-        taken: id(tensor) to the `sample` of what it was before it was packed or rounded.
+        samples: id(tensor) to its `sample` before it was packed or rounded.
     """
     config = getattr(model, "config", None)
     settings = _settings(config.to_diff_dict() if config is not None else {})
@@ -41,8 +41,8 @@ def fingerprint(
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
         if name not in without:
             digest.update(f"{name} ".encode())
-            known = (taken or {}).get(id(tensor))
-            digest.update(sample(tensor) if known is None else known)
+            before = (samples or {}).get(id(tensor))
+            digest.update(sample(tensor) if before is None else before)
     return f"sha256:{digest.hexdigest()}"
 
 

@@ -1,55 +1,68 @@
-"""The frozen base: found, loaded, fingerprinted, quantised if asked, and audited."""
+"""The frozen base: found, opened or built, fingerprinted, quantised if requested, and audited.
+
+`load_base` is for callers from outside, `open_base` for runs. The cache keeps a large packed base,
+and one that several processes open together; `peftkit base pack` puts any there.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from peftkit.base.build import convert
+from peftkit.base.build import LoadedModel, build, convert
 from peftkit.base.config import BaseConfig
 from peftkit.base.gguf import parsed_once
 from peftkit.base.locate import locate
-from peftkit.base.packed_bases import Sharing, open_or_build
-from peftkit.base.placement import BlockStream, place_of_weights
+from peftkit.base.placement import place_of_weights
 from peftkit.base.pretrained import files_of, oom_as_error, reachable
-from peftkit.base.processors import Processors, load_processors
+from peftkit.base.processors import load_processors
 from peftkit.base.published import described, kept_notice, published
-from peftkit.base.purpose import CAUSAL_LM, Purpose
-from peftkit.base.request import (
-    DTYPES,
-    BaseRequest,
-    LoadedModel,
-    StorageFormat,
-    fast_dtype,
-    request_of,
-)
+from peftkit.base.purpose import CAUSAL_LM, Purpose, head_of_classes
+from peftkit.base.request import BaseRequest, compute_dtype, request_of
+from peftkit.base.skeleton import packed_skeleton, weight_bytes
+from peftkit.base.store import MANIFEST, Spill, folder_of, keep, open_stored, room_for
+from peftkit.base.streaming import BlockStream
 from peftkit.config.schema import from_dict
+from peftkit.errors import BaseError, PeftkitError
 from peftkit.events import Listener, Notice, Stage, ignore
 from peftkit.execution.environment import as_current, default_device, free_now
+from peftkit.execution.plan import ExecutionPlan
+from peftkit.execution.world import World
+from peftkit.files.disk import alone
+from peftkit.files.tensors import DTYPES as FILE_DTYPES
+from peftkit.files.tensors import open_tensors
 from peftkit.kernels.packing import keep_copies
 from peftkit.quant.audit import Audit, audit
+
+WORTH_KEEPING = 500_000_000
+"""Bytes of a packed base from which on the cache keeps it: seconds of packing."""
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A frozen model in eval mode, and what is known of it.
+    """A frozen model in eval mode, with its tokenizer and its identity.
 
     Attributes:
         model: A transformers model; no parameter requires a gradient.
         tokenizer: Its tokenizer, which has a pad token; None for a model of images.
-        name: What loads it again: short name or hub id as asked, or an absolute path.
+        name: What loads it again: short name or hub id as given, or an absolute path.
         hub_id: What other tools find it by: of a short name its hub id; of a folder None.
         revision: Commit on the hub, or None.
         fingerprint: Of config and weights as they were before quantising.
         audit: How every parameter is stored.
-        device: Where the model is.
+        device: Where the model computes.
         image_processor: What makes its inputs, if these are images.
         multimodal: What makes its inputs, if these are images and text.
         stored: The format of its files ("awq, 4 bits, groups of 128") where their bits are kept.
-        head: Paths of the modules of its head, if it was loaded for one: they are trained whole.
+        head: Paths of the modules of its head, if it was loaded with one: they are trained fully.
     """
 
     model: Any
@@ -84,7 +97,7 @@ def load_base(
     device: torch.device | str | None = None,
     placement: str = "auto",
     store: str = "auto",
-    sharing: Sharing | None = None,
+    sharing: World | None = None,
     on_event: Listener = ignore,
 ) -> Base:
     """Load a base model to put an adapter on.
@@ -95,82 +108,128 @@ def load_base(
         dtype: "bf16", "fp16", "fp32", or "auto": bf16 where this machine is fast at it.
         quantize: "none", "nf4", "fp4" or "int8"; weight by weight as they are loaded, so that
             no more than one is held in 16 bits. On a CPU with memory to spare the dequantised
-            weights are kept beside, for speed. "none" keeps what the files hold: 16 or 32 bits, or
+            weights are kept as well, for speed. "none" keeps what the files hold: 16 or 32 bits, or
             the codes of a quantised checkpoint.
         double_quant: Quantise the scales of nf4 and fp4 as well.
-        quantize_towers: Quantise towers for images and sound too, and what joins them to a
-            language model.
+        quantize_towers: Quantise towers for images and sound too, and their projectors.
         quantize_embeddings: As `quantize`, of the embedding of tokens and the output layer.
-        purpose: What the model is for, as a task says it: its class, and its head of classes.
+        purpose: The task's model class, inputs and head.
         device: By default a GPU where there is one, and the CPU for a base that it does not hold
             and that cannot be streamed.
         placement: "device"; "stream": packed weights wait in main memory, and two blocks at a time
             are on the device; "auto": streamed where a packed base does not fit a GPU.
         store: "auto": open the packed base that the cache keeps, and keep a large one there;
             "off": neither.
-        sharing: Processes that load it together, on the CPU, each to keep a part: weights are then
-            pages of files, which take memory only where they are read.
+        sharing: Processes that load it together into main memory, each to keep a part: weights are
+            then pages of files, which take memory only where they are read.
 
     Raises:
         BaseError: There is no such model, its files are damaged or incomplete, it could not be
-            quantised as asked, or does not fit into memory.
+            quantised, or does not fit into memory.
         ConfigError: dtype, quantize, placement or store is none of these.
     """
-    asked = {"model": model, "dtype": dtype, "quantize": quantize, "double_quant": double_quant}
-    asked |= {"placement": placement, "store": store, "quantize_embeddings": quantize_embeddings}
-    from_dict(BaseConfig, asked, "load_base(...)")
-    place = default_device() if device is None else as_current(torch.device(device))
-    fast = fast_dtype(place if sharing is None else default_device())
-    dense = DTYPES.get(dtype, fast)
-    form = StorageFormat(quantize, double_quant, dense, place, quantize_towers, quantize_embeddings)
-    location = reachable(convert(locate(model, revision), on_event))
+    given = {
+        "model": model,
+        "revision": revision,
+        "dtype": dtype,
+        "quantize": quantize,
+        "double_quant": double_quant,
+        "quantize_towers": quantize_towers,
+        "quantize_embeddings": quantize_embeddings,
+        "placement": placement,
+        "store": store,
+    }
+    settings = from_dict(BaseConfig, given, "load_base(...)")
+    compute = default_device() if device is None else as_current(torch.device(device))
+    return _open(
+        settings,
+        purpose,
+        settings.placement,
+        compute,
+        may_use_cpu=device is None,
+        sharing=sharing,
+        on_event=on_event,
+    )
+
+
+def open_base(
+    settings: BaseConfig,
+    purpose: Purpose,
+    plan: ExecutionPlan,
+    *,
+    world: World | None = None,
+    on_event: Listener = ignore,
+) -> Base:
+    """Load the base of a recipe where its plan places it, and show how its weights are stored.
+
+    Args:
+        world: The processes of the run, which load a base together if the plan shards it.
+
+    Raises:
+        BaseError: As `load_base`.
+    """
+    base = _open(
+        settings,
+        purpose,
+        plan.placement,
+        default_device(),
+        may_use_cpu=True,
+        sharing=world if plan.is_sharded else None,
+        on_event=on_event,
+    )
+    on_event(base.audit.table())
+    return base
+
+
+def _open(
+    settings: BaseConfig,
+    purpose: Purpose,
+    placement: str,
+    device: torch.device,
+    *,
+    may_use_cpu: bool,
+    sharing: World | None,
+    on_event: Listener,
+) -> Base:
+    """Load a base for a device, or for processes that share it in main memory."""
+    is_shared = sharing is not None
+    location = reachable(convert(locate(settings.model, settings.revision), on_event))
     on_event(Stage(f"Loading the base {location.name}"))
     with parsed_once(location), oom_as_error(location.name):
         inputs = load_processors(location, purpose.processor, on_event)
-        wanted = request_of(location, purpose, form).with_tokens_of(inputs.tokenizer)
-        may_leave = device is None and sharing is None
-        weights = place_of_weights(placement, wanted, may_leave=may_leave)
+        dtype = compute_dtype(settings, device)
+        request = request_of(settings, purpose, location, CPU if is_shared else device, dtype)
+        request = request.with_tokens_of(inputs.tokenizer)
+        may_use_cpu = may_use_cpu and not is_shared
+        weights = place_of_weights(request, placement, may_use_cpu=may_use_cpu)
         if weights.notice:
             on_event(Notice(weights.notice))
         if weights.streamed:
-            form = replace(form, device=torch.device("cpu"))
-        elif weights.device != place:
-            own = DTYPES.get(dtype) or fast_dtype(weights.device)
-            form = replace(form, device=weights.device, dtype=own)
-        wanted = replace(wanted, form=form)
-        built = open_or_build(wanted, store=store, sharing=sharing, on_event=on_event)
+            request = replace(request, device=CPU)
+        elif weights.device != request.device:
+            dtype = compute_dtype(settings, weights.device)
+            request = replace(request, device=weights.device, dtype=dtype)
+        loaded = _open_or_build(request, sharing, on_event)
     if weights.streamed:
-        BlockStream(built.model, weights.device)
-    elif sharing is None and not free_now(weights.device).on_gpu:
-        keep_copies(built.model)
-    return _base(wanted, built, inputs, weights.device, on_event)
-
-
-def _base(
-    wanted: BaseRequest,
-    built: LoadedModel,
-    inputs: Processors,
-    device: torch.device,
-    on_event: Listener,
-) -> Base:
-    """Return a base that is where it stays, with all that is known of it."""
-    settings = published(wanted.config) if wanted.form.quantize == "none" else None
-    if settings is not None:
-        on_event(Notice(kept_notice(settings)))
-    location = wanted.location
+        BlockStream(loaded.model, weights.device)
+    elif not is_shared and not free_now(weights.device).on_gpu:
+        keep_copies(loaded.model)
+    codes = published(request.config) if settings.quantize == "none" else None
+    if codes is not None:
+        on_event(Notice(kept_notice(codes)))
     return Base(
-        model=built.model,
+        model=loaded.model,
         tokenizer=inputs.tokenizer,
         name=location.name,
         hub_id=location.hub_id,
-        revision=getattr(built.model.config, "_commit_hash", None) or location.revision,
-        fingerprint=built.fingerprint,
-        audit=audit(built.model),
-        device=device,
+        revision=getattr(loaded.model.config, "_commit_hash", None) or location.revision,
+        fingerprint=loaded.fingerprint,
+        audit=audit(loaded.model),
+        device=weights.device,
         image_processor=inputs.image_processor,
-        head=built.head,
+        head=loaded.head,
         multimodal=inputs.multimodal,
-        stored=described(settings) if settings is not None else "",
+        stored=described(codes) if codes is not None else "",
     )
 
 
@@ -182,3 +241,148 @@ def local_folder(model: str, revision: str | None = None) -> Path | None:
     """
     location = locate(model, revision)
     return None if location.gguf else files_of(location)
+
+
+def _open_or_build(request: BaseRequest, sharing: World | None, on_event: Listener) -> LoadedModel:
+    """Open the packed base that the cache keeps, or build it out of its files."""
+    is_shared = sharing is not None
+    folder = folder_of(request, shared=is_shared) if request.settings.store == "auto" else None
+    if folder is None:
+        return build(request, on_event=on_event)
+    if sharing is not None:
+        return _open_together(folder, request, sharing, on_event)
+    was_kept = (folder / MANIFEST).is_file()
+    if was_kept:
+        try:
+            return open_stored(folder, request)
+        except BaseError as error:
+            on_event(Notice(f"The base is packed again. {error.asked} {error.found}"))
+    size = _size(request)
+    if size < WORTH_KEEPING and not was_kept:
+        return build(request, on_event=on_event)
+    return _build_and_keep(folder, size, request, on_event)
+
+
+def _build_and_keep(
+    folder: Path, size: int, request: BaseRequest, on_event: Listener
+) -> LoadedModel:
+    """Build a base, and keep it in the cache if the disk has room for it."""
+    try:
+        sizes, is_tight = room_for(size)
+        pack = f"peftkit base pack {request.location.name} keeps it all the same."
+        problem = f"{sizes} {pack}" if is_tight else ""
+    except PeftkitError as error:  # a run goes on without
+        problem = f"{error.asked} {error.found}"
+    if problem:
+        on_event(Notice(f"The packed base is not kept. {problem}"))
+        return build(request, on_event=on_event)
+    with _packing_alone(folder, on_event) as is_there:
+        if is_there:
+            with contextlib.suppress(BaseError):
+                return open_stored(folder, request)
+        loaded = build(request, on_event=on_event)
+        try:
+            keep(folder, loaded, request)
+            on_event(Notice(f"The packed base is kept in {folder}. {sizes}"))
+        except PeftkitError as error:
+            on_event(Notice(f"The packed base is not kept. {error.asked} {error.found}"))
+    return loaded
+
+
+def _size(request: BaseRequest) -> int:
+    return weight_bytes(request.config, request.settings, request.purpose, request.dtype)
+
+
+@contextmanager
+def _packing_alone(folder: Path, on_event: Listener) -> Iterator[bool]:
+    """Be the only process that packs a base into a folder.
+
+    Yields:
+        Whether this one has waited for another that did just that.
+    """
+    waited = []
+
+    def wait() -> None:
+        waited.append(True)
+        on_event(Notice("Another process is packing this base; this one waits for it."))
+
+    with alone(folder, wait):
+        yield bool(waited) and (folder / MANIFEST).is_file()
+
+
+def pack_base(
+    model: str,
+    *,
+    quantize: str = "nf4",
+    dtype: str = "auto",
+    revision: str | None = None,
+    on_event: Listener = ignore,
+) -> Path:
+    """Pack a base of any size into the cache, from where `load_base` opens it.
+
+    Raises:
+        BaseError: It cannot be packed, or does not fit into memory.
+        OutputError, RunError: The cache cannot be written, or the disk has too little room.
+    """
+    given = {"model": model, "revision": revision, "quantize": quantize, "dtype": dtype}
+    settings = from_dict(BaseConfig, given, "peftkit base pack")
+    location = reachable(convert(locate(model, revision), on_event))
+    request = request_of(settings, CAUSAL_LM, location, default_device())
+    folder = folder_of(request)
+    if folder is None:
+        raise BaseError(
+            f"{location.name} cannot be kept packed.",
+            found="It is packed by bitsandbytes already, or quantize is none.",
+            fix="Give a model that is not, and --quantize nf4, fp4 or int8.",
+        )
+    sizes, _ = room_for(_size(request))
+    on_event(Notice(sizes))
+    on_event(Stage(f"Packing the base {location.name}"))
+    with _packing_alone(folder, on_event) as is_there:
+        if not is_there:
+            with oom_as_error(location.name):
+                loaded = build(request, on_event=on_event)
+            keep(folder, loaded, request)
+    return folder
+
+
+def _open_together(
+    folder: Path, request: BaseRequest, sharing: World, on_event: Listener
+) -> LoadedModel:
+    """Open a base on several processes; what each holds of it are pages of the same files.
+
+    Its own files are mapped if they hold the weights as they are computed with. Else the first
+    process makes them, weight by weight, into the cache; then all map that.
+
+    Raises:
+        BaseError: It cannot be made.
+        OutputError, RunError: The cache cannot be written, or the disk is full.
+    """
+    if request.settings.quantize == "none" and _is_in_files(request):
+        return build(request, on_event=on_event)
+    if sharing.is_first_here:
+        try:
+            open_stored(folder, request)
+        except BaseError:
+            with Spill(folder.parent) as spill:
+                keep(folder, build(request, put=spill.moved, on_event=on_event), request)
+            on_event(Notice(f"The base is kept in {folder}, from where all processes map it."))
+    sharing.wait()
+    return open_stored(folder, request, is_known=True)
+
+
+def _is_in_files(request: BaseRequest) -> bool:
+    """Tell whether the files hold all but a head in the final shapes and dtypes.
+
+    transformers then converts nothing: what it loads are pages of these files.
+    """
+    in_files: Counter[tuple[tuple[int, ...], Any]] = Counter()
+    source = files_of(request.location)
+    for path in source.glob("*.safetensors") if source else ():
+        with open_tensors(path, error=BaseError) as file:
+            entries = file.header.tensors.values()
+            in_files.update((entry.shape, FILE_DTYPES[entry.dtype][1]) for entry in entries)
+    model = packed_skeleton(request.config, request.settings, request.purpose, request.dtype)
+    head = head_of_classes(model) if request.purpose.head is not None else ()
+    needed = [p for name, p in model.named_parameters() if not (head and name.startswith(head))]
+    return not Counter((tuple(p.shape), p.dtype) for p in needed) - in_files

@@ -218,17 +218,16 @@ def check_weights(folder: Path) -> None:
     )
 
 
-def told_of_bytes(on_event: Listener) -> dict[str, Any]:
-    """Return the argument with which transformers tells of the bytes of weights that it fetches.
+def download_progress(on_event: Listener) -> dict[str, Any]:
+    """Return the argument that makes transformers emit the progress of a download as events.
 
-    huggingface_hub does the rest: a connection that breaks is opened again where it broke, and
-    files that are whole in its cache are not fetched again.
+    huggingface_hub resumes a broken connection and fetches no file that its cache has.
     """
     if "tqdm_class" not in inspect.signature(hub.cached_files).parameters:  # older ones cannot
         return {}
     most = 0
 
-    class Told(tqdm):
+    class Bar(tqdm):
         """A bar that is not drawn; of several over the same bytes the furthest counts."""
 
         monitor_interval = 0  # no thread of its own
@@ -243,4 +242,4 @@ def told_of_bytes(on_event: Listener) -> dict[str, Any]:
                 on_event(Progress("Downloading the base", most, int(self.total), "B"))
             return True
 
-    return {"tqdm_class": Told}
+    return {"tqdm_class": Bar}

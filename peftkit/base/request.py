@@ -1,4 +1,4 @@
-"""Which base is asked for: its files, what it is for, and how it is held in memory."""
+"""A base to load: its settings, and what follows from its files and from this machine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from peftkit.base.config import BaseConfig
 from peftkit.base.locate import Location
 from peftkit.base.pretrained import check_config
 from peftkit.base.purpose import Purpose
@@ -20,55 +21,27 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
-class StorageFormat:
-    """How a base is held in memory.
+class BaseRequest:
+    """A base to load.
 
     Attributes:
-        quantize: "none", "nf4", "fp4" or "int8".
-        double_quant: Quantise the scales of nf4 and fp4 as well.
-        dtype: Of all computing and of what is not packed.
-        device: Where it is.
-        quantize_towers: Pack what stands beside a language model too.
-        embeddings: As `quantize`, of the embedding of tokens and the output layer.
+        settings: The recipe's `base:` section.
+        purpose: Its head's words have their tokens.
+        location: The files that it is read from.
+        config: The config of transformers, with the head and the positions of `purpose`.
+        dtype: The dtype of computation and of weights that are not packed.
+        device: The device on which weights are packed and stay.
     """
 
-    quantize: str
-    double_quant: bool
+    settings: BaseConfig
+    purpose: Purpose
+    location: Location
+    config: Any
     dtype: torch.dtype
     device: torch.device
-    quantize_towers: bool = False
-    embeddings: str = "none"
-
-    def jobs(self, model: nn.Module, head: Sequence[str]) -> dict[Job, str]:
-        """Return the weights of a model that are packed, and in which kind.
-
-        Args:
-            head: Paths of the modules of its head, which are not.
-        """
-        packs_towers = self.quantize_towers or self.quantize == "none"  # as its files have them
-        keep = head if packs_towers else (*head, *tower_paths(model))
-        found = dict.fromkeys(quantizable(model, keep), self.quantize)
-        if self.embeddings != "none":
-            both = quantizable(model, keep, embeddings=True)
-            found |= dict.fromkeys(both[len(found) :], self.embeddings)
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class BaseRequest:
-    """A base as it is to be loaded.
-
-    Attributes:
-        location: Where its files can be read. config: Of transformers, with the head of `purpose`.
-    """
-
-    location: Location
-    purpose: Purpose
-    config: Any
-    form: StorageFormat
 
     def with_tokens_of(self, tokenizer: Any) -> BaseRequest:
-        """Return what is asked of a head that reads a row's last token, or begins with words.
+        """Complete a head that reads a row's last token, or that starts from words.
 
         Raises:
             BaseError: A word is not a single token.
@@ -81,31 +54,50 @@ class BaseRequest:
         return replace(self, purpose=replace(self.purpose, head=head.with_tokens(tokenizer)))
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A frozen model in eval mode.
+def request_of(
+    settings: BaseConfig,
+    purpose: Purpose,
+    location: Location,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> BaseRequest:
+    """Read a base's config.
 
-    Attributes:
-        fingerprint: Of config and weights as they were before packing.
-        head: Paths of the modules of its head, if it was loaded for one.
-    """
-
-    model: Any
-    fingerprint: str
-    head: tuple[str, ...]
-
-
-def request_of(location: Location, purpose: Purpose, form: StorageFormat) -> BaseRequest:
-    """Read a base's config, and say what is asked of it.
+    Args:
+        dtype: By default as `compute_dtype` says.
 
     Raises:
-        BaseError: It is missing, damaged, or of a model for something else.
+        BaseError: It is missing, damaged, or of a model for another purpose.
     """
-    return BaseRequest(location, purpose, check_config(location, purpose), form)
+    if settings.rope_scaling:
+        purpose = replace(purpose, rope_scaling=settings.rope_scaling)
+    config = check_config(location, purpose)
+    dtype = dtype or compute_dtype(settings, device)
+    return BaseRequest(settings, purpose, location, config, dtype, device)
+
+
+def weights_to_pack(settings: BaseConfig, model: nn.Module, head: Sequence[str]) -> dict[Job, str]:
+    """Return the weights of a model that are packed, and the kind of each ("nf4", ...).
+
+    Args:
+        head: Paths of the modules of its head, which stay as they are.
+    """
+    packs_towers = settings.quantize_towers or settings.quantize == "none"  # as in the files
+    keep = head if packs_towers else (*head, *tower_paths(model))
+    jobs: dict[Job, str] = dict.fromkeys(quantizable(model, keep), settings.quantize)
+    if settings.quantize_embeddings != "none":
+        both = quantizable(model, keep, embeddings=True)
+        jobs |= dict.fromkeys(both[len(jobs) :], settings.quantize_embeddings)
+    return jobs
+
+
+def compute_dtype(settings: BaseConfig, device: torch.device) -> torch.dtype:
+    """Return `base.dtype`; auto: the dtype that a device multiplies fastest in."""
+    return DTYPES.get(settings.dtype) or fast_dtype(device)
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """Return the precision that a device multiplies fastest at: bf16, or what is next to it."""
+    """Return the dtype that a device multiplies fastest in: bf16, or the closest to it."""
     if (gpu := gpu_of(device)) is not None:
         return gpu.fast_dtype()
     cpuinfo = Path("/proc/cpuinfo")

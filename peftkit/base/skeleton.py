@@ -13,18 +13,15 @@ from torch import nn
 from transformers import masking_utils
 
 from peftkit.base.codes import empty_codes
+from peftkit.base.config import BaseConfig
 from peftkit.base.locate import Location, locate
 from peftkit.base.pretrained import check_config, explained, quiet, reachable
 from peftkit.base.published import check_readable, has_codes, published, scheme_of
 from peftkit.base.purpose import CAUSAL_LM, Purpose, head_of_classes
-from peftkit.base.request import StorageFormat
+from peftkit.base.request import weights_to_pack
 from peftkit.kernels.packing import Packing
 from peftkit.quant.layers import empty_packed
-from peftkit.quant.quantize import (
-    has_plain_forward,
-    install_packed,
-    is_turned,
-)
+from peftkit.quant.quantize import Job, has_plain_forward, install_packed, is_turned
 
 DEPTHS = (
     *("num_hidden_layers", "num_layers", "num_decoder_layers"),
@@ -104,7 +101,12 @@ def untraced() -> Iterator[None]:
 
 
 def packed_skeleton(
-    config: Any, purpose: Purpose, form: StorageFormat, *, counted: bool = False
+    config: Any,
+    settings: BaseConfig,
+    purpose: Purpose,
+    dtype: torch.dtype,
+    *,
+    counted: bool = False,
 ) -> Any:
     """Build the packed model on the meta device.
 
@@ -112,38 +114,75 @@ def packed_skeleton(
         counted: Under a mode in which tensors have no data: packed ones are on the CPU, and layers
             that have to be called to know what they compute are packed too.
     """
-    model: Any = on_meta(config, purpose, form.dtype)
-    model.tie_weights()
-    settings = published(config) if form.quantize == "none" else None
-    if form.quantize == "none" and settings is None:
-        return model
-    head = head_of_classes(model) if purpose.head is not None else ()
-    jobs = form.jobs(model, head)
+    model = _tied(config, purpose, dtype)
     device = torch.device("cpu" if counted else "meta")
-    made: dict[int, nn.Parameter] = {}  # of each weight, which may be tied
-    packings = {}
-    for (path, module, name), kind in jobs.items():
+    uses = _packed_weights(model, config, settings, purpose, dtype, device)
+    parameters: dict[int, nn.Parameter] = {}
+    packings: dict[int, Packing] = {}
+    for (_, module, name), parameter, packing in uses:
+        if counted or name != "weight" or _is_known(module):
+            parameters[id(module._parameters[name])] = parameter
+            packings[id(parameter)] = packing
+    for (_, module, name), _, _ in uses:
+        weight = id(module._parameters[name])
+        module._parameters[name] = parameters.get(weight, module._parameters[name])
+    install_packed(model, [job for job, _, _ in uses], packings, device)
+    return model
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Tell by a module's class alone what it computes with its weight."""
+    return isinstance(module, nn.Embedding) or has_plain_forward(module)
+
+
+def weight_bytes(config: Any, settings: BaseConfig, purpose: Purpose, dtype: torch.dtype) -> int:
+    """Return the bytes of a base's weights as they are kept, with their scales."""
+    model = _tied(config, purpose, dtype)
+    sizes = {id(parameter): parameter.nbytes for parameter in model.parameters()}
+    meta = torch.device("meta")
+    for job, packed, packing in _packed_weights(model, config, settings, purpose, dtype, meta):
+        _, module, name = job
+        scales = sum(scale.nbytes for scale in packing.parameters())
+        sizes[id(module._parameters[name])] = packed.nbytes + scales
+    return sum(sizes.values())
+
+
+def _tied(config: Any, purpose: Purpose, dtype: torch.dtype) -> Any:
+    model: Any = on_meta(config, purpose, dtype)
+    model.tie_weights()
+    return model
+
+
+def _packed_weights(
+    model: Any,
+    config: Any,
+    settings: BaseConfig,
+    purpose: Purpose,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[tuple[Job, nn.Parameter, Packing]]:
+    """Return every use of a weight that is packed, with its packed form; tied ones share it."""
+    codes = published(config) if settings.quantize == "none" else None
+    if settings.quantize == "none" and codes is None:
+        return []
+    head = head_of_classes(model) if purpose.head is not None else ()
+    made: dict[int, tuple[nn.Parameter, Packing]] = {}
+    uses = []
+    for job, kind in weights_to_pack(settings, model, head).items():
+        path, module, name = job
         weight = module._parameters[name]
-        if settings is not None and not has_codes(settings, weight):
+        if weight is None or (codes is not None and not has_codes(codes, weight)):
             continue
-        is_known = counted or isinstance(module, nn.Embedding) or has_plain_forward(module)
-        if name == "weight" and not is_known:
-            continue
-        assert weight is not None
-        shape = torch.Size(reversed(weight.shape)) if is_turned(module, name) else weight.shape
         if id(weight) not in made:
+            shape = torch.Size(reversed(weight.shape)) if is_turned(module, name) else weight.shape
             with torch.device(device):
-                if settings is not None:
-                    packed, kept, scales = empty_codes(shape, scheme_of(settings, path))
-                    packing = Packing(kept, form.dtype, scales)
+                if codes is not None:
+                    packed, form, scales = empty_codes(shape, scheme_of(codes, path))
+                    packing = Packing(form, dtype, scales)
                 else:
                     packed, packing = empty_packed(
-                        shape, kind, form.dtype, double_quant=form.double_quant
+                        shape, kind, dtype, double_quant=settings.double_quant
                     )
-            made[id(weight)] = nn.Parameter(packed, requires_grad=False)
-            packings[id(made[id(weight)])] = packing
-    for _, module, name in jobs:
-        if (known := made.get(id(module._parameters[name]))) is not None:
-            module._parameters[name] = known
-    install_packed(model, jobs, packings, device)
-    return model
+            made[id(weight)] = nn.Parameter(packed, requires_grad=False), packing
+        uses.append((job, *made[id(weight)]))
+    return uses

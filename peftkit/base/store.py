@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +24,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from peftkit.base.build import LoadedModel
 from peftkit.base.locate import cache_folder
 from peftkit.base.pretrained import files_of
 from peftkit.base.published import published, quantized_by
-from peftkit.base.request import BaseRequest, LoadedModel, StorageFormat
+from peftkit.base.request import BaseRequest
 from peftkit.base.skeleton import packed_skeleton
 from peftkit.errors import BaseError, OutputError, PeftkitError
 from peftkit.files import disk
@@ -36,31 +39,47 @@ VERSION = 3
 WEIGHTS, MANIFEST, FOLDER = "model.safetensors", "store.json", "packed"
 
 
+LEFT_FREE = 10_000_000_000
+"""Bytes of a disk that only `peftkit base pack` fills."""
+
+
 def store_folder() -> Path:
     return cache_folder() / FOLDER
 
 
-def folder_of(wanted: BaseRequest, *, shared: bool = False) -> Path | None:
+def room_for(size: int) -> tuple[str, bool]:
+    """Return a sentence on the bytes needed and free, and whether little would be left of them.
+
+    Raises:
+        OutputError: The cache cannot be written. RunError: The disk has less.
+    """
+    folder = disk.writable_folder(store_folder())
+    disk.check_space(folder, size)
+    free = disk.free_bytes(folder)
+    sizes = f"It takes {size / 1e9:.1f} GB of {free / 1e9:.1f} GB that are free in {folder}."
+    return sizes, free - size < LEFT_FREE
+
+
+def folder_of(request: BaseRequest, *, shared: bool = False) -> Path | None:
     """Return where the cache keeps a base packed in this form; None where it may not.
 
     Args:
-        shared: By several processes: then also one that is not packed, or has a head of classes.
+        shared: By several processes: then also one that is not packed, or that has a
+            classification head.
     """
-    purpose, form = wanted.purpose, wanted.form
-    if not shared and (form.quantize == "none" or purpose.head is not None):
+    purpose, is_packed = request.purpose, request.settings.quantize != "none"
+    if not shared and (not is_packed or purpose.head is not None):
         return None
-    known = published(wanted.config)
-    if quantized_by(wanted.config) and known is None:
-        return None
-    if known is not None and form.quantize == "none":  # opening its own files is as fast
-        return None
-    source = files_of(wanted.location)
+    has_codes = published(request.config) is not None
+    if quantized_by(request.config) and not (has_codes and is_packed):
+        return None  # bitsandbytes' own, or codes whose files open as fast
+    source = files_of(request.location)
     if source is None:
         return None
     head = [repr(each) for each in (purpose.head, purpose.rope_scaling) if each is not None]
-    said = json.dumps([str(source.resolve()), purpose.auto_class, _form(form), *head])
+    key = json.dumps([str(source.resolve()), purpose.auto_class, _form(request), *head])
     name = re.sub(r"[^\w.-]+", "-", source.name)[:40]
-    return store_folder() / f"{name}-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
+    return store_folder() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -74,7 +93,7 @@ def num_bytes(model: nn.Module) -> int:
     return sum(tensor.nbytes for _, tensor in tensors_of(model))
 
 
-def keep(folder: Path, built: LoadedModel, wanted: BaseRequest) -> None:
+def keep(folder: Path, built: LoadedModel, request: BaseRequest) -> None:
     """Write a packed base into the cache.
 
     Raises:
@@ -90,11 +109,11 @@ def keep(folder: Path, built: LoadedModel, wanted: BaseRequest) -> None:
             write_tensor_stream(made / WEIGHTS, specs, values, {"format": "pt"})
             manifest = {
                 "version": VERSION,
-                "model": wanted.location.name,
+                "model": request.location.name,
                 "fingerprint": built.fingerprint,
                 "head": list(built.head),
-                "form": _form(wanted.form),
-                "stamp": _stamp(wanted),
+                "form": _form(request),
+                "stamp": _stamp(request),
                 "sha256": disk.sha256_of(made / WEIGHTS),
             }
             disk.write_json(manifest, made / MANIFEST)
@@ -104,7 +123,7 @@ def keep(folder: Path, built: LoadedModel, wanted: BaseRequest) -> None:
         ) from error
 
 
-def open_stored(folder: Path, wanted: BaseRequest, *, is_known: bool = False) -> LoadedModel:
+def open_stored(folder: Path, request: BaseRequest, *, is_known: bool = False) -> LoadedModel:
     """Open a packed base by mapping its file; on a GPU its tensors are copied there.
 
     Args:
@@ -113,19 +132,19 @@ def open_stored(folder: Path, wanted: BaseRequest, *, is_known: bool = False) ->
     Raises:
         BaseError: It is damaged, of another version, or the base's files have changed since.
     """
-    manifest, form = manifest_of(folder), wanted.form
-    if manifest["stamp"] != _stamp(wanted):
+    manifest = manifest_of(folder)
+    if manifest["stamp"] != _stamp(request):
         raise _useless(
-            folder, f"The files of {wanted.location.name} have changed since it was made."
+            folder, f"The files of {request.location.name} have changed since it was made."
         )
     path = folder / WEIGHTS
     if not path.is_file() or not (is_known or disk.sha256_of(path) == manifest["sha256"]):
         raise _useless(folder, f"{WEIGHTS} is not as it was written.")
     tensors = load_file(path)  # pages of the file
-    model = packed_skeleton(wanted.config, wanted.purpose, form)
-    if problem := fill(model, tensors, form.device):
+    model = packed_skeleton(request.config, request.settings, request.purpose, request.dtype)
+    if problem := fill(model, tensors, request.device):
         raise _useless(folder, problem)
-    model.config.dtype = form.dtype
+    model.config.dtype = request.dtype
     model.is_quantized = False
     return LoadedModel(
         model.requires_grad_(False).eval(), manifest["fingerprint"], tuple(manifest["head"])
@@ -166,19 +185,21 @@ def without_data(model: nn.Module) -> str:
     return ""
 
 
-def _form(form: StorageFormat) -> dict[str, Any]:
+def _form(request: BaseRequest) -> dict[str, Any]:
+    settings = request.settings
+    embeddings = settings.quantize_embeddings
     return {
-        "quantize": form.quantize,
-        "double_quant": form.double_quant,
-        "quantize_towers": form.quantize_towers,
-        **({"embeddings": form.embeddings} if form.embeddings != "none" else {}),
-        "dtype": str(form.dtype).removeprefix("torch."),
+        "quantize": settings.quantize,
+        "double_quant": settings.double_quant,
+        "quantize_towers": settings.quantize_towers,
+        **({"embeddings": embeddings} if embeddings != "none" else {}),
+        "dtype": str(request.dtype).removeprefix("torch."),
     }
 
 
-def _stamp(wanted: BaseRequest) -> dict[str, list[int]]:
+def _stamp(request: BaseRequest) -> dict[str, list[int]]:
     """Return the size and the time of every file that a base is read from."""
-    source = files_of(wanted.location)
+    source = files_of(request.location)
     assert source is not None
     files = [source / "config.json", *sorted(source.glob("*.safetensors"))]
     if source.is_file():
@@ -263,3 +284,46 @@ def _stored(folder: Path) -> Stored:
         return Stored(folder, "?", "?", "?", size, error.found.splitlines()[0])
     form = manifest["form"]
     return Stored(folder, manifest["model"], form["quantize"], form["dtype"], size, problem)
+
+
+class Spill:
+    """Tensors on the disk instead of in memory, until a base larger than that is written down.
+
+    They are pages of a file without a name, which live on when the context ends.
+
+    Args:
+        folder: On a disk with room for them all; it is made if need be.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        disk.writable_folder(folder)
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        self._folder, self._end = folder, 0
+
+    def __enter__(self) -> Spill:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the same values, whose memory is the file's pages.
+
+        Raises:
+            OutputError: The disk is full.
+        """
+        if not tensor.numel():
+            return tensor
+        there = tensor.detach().cpu().contiguous()
+        start, size = self._end, there.nbytes
+        try:
+            # not written by way of the pages: of a full disk these would only tell by a signal
+            values: Any = there.view(-1).view(torch.uint8).numpy()
+            left = memoryview(values)
+            while left:
+                left = left[os.pwrite(self._file.fileno(), left, start + size - len(left)) :]
+        except OSError as error:
+            raise OutputError(f"cannot write into {self._folder}.", found=str(error)) from error
+        self._end = -(-(start + size) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        pages = mmap.mmap(self._file.fileno(), size, offset=start)
+        return torch.frombuffer(pages, dtype=there.dtype).view(there.shape)

@@ -1,32 +1,39 @@
-"""What a recipe's step takes in an environment, counted from the config of a model."""
+"""The memory of a recipe's step on a machine, counted from the config of a model.
+
+For a run `smallest_step` is the only entry, called where a base's size alone does not decide.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
+from torch import Tensor, nn
 
-from peftkit.base.request import DTYPES, fast_dtype
+from peftkit.base.placement import fits_device
+from peftkit.base.streaming import expert_places, group_size, streamed_places
+from peftkit.events import Listener, Notice
 from peftkit.execution.environment import Environment
 from peftkit.execution.plan import Activations, ExecutionPlan, Placement, Shard
+from peftkit.kernels.packing import Packing
 from peftkit.planning.cards import LINK, WIRES, card_of
-from peftkit.planning.footprint import WeightFootprint, spread, streamed
-from peftkit.planning.step import Setup
-from peftkit.planning.step_estimator import StepEstimator, steps_of
+from peftkit.planning.step_estimator import CountError, StepEstimator, steps_of
 from peftkit.run.config import Recipe
+from peftkit.train.memory.blocks import Blocks
 from peftkit.train.optim import STATE_BYTES
 
+AT_ONCE = 2
+"""Blocks that are there at once: one that computes, and one on its way."""
 LONGEST = 1 << 20
 STEP = 64
-"""Rows' lengths are told in multiples of it."""
+"""Lengths of rows are rounded down to a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One way of keeping the base and its activations.
+    """A placement of the base with an activation mode.
 
     Attributes:
         placement: Whether the base is on the device, or its blocks are streamed to it.
@@ -34,12 +41,12 @@ class Strategy:
         by_category: The same: weights, adapters, gradients, optimizer, activations.
         fits: Whether it is within the memory that is usable.
         longest_row: Tokens of the longest single row that fits; 0: none does.
-        most_rows: Rows of the asked length that fit at once.
+        most_rows: Rows of the requested length that fit at once.
         step_flops: Of forward and backward pass of one batch.
-        moved_bytes: That reach the device meanwhile: weights of streamed blocks.
-        compute_bound_tokens: Tokens at once from which computing takes longer than that; 0: none
-            moves, or it is not a GPU's.
-        host_bytes: That wait in main memory.
+        moved_bytes: Weights of streamed blocks that reach the device in a step.
+        compute_bound_tokens: Tokens at once from which the step takes longer than their transfer;
+            0: none moves, or the device is no GPU.
+        host_bytes: Weights that wait in main memory.
     """
 
     placement: Placement
@@ -57,12 +64,13 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True)
 class DeviceEstimate:
-    """What each of several cards has where the base is spread over them (train.shard: base).
+    """The memory of each of several cards that share a base (train.shard: base).
 
     Attributes:
-        wire_bytes: That each card gets in a step of one batch: blocks, and the adapter's gradients.
-        compute_bound_tokens: GB/s between cards to the tokens at once from which computing takes
-            longer.
+        wire_bytes: Bytes that a card receives in a step of one batch: blocks, and the adapter's
+            gradients.
+        compute_bound_tokens: By GB/s between cards: the tokens at once from which the step takes
+            longer than the transfer.
     """
 
     cards: int
@@ -84,7 +92,7 @@ class MemoryEstimator:
 
     Attributes:
         rows, length: Rows, and tokens of each of their texts, that go through the model at once.
-        steps: Counts the steps of its setup.
+        steps: Counts steps with the whole base on the device.
         card: The named GPU that is like the machine's.
     """
 
@@ -101,129 +109,232 @@ class MemoryEstimator:
         if tokens is not None:
             rows = max(1, min(rows, tokens // (num_texts * self.length)))
         self.rows = rows
-        setup = setup_of(recipe, config, environment)
-        self.steps = steps_of(setup, None if environment.on_gpu else environment.usable)
+        main_memory = None if environment.on_gpu else environment.usable
+        self.steps = steps_of(recipe, config, environment.kind, main_memory)
 
     @cached_property
     def _bare(self) -> StepEstimator:
-        """Of a base that is not all on the device, so that no unpacked weights are kept."""
-        if not self.steps.setup.kept:
+        """Counts steps of a base that is not all on the device: no unpacked weights are kept."""
+        if not self.steps.keeps_copies:
             return self.steps
-        return steps_of(setup_of(self.recipe, self.config, self.environment))
+        return steps_of(self.recipe, self.config, self.environment.kind)
 
     @cached_property
     def streams(self) -> WeightFootprint:
-        """What the device has where blocks are streamed."""
+        """The device's part of a base whose blocks are streamed."""
         return streamed(self.steps.whole)
 
     @cached_property
     def can_stream(self) -> bool:
         """Whether the base has blocks that can be streamed, and its activations be recomputed."""
-        wish = self.recipe.train.gradient_checkpointing
-        return self.streams.elsewhere > 0 and wish is not False
+        may_recompute = self.recipe.train.gradient_checkpointing is not False
+        return self.streams.elsewhere > 0 and may_recompute
 
     def activations(self, placement: Placement = "device") -> tuple[Activations, ...]:
-        """Return what may be kept of activations, the fastest first."""
-        wish, streamed = self.recipe.train.gradient_checkpointing, placement == "stream"
-        return self.steps.activation_modes(wish, streamed=streamed)
+        """Return the activation modes that the recipe allows, the fastest first."""
+        requested = self.recipe.train.gradient_checkpointing
+        return self.steps.activation_modes(requested, streamed=placement == "stream")
 
-    def ways(self) -> Iterator[Strategy]:
-        """Yield the ways that base.placement allows, the fastest first.
+    def strategies(self) -> Iterator[Strategy]:
+        """Yield the strategies that base.placement allows, the fastest first.
 
-        Of `auto` streamed ones come where no other lets a row of the asked length through.
+        With `auto` the base is streamed where it would be in a run (`fits_device`); here the step
+        is a row of the requested length, which no strategy on the device lets through.
         """
-        asked, found = self.recipe.base.placement, False
-        if asked != "stream":
+        placement, fits = self.recipe.base.placement, False
+        if placement != "stream":
             for activations in self.activations():
-                way = self.way("device", activations)
-                found |= way.longest_row >= self.length
-                yield way
-        may = asked == "stream" or (asked == "auto" and self.environment.on_gpu and not found)
-        if may and self.can_stream:
+                strategy = self.strategy("device", activations)
+                fits |= strategy.longest_row >= self.length
+                yield strategy
+        free = self.environment.usable
+        may_stream = placement == "stream" or (
+            placement == "auto"
+            and self.environment.on_gpu
+            and not fits_device(self.steps.weights, free, lambda: 0 if fits else free + 1)
+        )
+        if may_stream and self.can_stream:
             for activations in self.activations("stream"):
-                yield self.way("stream", activations)
+                yield self.strategy("stream", activations)
 
     def smallest(self, placement: Placement = "device", shard: Shard = "none") -> Strategy:
-        """Return the way of one row that takes least."""
-        return self.way(placement, self.activations(placement)[-1], rows=1, shard=shard)
+        """Return the strategy that takes least memory, with one row."""
+        return self.strategy(placement, self.activations(placement)[-1], rows=1, shard=shard)
 
-    def way(
+    def strategy(
         self,
         placement: Placement,
         activations: Activations,
         rows: int | None = None,
         shard: Shard = "none",
     ) -> Strategy:
-        """Count one way, of the recipe's rows at once or of so many."""
-        held = self.streams if placement == "stream" else None
+        """Count a strategy.
+
+        Args:
+            rows: At once; by default as many as the recipe's.
+        """
+        footprint = self.streams if placement == "stream" else None
         if shard != "none":
             number = self.environment.world_size
-            held = spread(self.steps.whole, number, offload=shard == "offload")
+            footprint = sharded(self.steps.whole, number, offload=shard == "offload")
         rows = rows or self.rows
-        peak, longest, flops = self._count(held, activations, rows)
-        taken = sum(peak.values())
+        peak, longest, flops = self._count(footprint, activations, rows)
+        num_bytes = sum(peak.values())
+        moved = 0 if footprint is None else footprint.moved
         return Strategy(
             placement,
             activations,
-            taken,
+            num_bytes,
             peak,
-            taken <= self.environment.room,
-            min(longest // STEP * STEP, self.limit),
-            longest // self.length,
-            flops,
-            0 if held is None else held.moved,
-            0 if held is None else self._hidden_from(held.moved, flops / rows, self.link),
-            0 if held is None else held.elsewhere,
+            fits=num_bytes <= self.environment.room,
+            longest_row=min(longest // STEP * STEP, self.limit),
+            most_rows=longest // self.length,
+            step_flops=flops,
+            moved_bytes=moved,
+            compute_bound_tokens=self._compute_bound_tokens(moved, flops / rows, self.link),
+            host_bytes=0 if footprint is None else footprint.elsewhere,
         )
 
     def share(self, cards: int) -> DeviceEstimate:
-        """Count one card of several, with the first way of keeping activations that fits."""
+        """Estimate one card of several, with the first activation mode that fits."""
         offload = self.recipe.train.shard == "offload"
-        held = spread(self.steps.whole, cards, offload=offload) if cards > 1 else None
+        footprint = sharded(self.steps.whole, cards, offload=offload) if cards > 1 else None
         summed = 2 * (cards - 1) * sum(p.nbytes for p in self.steps.trained) // cards
         for activations in self.activations():
-            peak, longest, flops = self._count(held, activations, self.rows)
+            peak, longest, flops = self._count(footprint, activations, self.rows)
             if sum(peak.values()) <= self.environment.room:
                 break
-        taken, wire = sum(peak.values()), summed + (0 if held is None else held.moved)
-        fits, longest = taken <= self.environment.room, min(longest // STEP * STEP, self.limit)
-        hidden = {f"{w:g}": self._hidden_from(wire, flops / self.rows, w) for w in WIRES}
-        return DeviceEstimate(cards, activations, taken, peak, fits, longest, wire, hidden)
+        num_bytes, wire = sum(peak.values()), summed + (0 if footprint is None else footprint.moved)
+        fits, longest = num_bytes <= self.environment.room, min(longest // STEP * STEP, self.limit)
+        flops_of_row = flops / self.rows
+        compute_bound = {f"{w:g}": self._compute_bound_tokens(wire, flops_of_row, w) for w in WIRES}
+        return DeviceEstimate(
+            cards, activations, num_bytes, peak, fits, longest, wire, compute_bound
+        )
 
-    def _hidden_from(self, moved: int, flops_of_row: float, link: float) -> int:
-        """Return the tokens whose computing takes as long as bytes take to come at GB/s."""
+    def _compute_bound_tokens(self, moved: int, flops_of_row: float, link: float) -> int:
+        """Return the tokens whose computation takes as long as the transfer of bytes at GB/s."""
         seconds = moved / (link * 1e9) if self.environment.on_gpu else 0.0
         return round(seconds * self.card.rate / (flops_of_row / self.length))
 
     def _count(
-        self, held: WeightFootprint | None, activations: Activations, rows: int
+        self, footprint: WeightFootprint | None, activations: Activations, rows: int
     ) -> tuple[dict[str, int], int, int]:
         """Return bytes by category, the tokens of a row that would fit, and FLOPs."""
-        steps = self.steps if held is None else self._bare
+        steps = self.steps if footprint is None else self._bare
         count = steps.count(rows, self.length, activations)
         state = STATE_BYTES[self.recipe.train.optimizer] * steps.num_trained
-        found = {**count.peak, "optimizer": state, "process": self.environment.process}
-        if held is not None:
-            found["weights"] += held.at_most - steps.base.resident
-        if self.recipe.train.gradient_accumulation > 1:  # a second batch beside the first's
-            found["gradients"] = max(found["gradients"], sum(p.nbytes for p in steps.trained))
+        peak = {**count.peak, "optimizer": state, "process": self.environment.process}
+        if footprint is not None:
+            peak["weights"] += footprint.at_most - steps.weights
+        if self.recipe.train.gradient_accumulation > 1:  # a second batch next to the first's
+            peak["gradients"] = max(peak["gradients"], sum(p.nbytes for p in steps.trained))
         slope = max(steps.bytes_per_token(rows, self.length, activations), 1.0)
-        left = self.environment.room - sum(found.values())
-        return found, max(int(rows * self.length + left / slope), 0), count.flops
+        left = self.environment.room - sum(peak.values())
+        return peak, max(int(rows * self.length + left / slope), 0), count.flops
 
 
-def setup_of(recipe: Recipe, config: Any, environment: Environment) -> Setup:
-    """Return what a recipe trains, and how it is held."""
-    base = recipe.base
-    fast = torch.bfloat16 if environment.on_gpu else fast_dtype(torch.device("cpu"))
-    return Setup(
-        config,
-        recipe.task,
-        recipe.method,
-        base.quantize,
-        base.double_quant,
-        DTYPES.get(base.dtype) or fast,
-        ExecutionPlan(device=environment.kind, group_layers=recipe.train.group_layers),
-        base.quantize_towers,
-        base.quantize_embeddings,
+def smallest_step(
+    recipe: Recipe,
+    config: Any,
+    environment: Environment,
+    plan: ExecutionPlan,
+    on_event: Listener,
+) -> int | None:
+    """Return the bytes of a recipe's smallest step, one row of the longest length, in a plan.
+
+    Returns:
+        None, with a notice, where the model's step cannot be counted without data.
+    """
+    estimator = MemoryEstimator(recipe, config, environment)
+    try:
+        return estimator.smallest(plan.placement, plan.shard).peak_bytes
+    except CountError as error:
+        on_event(Notice(f"{error} So the weights alone tell whether the base fits the device."))
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFootprint:
+    """A base as one device has it.
+
+    Attributes:
+        resident: Bytes that are always there.
+        passing: Bytes of what is there for a while, at their most.
+        moved: Bytes that reach the device in a forward and backward pass that recomputes.
+        elsewhere: Bytes that wait in main memory.
+    """
+
+    resident: int
+    passing: int = 0
+    moved: int = 0
+    elsewhere: int = 0
+
+    @property
+    def at_most(self) -> int:
+        """Bytes on the device."""
+        return self.resident + self.passing
+
+
+def streamed(model: nn.Module) -> WeightFootprint:
+    """Return what a device has of a base whose blocks are streamed (base/streaming.py).
+
+    Each block comes for the forward pass and for the backward pass, less the two that are there
+    when a pass begins. Experts come a group at a time, all of them in a step: for the forward pass,
+    again, and for the backward pass, which begins with the two groups that are there.
+    """
+    blocks, groups = [], []
+    for block, places in streamed_places(model):
+        stacks = [stack for stacks in expert_places(block) for stack in stacks]
+        groups.append([size for owner, packing in stacks for size in _groups(owner, packing)])
+        blocks.append(_sum(m._parameters[name] for m, name in places) - sum(groups[-1]))
+    two = max((sum(blocks[n : n + AT_ONCE]) for n in range(len(blocks))), default=0)
+    two += AT_ONCE * max((size for each in groups for size in each), default=0)
+    moved = 2 * sum(blocks) - sum(blocks[:AT_ONCE]) - sum(blocks[-AT_ONCE:])
+    moved += sum(3 * sum(each) - sum(each[-AT_ONCE:]) for each in groups)
+    moved -= sum(size for each in groups[:1] for size in each[:AT_ONCE])
+    total = sum(blocks) + sum(map(sum, groups))
+    return WeightFootprint(_sum(_frozen(model)) - total, two, max(moved, 0), total)
+
+
+def _groups(owner: Any, packing: Packing) -> list[int]:
+    """Return the bytes of each group that a stack's experts are fetched in."""
+    packed = owner._parameters["original"]
+    size, number = group_size(packed, packing), packing.form.shape[0]
+    each = packed.nbytes // number
+    return [each * min(size, number - begin) for begin in range(0, number, size)]
+
+
+def sharded(model: nn.Module, num_devices: int, *, offload: bool = False) -> WeightFootprint:
+    """Return what each of several devices has of a base that is sharded (base/sharding.py).
+
+    A tensor is cut along its first dimension, into parts of one size. What is in no block, such as
+    embeddings and head, is gathered for all of a step; blocks are gathered for the forward pass and
+    for the backward pass.
+    """
+    frozen = {id(tensor): tensor for tensor in _frozen(model)}
+    blocks = []
+    for block in Blocks(model).blocks:
+        keys = [id(p) for p in block.parameters() if id(p) in frozen and p.dim()]
+        blocks.append([frozen.pop(key) for key in keys])
+    scalars = [tensor for tensor in frozen.values() if not tensor.dim()]
+    rest = [tensor for tensor in frozen.values() if tensor.dim()]
+    parts = sum(
+        -(-tensor.shape[0] // num_devices) * (tensor.nbytes // max(tensor.shape[0], 1))
+        for tensor in (*rest, *(tensor for block in blocks for tensor in block))
     )
+    outside, sizes = _sum(rest), [_sum(block) for block in blocks]
+    moved = (2 * sum(sizes) + outside) * (num_devices - 1) // num_devices
+    passing = outside + AT_ONCE * max(sizes, default=0)
+    always = _sum(scalars)
+    if offload:
+        return WeightFootprint(always, passing, moved + parts, parts)
+    return WeightFootprint(always + parts, passing, moved)
+
+
+def _frozen(model: nn.Module) -> list[Tensor]:
+    return [p for p in model.parameters() if not p.requires_grad]
+
+
+def _sum(tensors: Iterable[Tensor | None]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

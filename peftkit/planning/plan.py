@@ -16,8 +16,7 @@ from peftkit.execution.environment import gpu_of_size, this_machine
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.planning.cards import CARDS, LINK, measured_rate, parse_size
 from peftkit.planning.memory import STEP, DeviceEstimate, MemoryEstimator, Strategy
-from peftkit.planning.resolve import plan_as_asked
-from peftkit.planning.step import config_of
+from peftkit.planning.resolve import config_of, plan_as_asked
 from peftkit.run.config import Recipe, load
 from peftkit.train.optim import STATE_BYTES
 
@@ -28,7 +27,7 @@ NUM_CARDS = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The costs of a run.
+    """The estimator of a run.
 
     Attributes:
         ways: Every way of keeping the base and its activations, the fastest first.
@@ -98,25 +97,25 @@ def plan_run(
     environment = this_machine()
     if memory is not None:
         environment = gpu_of_size(parse_size(memory) if isinstance(memory, str) else memory)
-    config = config_of(recipe.base, recipe.task)
-    costs = MemoryEstimator(recipe, config, environment, link=link)
-    rows, length, steps = costs.rows, costs.length, costs.steps
-    ways = tuple(costs.ways())
-    chosen = next((w for w in ways if w.fits), None)
-    chosen = chosen or next((w for w in ways if w.longest_row >= length), None)
+    config = config_of(recipe)
+    estimator = MemoryEstimator(recipe, config, environment, link=link)
+    rows, length, steps = estimator.rows, estimator.length, estimator.steps
+    strategies = tuple(estimator.strategies())
+    chosen = next((s for s in strategies if s.fits), None)
+    chosen = chosen or next((s for s in strategies if s.longest_row >= length), None)
     fits = chosen is not None
-    chosen = chosen or min(ways, key=lambda w: w.peak_bytes)
+    chosen = chosen or min(strategies, key=lambda s: s.peak_bytes)
     num_rows, num_tokens = _data(recipe, length)
     run_tokens = None if num_tokens is None else round(num_tokens * recipe.train.epochs)
     batches = (run_tokens or 1) / (rows * length * recipe.task.texts_per_row) if run_tokens else 1.0
     work = batches * chosen.step_flops
     adapter = sum(p.nbytes for p in steps.trained)
     state = STATE_BYTES[recipe.train.optimizer] * steps.num_trained
-    here = 0.7 * measured_rate(steps.setup.dtype) if measure else 0.0
+    here = 0.7 * measured_rate(steps.dtype) if measure else 0.0
     return Plan(
         model=recipe.base.model,
         on_gpu=environment.on_gpu,
-        dtype=str(steps.setup.dtype).removeprefix("torch."),
+        dtype=str(steps.dtype).removeprefix("torch."),
         quantize=recipe.base.quantize,
         num_parameters=steps.num_parameters,
         num_trained=steps.num_trained,
@@ -124,13 +123,13 @@ def plan_run(
         length=length,
         memory_bytes=environment.memory or 0,
         usable_bytes=environment.room,
-        ways=ways,
+        ways=strategies,
         chosen=chosen,
-        cards=tuple(costs.share(number) for number in NUM_CARDS) if environment.on_gpu else (),
+        cards=tuple(estimator.share(number) for number in NUM_CARDS) if environment.on_gpu else (),
         link=link,
         fits=fits,
-        change="" if fits else cheapest_change(costs, chosen),
-        execution=_execution(costs, chosen),
+        change="" if fits else cheapest_change(estimator, chosen),
+        execution=_execution(estimator, chosen),
         adapter_bytes=adapter,
         disk_bytes=adapter + (recipe.train.keep_checkpoints + 1) * (adapter + state),
         num_rows=num_rows,
@@ -139,7 +138,7 @@ def plan_run(
         seconds_here=work / here if measure else None,
         seconds_on={
             card.name: max(
-                card.seconds(work, 2 * batches * steps.base.resident),
+                card.seconds(work, 2 * batches * steps.weights),
                 batches * chosen.moved_bytes / (link * 1e9),
             )
             for card in CARDS
@@ -156,14 +155,14 @@ def _recipe(target: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
     return from_dict(Recipe, bare, "peftkit plan", overrides)
 
 
-def _execution(costs: MemoryEstimator, chosen: Strategy) -> ExecutionPlan:
+def _execution(estimator: MemoryEstimator, chosen: Strategy) -> ExecutionPlan:
     """Return the plan of a run that keeps its base and activations in a way."""
-    dtype = str(costs.steps.setup.dtype).removeprefix("torch.")
-    asked = plan_as_asked(costs.recipe, costs.environment, dtype)
+    dtype = str(estimator.steps.dtype).removeprefix("torch.")
+    asked = plan_as_asked(estimator.recipe, estimator.environment, dtype)
     plan = replace(asked, placement=chosen.placement, activations=chosen.activations)
     if chosen.fits or plan.tokens is None:
         return plan if chosen.fits else replace(plan, rows=max(chosen.most_rows, 1))
-    return replace(plan, tokens=max(chosen.most_rows, 1) * costs.length)
+    return replace(plan, tokens=max(chosen.most_rows, 1) * estimator.length)
 
 
 def _data(recipe: Recipe, length: int) -> tuple[int | None, int | None]:
@@ -185,7 +184,7 @@ def _data(recipe: Recipe, length: int) -> tuple[int | None, int | None]:
 Changes = tuple[str, ...]
 
 
-def cheapest_change(costs: MemoryEstimator, chosen: Strategy) -> str:
+def cheapest_change(estimator: MemoryEstimator, chosen: Strategy) -> str:
     """Return the first change that lets one row through, as arguments; "" if none does.
 
     Of those that leave rows as they are; only then shorter rows.
@@ -194,10 +193,11 @@ def cheapest_change(costs: MemoryEstimator, chosen: Strategy) -> str:
         chosen: What is planned without a change.
     """
     best, with_it = chosen.longest_row, Changes()
-    for changes in _tried(costs.recipe):
-        changed = _changed(costs.recipe, changes)
-        trial = MemoryEstimator(changed, costs.config, costs.environment, link=costs.link)
-        longest = max(way.longest_row for way in trial.ways())
+    for changes in _tried(estimator.recipe):
+        changed = _changed(estimator.recipe, changes)
+        environment, link = estimator.environment, estimator.link
+        trial = MemoryEstimator(changed, estimator.config, environment, link=link)
+        longest = max((s.longest_row for s in trial.strategies()), default=0)
         if longest >= trial.length:
             return _arguments(changes)
         if longest > best:
@@ -206,7 +206,7 @@ def cheapest_change(costs: MemoryEstimator, chosen: Strategy) -> str:
 
 
 def _tried(recipe: Recipe) -> Iterator[Changes]:
-    """Yield changes, what costs least time first, alone and then together."""
+    """Yield changes, what estimator least time first, alone and then together."""
     beside: list[str] = []
     if recipe.train.optimizer == "adamw":
         beside.append("train.optimizer=adamw_8bit")
@@ -217,7 +217,7 @@ def _tried(recipe: Recipe) -> Iterator[Changes]:
     yield from ((change,) for change in beside)
     if len(beside) > 1:
         yield tuple(beside)
-    if recipe.base.placement != "device":
+    if recipe.base.placement == "stream":
         return
     needed = [change for change in beside if "optimizer" not in change]
     yield (*needed, "base.placement=stream")

@@ -21,17 +21,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from peftkit.adapter import Adapter, attach
-from peftkit.base.config import BaseConfig
-from peftkit.base.purpose import ClassHead, Purpose, head_of_classes
-from peftkit.base.request import StorageFormat
-from peftkit.base.skeleton import on_meta, packed_skeleton, read_config, untraced
+from peftkit.base.purpose import ClassHead, head_of_classes
+from peftkit.base.skeleton import on_meta, packed_skeleton, untraced
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.kernels.cross_entropy import ALIGNMENT, rows_of_chunk
 from peftkit.kernels.packing import keep_copies
-from peftkit.methods.protocol import Method
 from peftkit.model.modes import begin_training, prepared_for_training
 from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.planning.counter import GPU_ROUNDING, Counter
+from peftkit.run.config import Recipe
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.loss import Head, accepted, find_head, token_log_probs, token_loss
 from peftkit.tasks.pooling import Pooled, pooled
@@ -42,13 +40,13 @@ TOKEN_CLASSES = (
     *("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"),
     *("AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModelForSpeechSeq2Seq"),
 )
-"""Of transformers, whose models say tokens."""
+"""Classes of transformers whose models predict tokens."""
 SECONDS = 30
-"""Of a sound, where nothing says how long they are."""
+"""Length of an audio clip, where nothing says it."""
 
 
-def is_of_classes(task: TaskConfig) -> bool:
-    """Tell whether a task's model has a head of classes, which is trained whole."""
+def has_class_head(task: TaskConfig) -> bool:
+    """Tell whether a task's model has a classification head, which is trained fully."""
     return task.auto_class not in (*TOKEN_CLASSES, "AutoModel")
 
 
@@ -68,8 +66,8 @@ class FewChunks(Head):
         self._room = torch.empty_like(rows[some:])  # for the gradients that are not made
         if rows.requires_grad:
             rows.register_hook(self._leave)
-        found = super().losses(rows[:some], targets[:some], alike=alike)
-        return functional.pad(found, (0, self.skipped))
+        losses = super().losses(rows[:some], targets[:some], alike=alike)
+        return functional.pad(losses, (0, self.skipped))
 
     def _leave(self, gradient: Tensor) -> None:
         self._room = None
@@ -86,7 +84,7 @@ def loss_of(
 ) -> Tensor:
     """Return the loss of B rows, each of so many texts of T tokens as the task's rows have.
 
-    All tokens are learnt; of media and text the text alone is there, whose tokens stand for the
+    All tokens are targets; of media and text the text alone is there, whose tokens stand for the
     media too.
 
     Args:
@@ -94,7 +92,7 @@ def loss_of(
     """
     rows *= task.texts_per_row
     inputs = accepted(model, _inputs(model, task, dtype, rows, length))
-    if is_of_classes(task):
+    if has_class_head(task):
         text = model.config.get_text_config()
         if getattr(text, "pad_token_id", 0) is None:  # a tokenizer would say it
             text.pad_token_id = 0
@@ -121,16 +119,16 @@ def _inputs(
         return {"pixel_values": torch.zeros(rows, channels, size, size, dtype=dtype)}
     ids = torch.zeros(rows, length, dtype=torch.long)
     if task.processor in ("audio", "feature_extractor"):
-        told = {"decoder_input_ids": ids, "use_cache": False}
-        return {**_heard(model, dtype, rows), **(told if config.is_encoder_decoder else {})}
+        decoder = {"decoder_input_ids": ids, "use_cache": False}
+        return {**_audio(model, dtype, rows), **(decoder if config.is_encoder_decoder else {})}
     if not config.is_encoder_decoder:
         return {"input_ids": ids, "use_cache": False}
     half = torch.zeros(rows, min(length, getattr(task, "max_target_length", length))).long()
     return {"input_ids": ids, "decoder_input_ids": half, "use_cache": False}
 
 
-def _heard(model: Any, dtype: torch.dtype, rows: int) -> dict[str, Any]:
-    """Return what is heard of sounds of 30 s: samples, or 100 frames of mel bins a second."""
+def _audio(model: Any, dtype: torch.dtype, rows: int) -> dict[str, Any]:
+    """Return the input of SECONDS of audio: samples, or 100 frames of mel bins a second."""
     if model.main_input_name == "input_values":
         return {"input_values": torch.zeros(rows, SECONDS * 16_000, dtype=dtype)}
     config = model.config
@@ -172,41 +170,34 @@ class StepCount:
         return self.peak.get("activations", 0) + self.peak.get("gradients", 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What is trained, and how it is held.
+class DatalessStep:
+    """A model without data whose training steps are counted.
 
-    Attributes:
-        config: The model's; with as many blocks as are to be built.
+    Args:
+        config: The model's, with as many blocks as are built.
         plan: How the step is carried out, on this machine or on another.
-        kept: Whether packed weights are kept unpacked as well, as CPUs with much memory do.
+        dtype: The dtype of computation.
+        keeps_copies: Whether packed weights are kept unpacked as well, as CPUs with much memory do.
     """
 
-    config: Any
-    task: TaskConfig
-    method: Method
-    quantize: str
-    double_quant: bool
-    dtype: torch.dtype
-    plan: ExecutionPlan
-    quantize_towers: bool = False
-    quantize_embeddings: str = "none"
-    kept: bool = False
-
-
-class DatalessStep:
-    """A model without data that steps can be counted of."""
-
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-        self.counter = Counter(GPU_ROUNDING if setup.plan.on_gpu else 1)
+    def __init__(
+        self,
+        recipe: Recipe,
+        config: Any,
+        plan: ExecutionPlan,
+        dtype: torch.dtype,
+        *,
+        keeps_copies: bool = False,
+    ) -> None:
+        self.task, self.plan, self.dtype = recipe.task, plan, dtype
+        self.counter = Counter(GPU_ROUNDING if plan.on_gpu else 1)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._counting():
-            self.model = _materialised(packed_model(setup))
-            if setup.kept:
+            self.model = _materialised(packed_model(recipe, config, dtype))
+            if keeps_copies:
                 keep_copies(self.model, sys.maxsize)
             with self.counter.during("adapters"):
-                self.adapter = with_method(self.model, setup)
+                with_method(self.model, recipe)
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         begin_training(self.model)
         self.num_blocks = len(Blocks(self.model).blocks)
@@ -218,16 +209,16 @@ class DatalessStep:
             yield
 
     def count(self, rows: int, length: int, activations: Activations) -> StepCount:
-        """Count a step of B rows of T tokens, all of them learnt."""
-        plan, seen = self.setup.plan, _Widest()
-        held = Blocks(self.model, plan)
-        hooks = [block.register_forward_pre_hook(seen, with_kwargs=True) for block in held.blocks]
+        """Count a step of B rows of T target tokens."""
+        plan, widest = self.plan, _WidestInput()
+        blocks = Blocks(self.model, plan)
+        hooks = [b.register_forward_pre_hook(widest, with_kwargs=True) for b in blocks.blocks]
         hooks += [
             p.register_post_accumulate_grad_hook(lambda p: self._is_gradient(p.grad))
             for p in self.trained
         ]
         try:
-            held.set_activations(activations)
+            blocks.set_activations(activations)
             with ExitStack() as stack:
                 stack.enter_context(self._counting())
                 with self.counter.during("weights"):  # frozen ones may be laid out anew
@@ -235,40 +226,40 @@ class DatalessStep:
                 stack.enter_context(training_attention(self.model, plan, documents=False))
                 self.counter.restart()
                 self._step(rows, length)
-                found, flops = dict(self.counter.at_peak), self.counter.flops
+                peak, flops = dict(self.counter.at_peak), self.counter.flops
         finally:
             for hook in hooks:
                 hook.remove()
-            held.restore()
+            blocks.restore()
             for parameter in self.trained:
                 parameter.grad = None
-        return StepCount(found, flops, seen.num_bytes)
+        return StepCount(peak, flops, widest.num_bytes)
 
     def _step(self, rows: int, length: int) -> None:
         for parameter in self.trained:
             parameter.grad = None
         with self.counter.during("activations"):
-            task, dtype = self.setup.task, self.setup.dtype
-            size = self.setup.plan.chunk_bytes
-            head = None if is_of_classes(task) else counted_head(self.model, size)
-            loss_of(self.model, task, dtype, rows, length, head).backward()
+            task = self.task
+            classifies = has_class_head(task)
+            head = None if classifies else counted_head(self.model, self.plan.chunk_bytes)
+            loss_of(self.model, task, self.dtype, rows, length, head).backward()
         if head is not None and head.skipped:
             self.counter.flops += round(head.skipped * self._flops_of_a_row(head))
 
     def _flops_of_a_row(self, head: FewChunks) -> float:
         """Return the FLOPs of a row's loss and gradient in the head."""
         before = self.counter.flops
-        head.step_of(ALIGNMENT, self.setup.dtype)
-        made, self.counter.flops = self.counter.flops - before, before
-        return made / ALIGNMENT
+        head.step_of(ALIGNMENT, self.dtype)
+        flops, self.counter.flops = self.counter.flops - before, before
+        return flops / ALIGNMENT
 
     def _is_gradient(self, gradient: Tensor | None) -> None:
         if gradient is not None:
             self.counter.move(gradient, "gradients")
 
 
-class _Widest:
-    """A hook on blocks that sees how much enters them."""
+class _WidestInput:
+    """A hook on blocks that notes the bytes of the largest input."""
 
     num_bytes = 0
 
@@ -278,62 +269,42 @@ class _Widest:
             self.num_bytes = max(self.num_bytes, hidden.numel() * hidden.element_size())
 
 
-def plain_purpose(task: TaskConfig) -> Purpose:
-    """Return what a task's model is for, before its data say the labels."""
-    return Purpose(task.type, task.auto_class, task.processor)
-
-
-def config_of(base: BaseConfig, task: TaskConfig) -> Any:
-    """Read the config of the model that a recipe names, as it will be loaded."""
-    purpose = replace(plain_purpose(task), rope_scaling=base.rope_scaling)
-    return read_config(base.model, base.revision, purpose)
-
-
-def skeleton_of(setup: Setup) -> Any:
+def skeleton_of(recipe: Recipe, config: Any, dtype: torch.dtype) -> Any:
     """Build the bare model on the meta device, its weights tied and frozen."""
-    model: Any = on_meta(setup.config, plain_purpose(setup.task), setup.dtype)
+    model: Any = on_meta(config, recipe.task.plain_purpose, dtype)
     model.tie_weights()
     return model.requires_grad_(False)
 
 
-def with_method(model: Any, setup: Setup) -> Adapter:
-    """Put the method on a model, and have the head of a task of classes trained whole."""
-    head = head_of_classes(model) if is_of_classes(setup.task) else ()
-    whole = tuple(dict.fromkeys((*setup.method.train_fully, *head)))
-    return attach(model, setup.method.model_copy(update={"train_fully": whole}), fresh=False)
+def with_method(model: Any, recipe: Recipe) -> Adapter:
+    """Put the method on a model; a classification head is trained fully."""
+    head = head_of_classes(model) if has_class_head(recipe.task) else ()
+    fully = tuple(dict.fromkeys((*recipe.method.train_fully, *head)))
+    return attach(model, recipe.method.model_copy(update={"train_fully": fully}), fresh=False)
 
 
-def packed_model(setup: Setup) -> Any:
-    """Build the model, its weights packed as they will be, without data.
+def packed_model(recipe: Recipe, config: Any, dtype: torch.dtype) -> Any:
+    """Build the model without data, its weights packed.
 
     To be called within FakeTensorMode and under a Counter: some packed layers are called once.
     """
-    task, device = setup.task, torch.device("cpu")
-    form = StorageFormat(
-        setup.quantize,
-        setup.double_quant,
-        setup.dtype,
-        device,
-        setup.quantize_towers,
-        setup.quantize_embeddings,
-    )
-    purpose = plain_purpose(task)
-    if is_of_classes(task):
+    purpose = recipe.task.plain_purpose
+    if has_class_head(recipe.task):
         purpose = replace(purpose, head=ClassHead((), None))
-    model: Any = packed_skeleton(setup.config, purpose, form, counted=True)
+    model: Any = packed_skeleton(config, recipe.base, purpose, dtype, counted=True)
     return model.requires_grad_(False)
 
 
 def _materialised(model: Any) -> Any:
     """Give a model on the meta device tensors without data; tied ones stay one."""
-    made: dict[int, nn.Parameter] = {}
+    new: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, tensor in module._parameters.items():
             if tensor is not None and tensor.device.type == "meta":
-                if id(tensor) not in made:
-                    new = torch.empty_like(tensor, device="cpu")
-                    made[id(tensor)] = nn.Parameter(new, requires_grad=False)
-                module._parameters[name] = made[id(tensor)]
+                if id(tensor) not in new:
+                    empty = torch.empty_like(tensor, device="cpu")
+                    new[id(tensor)] = nn.Parameter(empty, requires_grad=False)
+                module._parameters[name] = new[id(tensor)]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == "meta":
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")

@@ -1,4 +1,4 @@
-"""A step of the whole model, reckoned from steps of a few of its blocks.
+"""A step of the whole model, extrapolated from steps of a few of its blocks.
 
 Blocks of one kind take the same: what the second of two models with one block more takes beyond
 the first is what each further block does. Weights and adapters are counted of all blocks.
@@ -10,28 +10,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import cached_property
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from peftkit.base.request import DTYPES, fast_dtype
 from peftkit.base.skeleton import with_depth
 from peftkit.errors import PeftkitError
 from peftkit.execution.plan import Activations
 from peftkit.execution.strategies import activation_modes
 from peftkit.kernels.packing import COPY_SHARE, packed_tensors
 from peftkit.planning.counter import Counter
-from peftkit.planning.footprint import WeightFootprint, whole
 from peftkit.planning.step import (
     DatalessStep,
-    Setup,
     StepCount,
     packed_model,
     skeleton_of,
     with_method,
 )
+from peftkit.run.config import Recipe
 from peftkit.train.memory.blocks import Blocks
 
 CATEGORIES = ("weights", "adapters", "gradients", "activations")
@@ -45,117 +44,139 @@ class CountError(PeftkitError):
     """A model's step cannot be run on tensors without data."""
 
 
-_made: deque[StepEstimator] = deque(maxlen=4)
+_recent: deque[StepEstimator] = deque(maxlen=4)
 
 
-def steps_of(setup: Setup, free: int | None = None) -> StepEstimator:
-    """Return what counts a setup's steps: what was made already, of what is the same.
+def steps_of(
+    recipe: Recipe, config: Any, device: str, main_memory: int | None = None
+) -> StepEstimator:
+    """Return an estimator of these arguments: a recent one, if it counts the same steps."""
+    key = _key(recipe, config, device)
+    for recent in _recent:
+        copies = recent.fits_copies(main_memory)
+        if recent.key == key and recent.keeps_copies == copies:
+            return recent
+    _recent.append(StepEstimator(recipe, config, device, main_memory))
+    return _recent[-1]
 
-    Args:
-        free: As of `StepEstimator`.
-    """
-    for known in _made:
-        if known.setup == replace(setup, kept=known.keeps_copies(free)):
-            return known
-    _made.append(StepEstimator(setup, free))
-    return _made[-1]
+
+def _key(recipe: Recipe, config: Any, device: str) -> tuple[Any, ...]:
+    """Return what the steps of a recipe depend on."""
+    base = recipe.base.model_copy(update={"placement": "auto", "store": "auto"})
+    return base, recipe.task, recipe.method, recipe.train.group_layers, config, device
 
 
 class StepEstimator:
-    """Counts steps of one setup; models are built once, and each step is counted once.
-
-    Attributes:
-        num_parameters, num_blocks: Of the base.
-        whole: The whole model without data, packed.
-        trained: The adapter's tensors.
+    """Counts steps of one recipe; models are built once, and each step is counted once.
 
     Args:
-        free: Main memory of a CPU in bytes, from which follows whether packed weights are kept
-            unpacked as well; None: they are not.
+        config: The model's.
+        device: The kind of device: cpu, cuda or mps.
+        main_memory: Bytes that are free. A CPU with enough of it keeps packed weights unpacked as
+            well; None: it does not.
+
+    Attributes:
+        key: What its steps depend on.
+        dtype: The dtype of computation.
+        num_parameters, num_blocks: Of the base.
+        whole: The whole model without data, packed.
+        weights: Bytes of its weights.
+        trained: The adapter's tensors.
+        keeps_copies: Whether packed weights are kept unpacked as well.
     """
 
-    def __init__(self, setup: Setup, free: int | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, config: Any, device: str, main_memory: int | None = None
+    ) -> None:
+        self.key = _key(recipe, config, device)
+        self._recipe, self._config = recipe, config
+        self._plan = recipe.train.plan(device)
+        fast = torch.bfloat16 if self._plan.on_gpu else fast_dtype(torch.device("cpu"))
+        self.dtype = DTYPES.get(recipe.base.dtype) or fast
         self._steps: dict[int, DatalessStep] = {}
-        self._known: dict[tuple[int, int, int, Activations], StepCount] = {}
-        bare = skeleton_of(setup)
-        blocks = Blocks(bare, setup.plan)
+        self._counts: dict[tuple[int, int, int, Activations], StepCount] = {}
+        bare = skeleton_of(recipe, config, self.dtype)
+        blocks = Blocks(bare, self._plan)
         self.num_parameters = sum(p.numel() for p in bare.parameters())
         self.num_blocks = len(blocks.blocks)
         self._can_recompute = blocks.ways("auto") != ("keep",)
         self._depth = _depth_with_all_kinds(blocks.blocks)
         with FakeTensorMode(allow_non_fake_inputs=True), Counter():
-            self.whole = packed_model(setup)
-        with_method(bare, setup)  # not on the packed one: some methods read a weight
+            self.whole = packed_model(recipe, config, self.dtype)
+        self.weights = sum(p.nbytes for p in self.whole.parameters())
+        with_method(bare, recipe)  # not on the packed one: some methods read a weight
         self.trained = [p for p in bare.parameters() if p.requires_grad]
-        self.setup = replace(setup, kept=self.keeps_copies(free))
+        self.keeps_copies = self.fits_copies(main_memory)
 
     def activation_modes(
-        self, wish: bool | Literal["auto"] = "auto", *, streamed: bool = False
+        self, requested: bool | Literal["auto"] = "auto", *, streamed: bool = False
     ) -> tuple[Activations, ...]:
-        """Return what may be kept of activations, the fastest first."""
+        """Return the activation modes that `train.gradient_checkpointing` allows, fastest first."""
         if not self._can_recompute:
             return ("keep",)
-        return activation_modes(wish, on_gpu=self.setup.plan.on_gpu, streamed=streamed)
+        return activation_modes(requested, on_gpu=self._plan.on_gpu, streamed=streamed)
 
     @property
     def num_trained(self) -> int:
         """Parameters of the adapter."""
         return sum(p.numel() for p in self.trained)
 
-    @cached_property
-    def base(self) -> WeightFootprint:
-        """What a device has that has all of the base."""
-        return whole(self.whole)
-
-    def keeps_copies(self, free: int | None) -> bool:
-        """Tell whether packed weights are kept unpacked as well, with so much main memory."""
+    def fits_copies(self, main_memory: int | None) -> bool:
+        """Tell whether main memory has room for packed weights that are kept unpacked as well."""
         sizes = [p.form.shape.numel() * p.dtype.itemsize for _, _, p in packed_tensors(self.whole)]
-        return bool(sizes) and sum(sizes) <= COPY_SHARE * max((free or 0) - self.base.resident, 0)
+        return bool(sizes) and sum(sizes) <= COPY_SHARE * max((main_memory or 0) - self.weights, 0)
 
-    def count(self, rows: int, length: int, way: Activations) -> StepCount:
+    def count(self, rows: int, length: int, mode: Activations) -> StepCount:
         """Return what a step of the whole model takes."""
-        first, second, more = self._both(rows, length, way)
+        first, second, more = self._both(rows, length, mode)
         peak = {
-            name: max(0, round(_reckoned(first.peak, second.peak, name, more)))
+            name: max(0, round(_extrapolated(first.peak, second.peak, name, more)))
             for name in CATEGORIES
         }
-        peak["activations"] -= self._away(first, way)
+        peak["activations"] -= self._away(first, mode)
         flops = round(first.flops + more * (second.flops - first.flops))
         return StepCount(peak, flops, first.block_input)
 
-    def bytes_per_token(self, rows: int, length: int, way: Activations) -> float:
+    def bytes_per_token(self, rows: int, length: int, mode: Activations) -> float:
         """Return what each further token takes, from two lengths."""
-        first, second, more = self._both(rows, length, way)
+        first, second, more = self._both(rows, length, mode)
         tokens, other = rows * length, length // 4 if length >= 512 else 4 * length
         other += length * (other == tokens)  # a slope needs two lengths
-        elsewhere = self._counted(self._depth, 1, other, way)
+        elsewhere = self._counted(self._depth, 1, other, mode)
         slope = (elsewhere.beside_weights - first.beside_weights) / (other - tokens)
-        each = more * (second.beside_weights - first.beside_weights) - self._away(first, way)
+        each = more * (second.beside_weights - first.beside_weights) - self._away(first, mode)
         return slope + each / tokens
 
-    def _both(self, rows: int, length: int, way: Activations) -> tuple[StepCount, StepCount, float]:
+    def _both(
+        self, rows: int, length: int, mode: Activations
+    ) -> tuple[StepCount, StepCount, float]:
         """Return a step of few blocks, of one more, and how often the difference is to be added."""
-        first = self._counted(self._depth, rows, length, way)
+        first = self._counted(self._depth, rows, length, mode)
         small = self._steps[self._depth].num_blocks
         if small == self.num_blocks:
             return first, first, 0.0
-        second = self._counted(self._depth + 1, rows, length, way)
+        second = self._counted(self._depth + 1, rows, length, mode)
         large = self._steps[self._depth + 1].num_blocks
         return first, second, (self.num_blocks - small) / (large - small)
 
-    def _counted(self, depth: int, rows: int, length: int, way: Activations) -> StepCount:
+    def _counted(self, depth: int, rows: int, length: int, mode: Activations) -> StepCount:
         """Return a step of so many blocks; each is counted once.
 
         Raises:
             CountError: It cannot be run without data.
         """
-        key = depth, rows, length, way
-        if key not in self._known:
+        key = depth, rows, length, mode
+        if key not in self._counts:
             try:
                 if depth not in self._steps:
-                    config = with_depth(self.setup.config, depth)
-                    self._steps[depth] = DatalessStep(replace(self.setup, config=config))
-                self._known[key] = self._steps[depth].count(rows, length, way)
+                    self._steps[depth] = DatalessStep(
+                        self._recipe,
+                        with_depth(self._config, depth),
+                        self._plan,
+                        self.dtype,
+                        keeps_copies=self.keeps_copies,
+                    )
+                self._counts[key] = self._steps[depth].count(rows, length, mode)
             except PeftkitError:
                 raise
             except Exception as error:  # of any model's code, on tensors that it was not made for
@@ -163,15 +184,17 @@ class StepEstimator:
                     f"a step of {type(self.whole).__name__} cannot be counted without data.",
                     found=f"{type(error).__name__}: {error}",
                 ) from error
-        return self._known[key]
+        return self._counts[key]
 
-    def _away(self, count: StepCount, way: Activations) -> int:
+    def _away(self, count: StepCount, mode: Activations) -> int:
         """Return the bytes of blocks' inputs that wait in main memory."""
-        moves = way == "offload" and self.setup.plan.on_gpu
+        moves = mode == "offload" and self._plan.on_gpu
         return count.block_input * max(self.num_blocks - ON_DEVICE, 0) if moves else 0
 
 
-def _reckoned(first: Mapping[str, int], second: Mapping[str, int], name: str, more: float) -> float:
+def _extrapolated(
+    first: Mapping[str, int], second: Mapping[str, int], name: str, more: float
+) -> float:
     return first.get(name, 0) + more * (second.get(name, 0) - first.get(name, 0))
 
 

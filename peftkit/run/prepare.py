@@ -9,10 +9,8 @@ from functools import partial
 from typing import Any
 
 from peftkit.adapter import Adapter, attach, check_fits
-from peftkit.base.load import Base, load_base
+from peftkit.base.load import Base, load_base, open_base
 from peftkit.base.new_tokens import add_tokens, token_rows
-from peftkit.base.placement import ATTRIBUTE as STREAMED
-from peftkit.base.purpose import Purpose
 from peftkit.base.sharding import local_bytes, shard_base
 from peftkit.base.skeleton import skeleton
 from peftkit.events import Listener, Notice, ignore
@@ -28,6 +26,7 @@ from peftkit.formats.peft.folder import read_adapter
 from peftkit.methods.data_init import as_on_main, init_from_rows, loftq_starts, with_saved_ranks
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import InitValues, Method
+from peftkit.model.blocks import STREAMED
 from peftkit.planning.resolve import plan_as_asked, resolve_plan
 from peftkit.run.config import Recipe
 from peftkit.tasks.protocol import Task, TaskConfig
@@ -86,7 +85,7 @@ def prepare(
         plan = plan or resolve_plan(recipe, on_event)
         if ranks is not None:
             ranks.check_equal_across_ranks(plan=plan.as_dict())
-        base = open_base(recipe, plan, settings.purpose, ranks=ranks, on_event=on_event)
+        base = open_base(recipe.base, settings.purpose, plan, world=ranks, on_event=on_event)
         if ranks is not None:
             ranks.check_equal_across_ranks(base={"fingerprint": base.fingerprint})
     plan = plan or _plan_over(recipe, base)
@@ -146,34 +145,6 @@ def _why_unpacked(recipe: Recipe, adapter: Adapter) -> str:
 def _known_by(rows: Sequence[Any]) -> str:
     """Return the number of rows, and what the first and the last one say."""
     return f"{len(rows)} rows, {fingerprint([rows[n] for n in (0, -1) if len(rows)])}"
-
-
-def open_base(
-    recipe: Recipe,
-    plan: ExecutionPlan,
-    purpose: Purpose,
-    *,
-    ranks: World | None = None,
-    on_event: Listener = ignore,
-) -> Base:
-    """Load the base that a recipe names, for what its task needs it for; tells how it is stored."""
-    base = load_base(
-        recipe.base.model,
-        revision=recipe.base.revision,
-        dtype=recipe.base.dtype,
-        quantize=recipe.base.quantize,
-        double_quant=recipe.base.double_quant,
-        quantize_towers=recipe.base.quantize_towers,
-        quantize_embeddings=recipe.base.quantize_embeddings,
-        placement=plan.placement,
-        store=recipe.base.store,
-        purpose=replace(purpose, rope_scaling=recipe.base.rope_scaling),
-        device="cpu" if plan.is_sharded else None,
-        sharing=ranks if plan.is_sharded else None,
-        on_event=on_event,
-    )
-    on_event(base.audit.table())
-    return base
 
 
 def _with_head_and_tokens(recipe: Recipe, base: Base) -> Method:

@@ -329,9 +329,14 @@ class TaskConfig(Config, ABC):
         return self.model_dump(mode="json")
 
     @property
+    def plain_purpose(self) -> Purpose:
+        """What the base is loaded for, before the data say which labels its head has."""
+        return Purpose(self.type, self.auto_class, self.processor)
+
+    @property
     def purpose(self) -> Purpose:
         """What the base is loaded for. A task with a head of classes says it here, resolved."""
-        return Purpose(self.type, self.auto_class, self.processor)
+        return self.plain_purpose
 
     def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:
         """Write what a merged model needs beside its weights to be used for the task.

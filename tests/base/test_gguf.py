@@ -17,12 +17,13 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from peftkit.base.build import build, cast
+from peftkit.base.config import BaseConfig
 from peftkit.base.fingerprint import fingerprint
 from peftkit.base.gguf import parsed_once
 from peftkit.base.locate import Location
 from peftkit.base.pretrained import quiet
 from peftkit.base.purpose import CAUSAL_LM, Purpose
-from peftkit.base.request import StorageFormat, request_of
+from peftkit.base.request import request_of
 from peftkit.quant.quantize import quantize_model
 from tests.base.test_packing_loader import state_of
 from tests.families import ARCHITECTURES, VOCAB
@@ -167,13 +168,14 @@ def test_every_architecture_loads_as_by_transformers(architecture, tmp_path) -> 
     with parsed_once(where):
         expected = by_transformers(where, purpose.auto_class)
         identity = fingerprint(expected)
-        for form in (
-            StorageFormat("none", False, torch.float32, CPU),
-            StorageFormat("nf4", True, torch.bfloat16, CPU),
+        for settings in (
+            BaseConfig(model="x", dtype="fp32"),
+            BaseConfig(model="x", quantize="nf4", dtype="bf16"),
         ):
-            built = build(request_of(where, purpose, form))
-            cast(expected, form.dtype)
-            if form.quantize != "none":
-                quantize_model(expected, form.quantize)
+            request = request_of(settings, purpose, where, CPU)
+            built = build(request)
+            cast(expected, request.dtype)
+            if settings.quantize != "none":
+                quantize_model(expected, settings.quantize)
             same(built.model, expected)
             assert built.fingerprint == identity

@@ -14,11 +14,12 @@ import transformers
 from torch import nn
 
 from peftkit.base.build import build, cast, load_model
+from peftkit.base.config import BaseConfig
 from peftkit.base.fingerprint import fingerprint
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location
 from peftkit.base.purpose import Purpose
-from peftkit.base.request import StorageFormat, request_of
+from peftkit.base.request import BaseRequest, request_of
 from peftkit.errors import BaseError
 from peftkit.quant.audit import audit
 from peftkit.quant.quantize import quantize_model, tower_paths
@@ -42,16 +43,15 @@ def purpose_of(config: Any) -> Purpose | None:
     return None
 
 
-def whole_then_quantised(
-    where: Location, purpose: Purpose, form: StorageFormat
-) -> tuple[nn.Module, str]:
+def whole_then_quantised(request: BaseRequest) -> tuple[nn.Module, str]:
     """Load all in 16 bits first, then quantise in place."""
-    model, _ = load_model(request_of(where, purpose, form))
+    model, _ = load_model(request)
     model.requires_grad_(False).eval()
     identity = fingerprint(model)
-    cast(model, form.dtype)
-    if form.quantize != "none":
-        kind, double_quant, towers = form.quantize, form.double_quant, tower_paths(model)
+    cast(model, request.dtype)
+    settings = request.settings
+    if settings.quantize != "none":
+        kind, double_quant, towers = settings.quantize, settings.double_quant, tower_paths(model)
         quantize_model(model, kind, double_quant=double_quant, keep=towers)
     return model, identity
 
@@ -72,13 +72,13 @@ def test_streamed_base_equals_one_that_was_loaded_whole(family, tmp_path) -> Non
     purpose = purpose_of(config)
     if purpose is None:
         pytest.skip("no task loads a model of this class")
-    for form in (
-        StorageFormat("nf4", True, torch.bfloat16, CPU),
-        StorageFormat("int8", False, torch.float16, CPU),
-        StorageFormat("none", False, torch.bfloat16, CPU),
+    for settings in (
+        BaseConfig(model="x", quantize="nf4", dtype="bf16"),
+        BaseConfig(model="x", quantize="int8", dtype="fp16"),
+        BaseConfig(model="x", dtype="bf16"),
     ):
-        expected, identity = whole_then_quantised(where, purpose, form)
-        built = build(request_of(where, purpose, form))
+        expected, identity = whole_then_quantised(request_of(settings, purpose, where, CPU))
+        built = build(request_of(settings, purpose, where, CPU))
         assert built.fingerprint == identity
         found, known = state_of(built.model), state_of(expected)
         assert found.keys() == known.keys()
@@ -107,7 +107,8 @@ import sys, threading, time
 import torch
 import transformers
 from peftkit.base.build import build
-from peftkit.base.request import StorageFormat, request_of
+from peftkit.base.config import BaseConfig
+from peftkit.base.request import request_of
 from peftkit.base.locate import Location
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.pretrained import check_config
@@ -119,7 +120,7 @@ def anonymous():
 
 folder, file = sys.argv[1], (*sys.argv[2:], None)[0]
 where = Location(folder, folder, gguf=file)
-form = StorageFormat("nf4", True, torch.float32, torch.device("cpu"))
+settings = BaseConfig(model=folder, quantize="nf4", dtype="fp32")
 torch.set_num_threads(1)
 # what only a first model loads
 quantize_model(torch.nn.Sequential(torch.nn.Linear(64, 64)), "nf4")
@@ -133,7 +134,7 @@ def watch():
         time.sleep(0.001)
 thread = threading.Thread(target=watch, daemon=True)
 thread.start()
-kept = build(request_of(where, CAUSAL_LM, form))
+kept = build(request_of(settings, CAUSAL_LM, where, torch.device("cpu")))
 done = True
 thread.join()
 print(most - before)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from peftkit import LoRA, Recipe, attach, fit, load_base
-from peftkit.base import placement as placement_module
-from peftkit.base.load import Base
-from peftkit.base.packed_bases import pack_base
+from peftkit.base import streaming
+from peftkit.base.load import Base, pack_base
 from peftkit.config.schema import from_dict
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
@@ -145,7 +144,7 @@ def test_memory_that_runs_out_is_had_with_smaller_batches(folder, break_at, tmp_
     ],
 )
 def test_experts_come_a_group_at_a_time(family, how, way, monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(placement_module, "EXPERT_BYTES", 5000)  # of a few experts
+    monkeypatch.setattr(streaming, "EXPERT_BYTES", 5000)  # of a few experts
     torch.manual_seed(0)
     model: Any = (FAMILIES | ARCHITECTURES)[family]()
     model.save_pretrained(tmp_path)

@@ -14,16 +14,18 @@ import transformers
 from torch import Tensor
 
 from peftkit.adapter import attach
-from peftkit.base.build import build
+from peftkit.base.build import LoadedModel, build
 from peftkit.base.codes import read_codes, unpacked
+from peftkit.base.config import BaseConfig
 from peftkit.base.load import Base, load_base
 from peftkit.base.locate import Location
-from peftkit.base.placement import BlockStream
-from peftkit.base.pretrained import check_config, quiet
+from peftkit.base.pretrained import quiet
 from peftkit.base.published import described, scheme_of
 from peftkit.base.purpose import CAUSAL_LM
-from peftkit.base.request import LoadedModel, StorageFormat, request_of
-from peftkit.base.skeleton import packed_skeleton
+from peftkit.base.request import BaseRequest, request_of
+from peftkit.base.skeleton import weight_bytes
+from peftkit.base.streaming import BlockStream
+from peftkit.config.schema import from_dict
 from peftkit.errors import BaseError
 from peftkit.events import Event, Notice
 from peftkit.formats.peft.folder import save_adapter
@@ -273,10 +275,14 @@ def dense_twin(folder: Path, expected: Mapping[str, Tensor]) -> Any:
     return model.eval()
 
 
-def built(folder: Path, dtype: torch.dtype = torch.float32, quantize: str = "none") -> LoadedModel:
-    where = Location(str(folder), str(folder))
-    form = StorageFormat(quantize, True, dtype, CPU)
-    return build(request_of(where, CAUSAL_LM, form))
+def request_for(folder: Path, dtype: str = "fp32", quantize: str = "none") -> BaseRequest:
+    given = {"model": str(folder), "dtype": dtype, "quantize": quantize}
+    settings = from_dict(BaseConfig, given, "test")
+    return request_of(settings, CAUSAL_LM, Location(str(folder), str(folder)), CPU)
+
+
+def built(folder: Path, dtype: str = "fp32", quantize: str = "none") -> LoadedModel:
+    return build(request_for(folder, dtype, quantize))
 
 
 IDS = torch.arange(8)[None]
@@ -295,10 +301,10 @@ def test_a_model_keeps_its_codes_and_computes_as_its_dense_twin(name: str, tmp_p
         assert torch.equal(weight_of(layer), weight), key
     twin = dense_twin(tmp_path, expected)
     torch.testing.assert_close(found.model(input_ids=IDS).logits, twin(input_ids=IDS).logits)
-    settings = check_config(Location("", str(tmp_path)), CAUSAL_LM)
-    bare = packed_skeleton(settings, CAUSAL_LM, StorageFormat("none", True, torch.float32, CPU))
-    sizes = [sum(p.nbytes for p in m.parameters()) for m in (bare, found.model)]
-    assert abs(sizes[0] - sizes[1]) < 0.05 * sizes[1]  # of which a plan is made
+    request = request_for(tmp_path)
+    size = weight_bytes(request.config, request.settings, CAUSAL_LM, request.dtype)
+    expected_size = sum(p.nbytes for p in found.model.parameters())
+    assert abs(size - expected_size) < 0.05 * expected_size  # of which a plan is made
 
 
 def test_the_fingerprint_is_that_of_the_values_in_any_container(tmp_path: Path) -> None:
@@ -330,7 +336,7 @@ def test_experts_are_stacked_in_their_codes(name: str, family: str, tmp_path: Pa
 
 def test_stacks_of_gpt_oss_keep_their_codes(tmp_path: Path) -> None:
     in_mxfp4(tmp_path)
-    found = built(tmp_path, torch.bfloat16).model
+    found = built(tmp_path, "bf16").model
     with quiet():
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert audit(found).quantized_as == "mxfp4"
@@ -488,9 +494,7 @@ def test_experts_that_cannot_be_stacked_in_codes_are_told(
     monkeypatch.setitem(FORMATS, "fp8 odd", (odd, make, "fp8"))
     write_experts(tmp_path, "fp8 odd", "mixtral")
     seen: list[Event] = []
-    where = Location(str(tmp_path), str(tmp_path))
-    form = StorageFormat("none", True, torch.float32, CPU)
-    model = build(request_of(where, CAUSAL_LM, form), on_event=seen.append).model
+    model = build(request_for(tmp_path), on_event=seen.append).model
     assert "stacked experts" not in {r.kind for r in audit(model).rows if r.is_quantized}
     (told,) = [event.text for event in seen if isinstance(event, Notice)]
     assert "model.layers.*.mlp.experts.gate_up_proj" in told

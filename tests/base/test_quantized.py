@@ -13,11 +13,12 @@ import transformers
 from torch import Tensor
 
 from peftkit.base.build import build
+from peftkit.base.config import BaseConfig
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location
 from peftkit.base.pretrained import quiet
 from peftkit.base.purpose import CAUSAL_LM
-from peftkit.base.request import StorageFormat, request_of
+from peftkit.base.request import request_of
 from peftkit.quant.quantize import quantize_model
 from tests.base.test_packing_loader import state_of
 from tests.families import ARCHITECTURES, tiny_tokenizer
@@ -73,10 +74,10 @@ def test_packed_again_it_is_what_transformers_dequantised_weights_become(
 ) -> None:
     write(tmp_path)
     where = Location(str(tmp_path), str(tmp_path))
-    form = StorageFormat(kind, True, torch.bfloat16, CPU)
-    built = build(request_of(where, CAUSAL_LM, form))
+    settings = BaseConfig(model="x", quantize=kind, dtype="bf16")
+    built = build(request_of(settings, CAUSAL_LM, where, CPU))
     with quiet():
-        expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=form.dtype)
+        expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     quantize_model(expected, kind)
     found, known = state_of(built.model), state_of(expected)
     assert found.keys() == known.keys()

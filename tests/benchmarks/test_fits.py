@@ -15,4 +15,4 @@ def test_a_card_without_room_is_told_and_another_has_the_longest_row_of_its_plan
     assert (name, none, waits) == ("gpt2", "no", "")
     recipe = fits.recipe_of("gpt2", "nf4", 256, "none")
     estimator = MemoryEstimator(recipe, shapes.SHAPES["gpt2"].make_config(), gpu_of_size(fits.GB))
-    assert small == f"{max(way.longest_row for way in estimator.ways()):,}"
+    assert small == f"{max(way.longest_row for way in estimator.strategies()):,}"

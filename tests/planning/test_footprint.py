@@ -13,16 +13,13 @@ import pytest
 import torch
 import transformers
 
+from benchmarks.plan import reckoner_of
 from peftkit.adapter import attach
-from peftkit.base import placement
-from peftkit.base.placement import BlockStream
-from peftkit.execution.plan import plan_for
+from peftkit.base import streaming
+from peftkit.base.streaming import BlockStream
 from peftkit.methods.lora import LoRA
-from peftkit.planning.footprint import AT_ONCE, spread, streamed, whole
-from peftkit.planning.step import Setup
-from peftkit.planning.step_estimator import StepEstimator
+from peftkit.planning.memory import AT_ONCE, sharded, streamed
 from peftkit.quant.quantize import quantize_model
-from peftkit.tasks.causal_lm import CausalLMConfig
 from peftkit.train.memory.blocks import Blocks
 from tests.families import ARCHITECTURES, FAMILIES
 from tests.planning.test_step_estimator import llama
@@ -31,11 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def reckoned(config: Any, quantize: str = "nf4") -> Any:
-    method = LoRA(rank=2, targets=("q", "v"))
-    setup = Setup(
-        config, CausalLMConfig(), method, quantize, True, torch.bfloat16, plan_for("cuda")
-    )
-    return StepEstimator(setup).whole
+    return reckoner_of(config, quantize, on_gpu=True).whole
 
 
 def real(config: Any, quantize: str = "nf4") -> Any:
@@ -47,12 +40,16 @@ def real(config: Any, quantize: str = "nf4") -> Any:
     return made
 
 
+def bytes_of(model: Any) -> int:
+    return sum(p.nbytes for p in model.parameters())
+
+
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 def test_streamed_base_is_held_as_reckoned(quantize) -> None:
     config = llama()
     held, model = streamed(reckoned(config, quantize)), real(config, quantize)
-    total = sum(p.nbytes for p in model.parameters())
-    assert held.resident + held.elsewhere == total == whole(reckoned(config, quantize)).resident
+    total = bytes_of(model)
+    assert held.resident + held.elsewhere == total == bytes_of(reckoned(config, quantize))
     stream = BlockStream(model, torch.device("cpu"))
     attach(model, LoRA(rank=2))
     each = [sum(t.nbytes for t in block.host) for block in stream._blocks]
@@ -80,7 +77,7 @@ def moved_in_a_step(model: Any, stream: BlockStream) -> int:
 def test_streamed_experts_are_held_as_reckoned(size, monkeypatch) -> None:
     config = FAMILIES["mixtral"]().config
     config.num_hidden_layers = 4
-    monkeypatch.setattr(placement, "EXPERT_BYTES", size * 1024)  # of 1024 and 2048 for an expert
+    monkeypatch.setattr(streaming, "EXPERT_BYTES", size * 1024)  # of 1024 and 2048 for an expert
     held, model = streamed(reckoned(config)), real(config)
     stream = BlockStream(model, torch.device("cpu"))
     attach(model, LoRA(rank=2))
@@ -90,11 +87,11 @@ def test_streamed_experts_are_held_as_reckoned(size, monkeypatch) -> None:
 
 def test_more_devices_have_less_each_and_all_of_it_together() -> None:
     model = reckoned(llama())
-    total, found = whole(model).resident, [spread(model, n) for n in (2, 3, 4)]
+    total, found = bytes_of(model), [sharded(model, n) for n in (2, 3, 4)]
     for number, held in zip((2, 3, 4), found, strict=True):
         assert total / number <= held.resident < 1.02 * total / number + 100
         assert held.passing == found[0].passing
-    offloaded = spread(model, 2, offload=True)
+    offloaded = sharded(model, 2, offload=True)
     assert offloaded.resident + offloaded.elsewhere == found[0].resident
 
 
@@ -152,6 +149,6 @@ def test_sharded_base_is_held_and_moved_as_reckoned(family, tmp_path) -> None:
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads(ran.stdout.splitlines()[-1])
-    held = spread(reckoned(config_of(family)), 2)
+    held = sharded(reckoned(config_of(family)), 2)
     assert held.resident == pytest.approx(found["base"], rel=0.01)
     assert held.moved == pytest.approx(found["gathered"], rel=0.01)

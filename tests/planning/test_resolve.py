@@ -14,14 +14,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from peftkit import recipe as story
 from peftkit.base.config import BaseConfig
-from peftkit.base.skeleton import read_config
 from peftkit.config.schema import from_dict
 from peftkit.events import Event, Notice
 from peftkit.execution.environment import GPU_SHARE, Environment
+from peftkit.planning import memory as planning
 from peftkit.planning import resolve
 from peftkit.planning.memory import MemoryEstimator
-from peftkit.planning.resolve import resolve_plan
-from peftkit.planning.step import plain_purpose
+from peftkit.planning.resolve import config_of, resolve_plan
+from peftkit.planning.step_estimator import CountError
 from peftkit.run.config import Recipe
 from tests.families import tiny_tokenizer
 from tests.planning.test_step_estimator import llama
@@ -58,8 +58,7 @@ def asked(folder: Path, out: Path, **sections: dict[str, Any]) -> Recipe:
 
 
 def costs_of(recipe: Recipe, *, on_gpu: bool = True) -> MemoryEstimator:
-    config = read_config(recipe.base.model, None, plain_purpose(recipe.task))
-    return MemoryEstimator(recipe, config, Environment("cuda" if on_gpu else "cpu", GB))
+    return MemoryEstimator(recipe, config_of(recipe), Environment("cuda" if on_gpu else "cpu", GB))
 
 
 def on_a_card(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
@@ -77,6 +76,43 @@ def test_base_is_streamed_exactly_where_it_and_one_row_do_not_fit(
         assert resolve_plan(recipe, told.append).placement == placement
         assert len(told) == (placement == "stream")
     assert "base.placement: auto" in str(told[0])
+
+
+def test_where_the_weights_alone_decide_no_step_is_counted(folder, tmp_path, monkeypatch) -> None:
+    recipe = asked(folder, tmp_path)
+    costs = costs_of(recipe)
+    weights = costs.steps.weights
+
+    def never(*given: object) -> int:
+        raise AssertionError("it is plain")
+
+    monkeypatch.setattr(planning, "smallest_step", never)
+    for memory, placement in ((2 * weights, "device"), (weights - 1, "stream")):
+        on_a_card(monkeypatch, memory)
+        assert resolve_plan(recipe, lambda event: None).placement == placement
+        costs.environment = Environment("cuda", memory)
+        planned = [strategy.placement for strategy in costs.strategies()]
+        assert ("stream" in planned) == (placement == "stream")
+    on_a_card(monkeypatch, 2 * weights - 1)
+    with pytest.raises(AssertionError):
+        resolve_plan(recipe, lambda event: None)
+
+
+def test_step_that_cannot_be_counted_leaves_the_decision_to_the_weights(
+    folder, tmp_path, monkeypatch
+) -> None:
+    recipe = asked(folder, tmp_path)
+    weights = costs_of(recipe).steps.weights
+
+    def fail(*given: object) -> None:
+        raise CountError("it cannot be counted.")
+
+    monkeypatch.setattr(MemoryEstimator, "smallest", fail)
+    for memory, placement in ((1.3 * weights, "device"), (1.2 * weights, "stream")):
+        events: list[Event] = []
+        on_a_card(monkeypatch, int(memory))
+        assert resolve_plan(recipe, events.append).placement == placement
+        assert "cannot be counted" in str(events[0])
 
 
 class Ranks:
@@ -135,20 +171,13 @@ def test_run_on_a_card_that_is_too_small_streams_and_trains(folder, tmp_path, mo
         if isinstance(event, Notice):
             told.append(event.text)
 
-    needed_with = resolve._needed
+    count = planning.smallest_step
 
-    def counted(*given: Any) -> Any:
+    def counted(*given: Any) -> int | None:
         with _disable_current_modes():  # the card's kernels want values
-            return needed_with(*given)
+            return count(*given)
 
-    monkeypatch.setattr(resolve, "_needed", counted)
-    smallest = MemoryEstimator.smallest
-
-    def least(*given: Any) -> Any:
-        with _disable_current_modes():
-            return smallest(*given)
-
-    monkeypatch.setattr(MemoryEstimator, "smallest", least)
+    monkeypatch.setattr(planning, "smallest_step", counted)
     card = Card(memory=memory)
     with simulated(card):
         story.run(recipe, on_event=heard)

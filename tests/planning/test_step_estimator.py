@@ -49,8 +49,8 @@ def test_planned_peak_is_what_the_allocator_counts(quantize, way, length) -> Non
 def test_unpacked_copies_that_a_cpu_keeps_are_counted() -> None:
     config = llama()
     steps, measured = reckoner_of(config, "nf4", free=GB), Measured(config, "nf4", kept=True)
-    assert steps.setup.kept
-    assert not reckoner_of(config, "nf4", free=3_000_000).setup.kept
+    assert steps.keeps_copies
+    assert not reckoner_of(config, "nf4", free=3_000_000).keeps_copies
     ways: tuple[tuple[Activations, int], ...] = (("keep", 128), ("recompute", 256))
     for way, length in ways:
         told, found = planned(steps, way, length), measured.peak(way, length)

@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 
+from peftkit.base.config import BaseConfig
 from peftkit.base.load import load_base
 from peftkit.base.purpose import CAUSAL_LM
-from peftkit.base.request import StorageFormat
-from peftkit.base.skeleton import packed_skeleton
+from peftkit.base.skeleton import packed_skeleton, weight_bytes
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
 from peftkit.execution.environment import gpu_of_size
@@ -93,10 +93,11 @@ def test_model_says_what_it_says_with_the_dequantised_tables(folder: Path, kind:
 
 def test_skeleton_and_plan_have_the_same_bytes(folder: Path) -> None:
     model = opened(folder, "int8").model
-    form = StorageFormat("nf4", True, torch.float32, torch.device("cpu"), embeddings="int8")
-    bare = packed_skeleton(model.config, CAUSAL_LM, form)
+    settings = BaseConfig(model="x", quantize="nf4", quantize_embeddings="int8")
+    how = model.config, settings, CAUSAL_LM, torch.float32
     expected = sum(p.nbytes for p in model.parameters())
-    assert sum(p.nbytes for p in bare.parameters()) == expected
+    assert sum(p.nbytes for p in packed_skeleton(*how).parameters()) == expected
+    assert weight_bytes(*how) == expected
     given = {
         "base": {"model": str(folder), "quantize": "nf4", "quantize_embeddings": "int8"},
         "data": {"train": "", "max_length": 16},
@@ -104,7 +105,7 @@ def test_skeleton_and_plan_have_the_same_bytes(folder: Path) -> None:
     }
     recipe = from_dict(Recipe, given | {"base": {**given["base"], "dtype": "fp32"}}, "test")
     estimator = MemoryEstimator(recipe, model.config, gpu_of_size(10**9))
-    assert estimator.steps.base.resident == expected
+    assert estimator.steps.weights == expected
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from peftkit.adapter import attach
-from peftkit.base import placement, transfer
-from peftkit.base.load import load_base
-from peftkit.base.packed_bases import pack_base
+from peftkit.base import streaming, transfer
+from peftkit.base.load import load_base, pack_base
 from peftkit.kernels import packing
 from peftkit.methods.lora import LoRA
 from peftkit.train.memory.blocks import Blocks
@@ -29,7 +28,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(packing, "COPY_SHARE", 0.0)
     monkeypatch.setattr(transfer, "SLOT", 1000)  # of which a block takes several
     monkeypatch.setattr(transfer, "NUM_SLOTS", 3)
-    monkeypatch.setattr(placement, "EXPERT_BYTES", 2 * 32 * 64)  # two matrices (64, 64) in 4 bits
+    monkeypatch.setattr(streaming, "EXPERT_BYTES", 2 * 32 * 64)  # two matrices (64, 64) in 4 bits
     monkeypatch.setenv("PEFTKIT_CACHE", str(tmp_path / "cache"))
 
 

@@ -1,0 +1,265 @@
+"""Bases larger than their device: packed weights wait in main memory, two blocks are on the device.
+
+Frozen weights only travel one way. When a block is entered, its packed weights are on the device
+and the next block's are on their way (transfer.py): the block above in a forward pass, the one
+below in a backward pass that computes blocks again. When it is left, the module holds main memory
+again; what the block's backward pass needs of the copies lives as long as its graph. Where
+activations are kept that would be every block: so they are recomputed (`train/memory/blocks.py`).
+
+Of stacked experts only the scales travel with their block. Those that have tokens are fetched for
+each of their products, a group at a time, and once more in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.base.transfer import CopyStream, DeviceBuffer, Unit, pinned
+from peftkit.errors import BaseError
+from peftkit.kernels.device import LARGE, trim_malloc
+from peftkit.kernels.packed_stack import Group, PackedExperts, PackedStack, has_apart
+from peftkit.kernels.packing import Packing
+from peftkit.model.blocks import STREAMED, recomputable_blocks
+
+EXPERT_BYTES = 1 << 26
+"""Of packed experts that are fetched together."""
+
+Place = tuple[nn.Module, str]
+
+
+class _Stack:
+    """One stack's packed experts in main memory, fetched a group at a time.
+
+    Attributes:
+        places: Where the packed data is. beside: The stacks of the same module, which are
+            multiplied with one after the other, after the same routing.
+    """
+
+    def __init__(self, owner: Any, packing: Packing, buffer: DeviceBuffer, *, pins: bool) -> None:
+        self.packing, self.buffer = packing, buffer
+        self.beside: list[_Stack] = []
+        packed = owner._parameters["original"]
+        self.packed, self._is_pinned = packed, pins and pinned([packed])
+        self._by_expert = packed.detach().view(packing.form.shape[0], -1).view(torch.uint8)
+        self._group = group_size(packed, packing)
+        self._was_full = False
+        self._read: tuple[Tensor, list[int]] | None = None
+
+    def enter(self) -> None:
+        """Stand for the unpacked stack; the scales are on the device by now."""
+        packing = self.packing
+        packing.kept = PackedStack(PackedExperts(packing.form, packing.dtype, self, packing.scales))
+        if self._was_full and self.beside[0] is self:  # all are likely to be needed again
+            self.buffer.expect(self._units(range(len(self._by_expert)))[0])
+
+    def leave(self) -> None:
+        """Let the packed data be read where it is."""
+        self.packing.kept = None
+
+    def fetch(self, experts: Sequence[int], backwards: bool) -> Iterator[tuple[Group, Tensor]]:
+        """Yield groups of the experts asked for, and their bytes; the next one is on its way."""
+        self._was_full = len(experts) == len(self._by_expert)
+        order = self.beside[::-1] if backwards else self.beside
+        units: list[Unit] = []
+        for stack in order[order.index(self) : order.index(self) + 2]:
+            units += stack._units(experts)[:: -1 if backwards else 1]
+        for unit, then in zip(units, [*units[1:], None], strict=True):
+            if unit.key[0] == id(self):
+                yield unit.key[1], self.buffer.take(unit, then)
+
+    def ends(self, offs: Tensor) -> list[int]:
+        """Return what a tensor says, read once for all products of the module."""
+        first = self.beside[0]
+        if first._read is None or first._read[0] is not offs:
+            first._read = offs, offs.tolist()
+        return first._read[1]
+
+    def _units(self, experts: Sequence[int]) -> list[Unit]:
+        groups = [tuple(experts[n : n + self._group]) for n in range(0, len(experts), self._group)]
+        return [
+            Unit((id(self), group), [self._by_expert[e] for e in group], is_pinned=self._is_pinned)
+            for group in groups
+        ]
+
+
+class _Block:
+    """One block's packed tensors in main memory, and where they belong."""
+
+    def __init__(
+        self,
+        number: int,
+        module: nn.Module,
+        places: list[Place],
+        experts: DeviceBuffer,
+        *,
+        pins: bool,
+    ) -> None:
+        self.module = module
+        self.stacks = _stacks(module, experts, pins=pins)
+        apart = {id(stack.packed) for stack in self.stacks}
+        self._places = [(m, name) for m, name in places if id(m._parameters[name]) not in apart]
+        self.host: list[Any] = [module._parameters[name] for module, name in self._places]
+        self.unit = Unit(number, self.host, is_pinned=pins and pinned(self.host))
+
+    def enter(self, flat: Tensor) -> None:
+        """Put the copies that lie in these bytes into the modules."""
+        self._put([nn.Parameter(copy, requires_grad=False) for copy in self.unit.views(flat)])
+        for stack in self.stacks:
+            stack.enter()
+
+    def leave(self) -> None:
+        """Put main memory back."""
+        for stack in self.stacks:
+            stack.leave()
+        self._put(self.host)
+
+    def _put(self, tensors: list[Any]) -> None:
+        for (module, name), tensor in zip(self._places, tensors, strict=True):
+            module._parameters[name] = tensor
+
+
+class BlockStream:
+    """The blocks of a model, streamed to a device as they are needed.
+
+    Attributes:
+        buffer: The blocks on the device. experts: The groups of experts on it.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.device = device
+        copies, pins = CopyStream(device), device.type == "cuda"
+        self.buffer, self.experts = DeviceBuffer(copies), DeviceBuffer(copies)
+        found = [
+            _Block(number, module, places, self.experts, pins=pins)
+            for number, (module, places) in enumerate(streamed_places(model))
+        ]
+        if not found:
+            raise BaseError(
+                f"{type(model).__name__} cannot be streamed.",
+                found="It has no blocks with packed weights.",
+                fix="Set base.quantize to nf4, fp4 or int8, or base.placement: device.",
+            )
+        self._blocks = found
+        self._last, self._step = -1, 1
+        self._inside: list[int] = []
+        self._streamed = {
+            id(t) for b in found for t in (*b.host, *(stack.packed for stack in b.stacks))
+        }
+        self.move_unstreamed(model)
+        self._index = {id(block.module): index for index, block in enumerate(found)}
+        for block in found:
+            block.module.register_forward_pre_hook(lambda block, _: self.enter(block), prepend=True)
+            block.module.register_forward_hook(
+                lambda block, *_: self.leave(block), always_call=True
+            )
+        setattr(model, STREAMED, self)
+
+    def move_unstreamed(self, model: nn.Module) -> None:
+        """Move to the device what is not streamed, as an adapter that is on the model now."""
+        moved: dict[int, Any] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in self._streamed:
+                    continue
+                if parameter.device.type == self.device.type:
+                    continue
+                if id(parameter) not in moved:  # tied ones stay tied
+                    new = parameter.detach().to(self.device)
+                    moved[id(parameter)] = nn.Parameter(new, parameter.requires_grad)
+                module._parameters[name] = moved[id(parameter)]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.device)
+
+    @contextmanager
+    def around(self, block: nn.Module) -> Iterator[None]:
+        """Have a block's weights on the device: for a forward pass that no hook sees."""
+        self.enter(block)
+        try:
+            yield
+        finally:
+            self.leave(block)
+
+    def enter(self, block: nn.Module) -> None:
+        """Put a block's copies into its modules, and begin to fetch the next block."""
+        index = self._index.get(id(block))
+        if index is None:
+            return
+        self._inside.append(index)
+        if self._inside.count(index) > 1:  # a hook outside of what is recomputed
+            return
+        self._step = self._direction(index)
+        self._last = index
+        following = index + self._step
+        then = self._blocks[following].unit if following in range(len(self._blocks)) else None
+        self._blocks[index].enter(self.buffer.take(self._blocks[index].unit, then))
+
+    def leave(self, block: nn.Module) -> None:
+        """Put main memory back into a block's modules."""
+        index = self._index.get(id(block))
+        if index is None or index not in self._inside:
+            return
+        self._inside.remove(index)
+        if index in self._inside:
+            return
+        self._blocks[index].leave()
+        if self.device.type == "cpu" and self._blocks[index].unit.num_bytes >= LARGE:
+            trim_malloc()  # what it needed beside its weights leaves holes too
+
+    def _direction(self, index: int) -> int:
+        """Return where the pass goes on from here: up, or down where blocks are computed again."""
+        if self._last < 0 or abs(index - self._last) > 1:
+            return 1
+        if index == self._last:  # the last one, computed again; or a pass after a backward pass
+            return -1 if index == len(self._blocks) - 1 else 1
+        return index - self._last
+
+
+def _stacks(block: nn.Module, buffer: DeviceBuffer, *, pins: bool) -> list[_Stack]:
+    """Return the stacked experts of a block that are fetched one by one, module by module."""
+    found = []
+    for stacks in expert_places(block):
+        beside = [_Stack(owner, packing, buffer, pins=pins) for owner, packing in stacks]
+        for stack in beside:
+            stack.beside = beside
+        found += beside
+    return found
+
+
+def streamed_places(model: nn.Module) -> list[tuple[nn.Module, list[Place]]]:
+    """Return the blocks of a model that can be streamed, and where their packed tensors belong."""
+    found = [(block, list(_packed_places(block))) for block in recomputable_blocks(model)]
+    return [(block, places) for block, places in found if places]
+
+
+def expert_places(block: nn.Module) -> list[list[tuple[Any, Packing]]]:
+    """Return a block's stacks of experts that are fetched one by one, of each module together."""
+    found = []
+    for module in block.modules():
+        lists = getattr(module, "parametrizations", {}).values()
+        named = [(each, next(m for m in each.children())) for each in lists]
+        stacks = [(e, p) for e, p in named if isinstance(p, Packing) and has_apart(p.form)]
+        if stacks:
+            found.append(stacks)
+    return found
+
+
+def group_size(packed: Tensor, packing: Packing) -> int:
+    """Return how many experts of a stack are fetched together."""
+    return int(max(1, EXPERT_BYTES * packing.form.shape[0] // packed.nbytes))
+
+
+def _packed_places(block: nn.Module) -> Iterator[Place]:
+    """Yield where a block's packed tensors and their scales belong."""
+    for module in block.modules():
+        packing = next((m for m in module.children() if isinstance(m, Packing)), None)
+        if packing is None:
+            continue
+        name = "original" if "original" in module._parameters else "packed"
+        yield module, name
+        yield from ((packing, each) for each, t in packing._parameters.items() if t is not None)
