@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from peftkit.planning.memory import Strategy
     from peftkit.planning.plan import Plan
 
-WAYS = ("base", "activations", "peak GB", "weights", "adapter", "step", "fits", "longest")
+STRATEGIES = ("base", "activations", "peak GB", "weights", "adapter", "step", "fits", "longest")
 """adapter: with its gradients and the optimizer's state. longest: row that fits, in tokens."""
 CARDS = ("cards", "peak GB", "weights", "fits", "longest", "wire GB")
 
@@ -81,23 +81,25 @@ def _show(plan: Plan, ranks: bool) -> None:
         f"Memory of {plan.rows} x {plan.length:,} tokens at once on {where}: "
         f"{_gb(plan.usable_bytes)} usable of {_gb(plan.memory_bytes)}"
     )
-    show_table(console, Table(title, WAYS, tuple(_way(way, plan.rows) for way in plan.ways)))
+    strategies = tuple(_strategy(strategy, plan.rows) for strategy in plan.ways)
+    show_table(console, Table(title, STRATEGIES, strategies))
     if ranks or (plan.cards and not plan.fits):
         show_table(console, _cards(plan))
     show_table(console, Table("", ("what", "how much"), tuple(_facts(plan).items())))
     typer.echo(_verdict(plan))
 
 
-def _way(way: Strategy, rows: int) -> tuple[str, ...]:
-    sizes = way.by_category
+def _strategy(strategy: Strategy, rows: int) -> tuple[str, ...]:
+    sizes, most_rows = strategy.by_category, strategy.most_rows
+    fewer_rows = f"{most_rows} of {rows} rows" if most_rows else "no"
     adapter = sum(sizes[name] for name in ("adapters", "gradients", "optimizer"))
     return (
-        way.placement,
-        way.activations,
-        *(f"{size / 1e9:.2f}" for size in (way.peak_bytes, sizes["weights"], adapter)),
+        strategy.placement,
+        strategy.activations,
+        *(f"{size / 1e9:.2f}" for size in (strategy.peak_bytes, sizes["weights"], adapter)),
         f"{sizes['activations'] / 1e9:.2f}",
-        "yes" if way.fits else f"{way.most_rows} of {rows} rows" if way.most_rows else "no",
-        f"{way.longest_row:,}",
+        "yes" if strategy.fits else fewer_rows,
+        f"{strategy.longest_row:,}",
     )
 
 
@@ -166,9 +168,9 @@ def _verdict(plan: Plan) -> str:
         chosen = plan.chosen
         how = "the base streamed, " * (chosen.placement == "stream")
         less = "" if chosen.fits else ", with fewer rows at a time"
-        told = f"It fits: {how}activations: {chosen.activations}{less}."
+        verdict = f"It fits: {how}activations: {chosen.activations}{less}."
         how = textwrap.fill(f"Plan: {plan.execution.describe()}.", 80)
-        return f"{told}\n{how}"
+        return f"{verdict}\n{how}"
     several = next((share.cards for share in plan.cards if share.fits), 0)
     other = f"\n{several} such cards hold it with --set train.shard=base." if several else ""
     if plan.change:

@@ -38,7 +38,7 @@ from peftkit.base.published import (
 from peftkit.base.purpose import (
     CAUSAL_LM,
     Purpose,
-    head_of_classes,
+    head_modules,
     owners,
     renew,
     start_from_words,
@@ -93,7 +93,7 @@ def build(
     model.requires_grad_(False).eval()
     head: tuple[str, ...] = ()
     if purpose.head:
-        paths = head_of_classes(model)
+        paths = head_modules(model)
         head = tuple(dict.fromkeys((*owners(fresh, paths).values(), *paths)))
     adopt_bitsandbytes(model, request.dtype)
     forget_quantization(model)
@@ -198,7 +198,7 @@ def one_at_a_time() -> Iterator[None]:
 
 def _new_head(name: str, model: Any, purpose: Purpose, info: Mapping[str, Any]) -> tuple[str, ...]:
     """Make what the files lack of a classification head; lacking anything else is an error."""
-    head = head_of_classes(model) if purpose.head else ()
+    head = head_modules(model) if purpose.head else ()
     lacking = owners(info["missing_keys"], head) if purpose.head else {}
     if purpose.head and purpose.head.fresh:
         lacking |= owners((n for n, _ in model.named_parameters() if n.startswith(head)), head)

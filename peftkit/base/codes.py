@@ -26,30 +26,30 @@ LEAVES = (
     *("input_global_scale", "input_scale", "activation_scale"),
     *("_weight_qdata", "_weight_scale", "_weight_zero_point"),
 )
-"""Names of a quantised layer's tensors, in any format; what is of the server's inputs is unused."""
+"""Names of a quantised layer's tensors, in any format; those for a server's inputs are unused."""
 AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the k-th column of eight lies in a word."""
 
 
 class Codes(NamedTuple):
-    """A weight as it is kept."""
+    """A weight in codes, as it is kept."""
 
     packed: Tensor
     form: PackedFormat
     scales: tuple[Tensor, ...]
 
 
-def read_codes(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
-    """Return a layer's weight in the one form.
+def read_codes(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+    """Return a layer's weight as codes.
 
     Args:
-        own: Its tensors by the last part of their names.
+        tensors: By the last part of their names.
 
     Raises:
         UnreadableError: Tensors are missing, or their shapes do not belong together.
     """
     try:
-        codes = _READERS[scheme.layout](own, scheme)
+        codes = _READERS[scheme.layout](tensors, scheme)
     except KeyError as missing:
         raise UnreadableError(f"it has no {missing}") from None
     _check(codes)
@@ -57,7 +57,7 @@ def read_codes(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
 
 
 def _check(codes: Codes) -> None:
-    """Refuse scales of another number than there are blocks, or that are not finite."""
+    """Refuse scales that do not match the blocks in number, or are not finite."""
     if codes.form.turned:
         return
     rows, columns = codes.form.shape
@@ -85,7 +85,7 @@ def _fields(words: Tensor, bits: int) -> Tensor:
 def _integers(
     codes: Tensor, bits: int, scale: Tensor, zero: Tensor | None, group: int, *more: Tensor
 ) -> Codes:
-    """Return integers (out, in) in the one form; a zero in the middle everywhere is not kept."""
+    """Return integers (out, in) as codes; zeros are dropped if all are the middle one."""
     shape = torch.Size(codes.shape)
     if zero is not None and (zero == 1 << bits - 1).all():
         zero = None
@@ -96,7 +96,7 @@ def _integers(
 
 
 def _sorted_by(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the order of columns that puts groups together, and where each column is then."""
+    """Return the order of columns that joins groups, and the new place of each column."""
     order = torch.argsort(index.long(), stable=True)
     plain = torch.arange(len(index), device=index.device) // size
     if not torch.equal(index[order].long(), plain):
@@ -104,20 +104,20 @@ def _sorted_by(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return order, torch.argsort(order).int()
 
 
-def _read_gptq(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+def _read_gptq(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
     """Words run along in; those of zeros along out. Version 1 keeps zeros less one.
 
     The one is added to the word, as it was taken from it: a zero of 0 borrows from its neighbour.
     """
-    bits, scale = scheme.bits, own["scales"].t()
-    codes = _fields(own["qweight"].t(), bits)
-    words = own["qzeros"]
+    bits, scale = scheme.bits, tensors["scales"].t()
+    codes = _fields(tensors["qweight"].t(), bits)
+    words = tensors["qzeros"]
     if not scheme.is_v2:
         one = sum(1 << at for at in range(0, 32, bits))
         words = words + (one - (1 << 32) if one >> 31 else one)
     zero = _fields(words, bits).t()[: scale.shape[0]]
     size = codes.shape[1] if scheme.group < 0 else scheme.group
-    index = own.get("g_idx")
+    index = tensors.get("g_idx")
     plain = torch.arange(codes.shape[1], device=codes.device) // size
     if index is None or torch.equal(index.long(), plain):
         return _integers(codes, bits, scale, zero, size)
@@ -125,34 +125,34 @@ def _read_gptq(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
     return _integers(codes[:, order], bits, scale, zero, size, places)
 
 
-def _read_awq(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+def _read_awq(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
     def columns(words: Tensor) -> Tensor:
         place = torch.tensor(AWQ_COLUMNS, device=words.device)
         return _fields(words, 4).unflatten(-1, (-1, 8))[..., place].flatten(-2).t()
 
-    codes, zero = columns(own["qweight"]), columns(own["qzeros"])
-    return _integers(codes, 4, own["scales"].t(), zero, scheme.group)
+    codes, zero = columns(tensors["qweight"]), columns(tensors["qzeros"])
+    return _integers(codes, 4, tensors["scales"].t(), zero, scheme.group)
 
 
-def _read_packed(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
-    rows, width = own["weight_shape"].tolist()
-    bits, scale = scheme.bits, own["weight_scale"].reshape(rows, -1)
-    codes = _fields(own["weight_packed"], bits)[:, :width]
-    zero = own.get("weight_zero_point")
+def _read_packed(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+    rows, width = tensors["weight_shape"].tolist()
+    bits, scale = scheme.bits, tensors["weight_scale"].reshape(rows, -1)
+    codes = _fields(tensors["weight_packed"], bits)[:, :width]
+    zero = tensors.get("weight_zero_point")
     if zero is not None:
         zero = _fields(zero.t(), bits).t()[:rows]
     size = width if scheme.group < 0 else scheme.group
-    index = own.get("weight_g_idx")
+    index = tensors.get("weight_g_idx")
     if index is None or bool((index < 0).all()):
         return _integers(codes, bits, scale, zero, size)
     order, places = _sorted_by(index, size)
     return _integers(codes[:, order], bits, scale, zero, size, places)
 
 
-def _read_int8(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
-    codes = own["_weight_qdata"] if "_weight_qdata" in own else own["weight"]
-    scale = own["_weight_scale"] if "_weight_scale" in own else own["weight_scale"]
-    zero = own.get("_weight_zero_point", own.get("weight_zero_point"))
+def _read_int8(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+    codes = tensors["_weight_qdata"] if "_weight_qdata" in tensors else tensors["weight"]
+    scale = tensors["_weight_scale"] if "_weight_scale" in tensors else tensors["weight_scale"]
+    zero = tensors.get("_weight_zero_point", tensors.get("weight_zero_point"))
     rows, width = codes.shape
     scale = scale.reshape(-1, 1).expand(rows, 1).float().contiguous()
     if zero is None or not zero.any():
@@ -162,10 +162,10 @@ def _read_int8(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
     return _integers(moved, 8, scale, zero, width)
 
 
-def _read_fp8(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
-    weight = own["_weight_qdata"] if "_weight_qdata" in own else own["weight"]
+def _read_fp8(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+    weight = tensors["_weight_qdata"] if "_weight_qdata" in tensors else tensors["weight"]
     names = ("_weight_scale", "weight_scale", "weight_scale_inv")
-    scale = own[next((name for name in names if name in own), names[1])]
+    scale = tensors[next((name for name in names if name in tensors), names[1])]
     rows, width = weight.shape
     if weight.dtype == torch.int8:  # experts of DeepSeek-V4
         form = PackedFormat("mxfp4", torch.Size([rows, 2 * width]), 32)
@@ -182,22 +182,22 @@ def _read_fp8(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
     return Codes(weight.view(torch.uint8), form, (scale.float(),))
 
 
-def _read_fp4(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
-    packed = own["weight_packed"] if "weight_packed" in own else own["weight"]
+def _read_fp4(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+    packed = tensors["weight_packed"] if "weight_packed" in tensors else tensors["weight"]
     shape = torch.Size([packed.shape[0], 2 * packed.shape[1]])
-    scales: tuple[Tensor, ...] = (own["weight_scale"].view(torch.uint8),)
+    scales: tuple[Tensor, ...] = (tensors["weight_scale"].view(torch.uint8),)
     if scheme.layout == "nvfp4":  # it divides
-        scales += (own["weight_global_scale"].float().reshape(1),)
+        scales += (tensors["weight_global_scale"].float().reshape(1),)
     elif scheme.layout == "modelopt":
-        scales += (own["weight_scale_2"].float().reshape(()),)
+        scales += (tensors["weight_scale_2"].float().reshape(()),)
     kind = "mxfp4" if scheme.layout == "mxfp4" else "nvfp4"
     return Codes(packed, PackedFormat(kind, shape, scheme.group), scales)
 
 
-def _read_gpt_oss(own: Mapping[str, Tensor], scheme: Scheme) -> Codes:
+def _read_gpt_oss(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
     """Read blocks (E, out, in / 32, 16) and exponents (E, out, in / 32) of a stack (E, in, out)."""
-    (stem,) = {name.removesuffix("_blocks").removesuffix("_scales") for name in own}
-    packed, scale = own[f"{stem}_blocks"].flatten(-2), own[f"{stem}_scales"]
+    (stem,) = {name.removesuffix("_blocks").removesuffix("_scales") for name in tensors}
+    packed, scale = tensors[f"{stem}_blocks"].flatten(-2), tensors[f"{stem}_scales"]
     number, rows, half = packed.shape
     form = PackedFormat("mxfp4", torch.Size([number, 2 * half, rows]), scheme.group, turned=True)
     return Codes(packed, form, (scale,))
@@ -217,7 +217,7 @@ _READERS = {
 
 
 def empty_codes(shape: Sequence[int], scheme: Scheme) -> Codes:
-    """Return what a weight (..., out, in) of a checkpoint takes, without values."""
+    """Return the codes of a weight (..., out, in) of a checkpoint, without values."""
     *lead, rows, width = shape
     turned = scheme.layout == "gpt_oss"
     if turned:
@@ -283,14 +283,14 @@ def stacked_codes(
     if tuple(expected) != (len(next(iter(experts.values()))), rows * len(experts), width):
         return None
 
-    def made(pick: Callable[[Codes], Tensor]) -> Tensor:
+    def stacked(pick: Callable[[Codes], Tensor]) -> Tensor:
         return combined(
             {f"{path}.weight": [pick(c) for c in part] for path, part in experts.items()}
         )
 
-    packed = made(lambda codes: codes.packed)
+    packed = stacked(lambda codes: codes.packed)
     scales = [
-        made(lambda codes, number=number: codes.scales[number])  # type: ignore[misc]
+        stacked(lambda codes, number=number: codes.scales[number])  # type: ignore[misc]
         for number in range(len(first.scales))
     ]
     return Codes(packed, first.form._replace(shape=torch.Size(expected)), tuple(scales))

@@ -25,7 +25,7 @@ CHUNK = 1 << 22
 
 
 class LazyTensor:
-    """A tensor that is made when it is read, as `tensor[...]`; transformers' loader does that."""
+    """A tensor that is made when it is indexed, `tensor[...]`, as transformers' loader does."""
 
     def __init__(self, make: Callable[[], Tensor]) -> None:
         self._make = make
@@ -72,7 +72,7 @@ def open_gguf(path: Path, model: nn.Module) -> tuple[dict[str, LazyTensor], list
 
 @contextmanager
 def parsed_once(location: Location) -> Iterator[None]:
-    """Have all that read a base's GGUF file, if it is one, share one parse of it in this context.
+    """Parse a base's GGUF file, if it is one, once for all its readers in this context.
 
     It takes seconds, and transformers parses the file for the config and again for the tokenizer.
     """
@@ -82,12 +82,12 @@ def parsed_once(location: Location) -> Iterator[None]:
     import gguf
 
     module: Any = gguf
-    plain, known = module.GGUFReader, {}
+    plain, parsed = module.GGUFReader, {}
 
-    def reader(asked: Any, *more: Any) -> Any:
-        if str(asked) not in known:
-            known[str(asked)] = plain(asked, *more)
-        return known[str(asked)]
+    def reader(path: Any, *more: Any) -> Any:
+        if str(path) not in parsed:
+            parsed[str(path)] = plain(path, *more)
+        return parsed[str(path)]
 
     module.GGUFReader = reader
     try:
@@ -111,28 +111,28 @@ def _conversions(architecture: str, config: Any) -> list[Any] | None:
 
 
 def _dequantised(tensor: Any) -> Tensor:
-    """Return a tensor of a reader's in float32, as memory of its own."""
+    """Return a reader's tensor in float32, in memory of its own."""
     from gguf.quants import dequantize
 
     shape = tuple(int(number) for number in reversed(tensor.shape))
-    made = torch.empty(shape, dtype=torch.float32)
-    rows, out = tensor.data.reshape(-1, tensor.data.shape[-1]), made.view(-1, shape[-1]).numpy()
+    values = torch.empty(shape, dtype=torch.float32)
+    rows, out = tensor.data.reshape(-1, tensor.data.shape[-1]), values.view(-1, shape[-1]).numpy()
     step = max(CHUNK // shape[-1], 1)
     for start in range(0, len(rows), step):
         out[start : start + step] = dequantize(rows[start : start + step], tensor.tensor_type)
-    return made
+    return values
 
 
 def _processed(name: str, tensors: list[Any], processor: Any, names: dict[str, str]) -> Tensor:
     """Return the parameter that transformers' processor makes of a file's tensors."""
-    made: dict[str, Tensor] = {}
+    parameters: dict[str, Tensor] = {}
     for tensor in tensors:
         result = processor.process(
             weights=_dequantised(tensor).numpy(),
             name=tensor.name,
             tensor_key_mapping=names,
-            parsed_parameters={"tensors": made},
+            parsed_parameters={"tensors": parameters},
         )
         if result.name in names:  # else it has put it there itself
-            made[names[result.name]] = torch.from_numpy(result.weights).contiguous()
-    return made[name]
+            parameters[names[result.name]] = torch.from_numpy(result.weights).contiguous()
+    return parameters[name]

@@ -24,7 +24,7 @@ from peftkit.base.placement import place_of_weights
 from peftkit.base.pretrained import files_of, oom_as_error, reachable
 from peftkit.base.processors import load_processors
 from peftkit.base.published import described, kept_notice, published
-from peftkit.base.purpose import CAUSAL_LM, Purpose, head_of_classes
+from peftkit.base.purpose import CAUSAL_LM, Purpose, head_modules
 from peftkit.base.request import BaseRequest, compute_dtype, request_of
 from peftkit.base.skeleton import packed_skeleton, weight_bytes
 from peftkit.base.store import MANIFEST, Spill, folder_of, keep, open_stored, room_for
@@ -383,6 +383,6 @@ def _is_in_files(request: BaseRequest) -> bool:
             entries = file.header.tensors.values()
             in_files.update((entry.shape, FILE_DTYPES[entry.dtype][1]) for entry in entries)
     model = packed_skeleton(request.config, request.settings, request.purpose, request.dtype)
-    head = head_of_classes(model) if request.purpose.head is not None else ()
+    head = head_modules(model) if request.purpose.head is not None else ()
     needed = [p for name, p in model.named_parameters() if not (head and name.startswith(head))]
     return not Counter((tuple(p.shape), p.dtype) for p in needed) - in_files

@@ -1,8 +1,7 @@
-"""Where a base model is: a folder, a GGUF file, a hub id, or one of a few short names.
+"""The location of a base model: a folder, a GGUF file, a hub id, or one of a few short names.
 
-A short name means, in this order: the copy that was once converted into peftkit's cache, a GGUF
-file or a folder out of an installed package, the hub. A folder of the same name is meant by
-`./name`.
+A short name is resolved in this order: the copy in peftkit's cache, a GGUF file or a folder of an
+installed package, the hub. `./name` is a folder of the same name.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Location:
     """Where a base is.
 
     Attributes:
-        name: As it is recorded: the short name or hub id as asked, a path made absolute.
+        name: The name that is recorded: the short name or hub id as given, or an absolute path.
         source: A folder, or a hub id.
         hub_id: Where it is published, as far as known; other tools find it by that.
         gguf: Name of the GGUF file in the folder, if it is one.
@@ -86,8 +85,8 @@ class Location:
 
 def cache_folder() -> Path:
     """Return peftkit's own cache: PEFTKIT_CACHE, XDG_CACHE_HOME/peftkit, or ~/.cache/peftkit."""
-    own, shared = (os.environ.get(name) for name in ("PEFTKIT_CACHE", "XDG_CACHE_HOME"))
-    return Path(own or f"{shared or '~/.cache'}/peftkit").expanduser()
+    folder, shared = (os.environ.get(name) for name in ("PEFTKIT_CACHE", "XDG_CACHE_HOME"))
+    return Path(folder or f"{shared or '~/.cache'}/peftkit").expanduser()
 
 
 def locate(model: str, revision: str | None = None) -> Location:
@@ -101,7 +100,7 @@ def locate(model: str, revision: str | None = None) -> Location:
         BaseError: There is no such thing, or it is not a base model.
     """
     if model in KNOWN:
-        return _known(model, revision)
+        return _short_name(model, revision)
     path = Path(model).expanduser()
     if model.strip() and path.exists():
         if revision:
@@ -122,12 +121,12 @@ def suggest(model: str) -> str:
     """Return what else could have been meant, and what can be given at all."""
     folder = Path(model).expanduser().parent
     near = did_you_mean(model, [*KNOWN, *(str(path) for path in _models_in(folder))])
-    known = ", ".join(KNOWN)
-    return f"{near}\nGive a folder, a .gguf file, a hub id, or a short name: {known}.".strip()
+    short_names = ", ".join(KNOWN)
+    return f"{near}\nGive a folder, a .gguf file, a hub id, or a short name: {short_names}.".strip()
 
 
 def hub_answers() -> bool:
-    """Tell whether the hub may be asked, and can be: asking in vain would take half a minute."""
+    """Tell whether the hub may be used and can be reached: trying in vain takes half a minute."""
     if any(os.environ.get(name, "0") not in ("", "0") for name in _OFFLINE):
         return False
     if any(os.environ.get(name) for name in (*_PROXIES, *map(str.lower, _PROXIES))):
@@ -144,20 +143,20 @@ _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")
 
 
-def _known(name: str, revision: str | None) -> Location:
-    known = KNOWN[name]
+def _short_name(name: str, revision: str | None) -> Location:
+    model = KNOWN[name]
     if not revision:
         converted = cache_folder() / "bases" / name
         if (converted / "config.json").exists():
-            return Location(name, str(converted), known.hub_id)
-        package = importlib.util.find_spec(known.package)  # finds it, does not import it
+            return Location(name, str(converted), model.hub_id)
+        package = importlib.util.find_spec(model.package)  # finds it, does not import it
         for folder in (package and package.submodule_search_locations) or ():
-            found = Path(folder) / known.inside
-            if found.is_file():
-                return Location(name, folder, known.hub_id, known.inside, convert_to=converted)
-            if found.is_dir():
-                return Location(name, str(found), known.hub_id)
-    return Location(name, known.hub_id, known.hub_id, revision=revision)
+            path = Path(folder) / model.inside
+            if path.is_file():
+                return Location(name, folder, model.hub_id, model.inside, convert_to=converted)
+            if path.is_dir():
+                return Location(name, str(path), model.hub_id)
+    return Location(name, model.hub_id, model.hub_id, revision=revision)
 
 
 def _local(path: Path) -> Location:

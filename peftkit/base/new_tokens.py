@@ -1,7 +1,7 @@
 """Tokens that a base does not know yet: into its tokenizer, and rows for them into its tables.
 
 A new row begins as the mean of those of all known tokens, in the embedding and in the head. The
-adapter trains and saves the rows (`Method.token_rows`); the tokenizer is saved beside it, and from
+adapter trains and saves the rows (`Method.token_rows`). The tokenizer is saved with it, and from
 there the tokens are added to the plain base again.
 
 Shapes: V known tokens, H width.
@@ -36,8 +36,8 @@ def add_tokens(base: Base, tokens: Sequence[str]) -> tuple[int, ...]:
         DataError: A token is empty, given twice or known already; each is named.
         TargetError: The model has no embedding of tokens.
     """
-    known = base.tokenizer.get_vocab()
-    wrong = [token for token in tokens if token in known or tokens.count(token) > 1 or not token]
+    vocabulary = base.tokenizer.get_vocab()
+    wrong = [t for t in tokens if t in vocabulary or tokens.count(t) > 1 or not t]
     if wrong or not tokens:
         raise DataError(
             f"cannot add {', '.join(map(repr, dict.fromkeys(wrong))) or 'no token'} as new tokens",
@@ -47,7 +47,7 @@ def add_tokens(base: Base, tokens: Sequence[str]) -> tuple[int, ...]:
     added = [AddedToken(token, normalized=False, special=False) for token in tokens]
     ids = _taken(base.tokenizer, added)
     grow(base.model, max(ids) + 1)
-    _begin_at_the_mean(base.model, ids, len(known))
+    _begin_at_the_mean(base.model, ids, len(vocabulary))
     return ids
 
 
@@ -61,15 +61,15 @@ def token_rows(model: nn.Module, ids: Sequence[int]) -> TokenRows:
 
 
 def save_tokenizer(base: Base, folder: Path) -> None:
-    """Write the tokenizer beside an adapter whose tokens the plain base does not know."""
+    """Write the tokenizer of an adapter with new tokens into its folder."""
     with quiet():
         base.tokenizer.save_pretrained(folder)
 
 
 def restore_tokens(base: Base, folder: Path) -> tuple[int, ...]:
-    """Add the tokens that a folder's tokenizer knows beyond the base's, in place; return their ids.
+    """Add the new tokens of a folder's tokenizer to a base, in place; return their ids.
 
-    Does nothing where there is no tokenizer beside the adapter, or where it knows no more.
+    Does nothing where the folder has no tokenizer, or one without new tokens.
 
     Raises:
         AdapterError: The tokenizer cannot be read, or is another one than the base's.
@@ -83,8 +83,8 @@ def restore_tokens(base: Base, folder: Path) -> tuple[int, ...]:
         raise AdapterError(
             f"cannot read {file}", found=str(error), fix="Get the adapter again."
         ) from error
-    known = base.tokenizer.get_vocab()
-    added = {id: token for id, token in sorted(saved.items()) if str(token) not in known}
+    vocabulary = base.tokenizer.get_vocab()
+    added = {id: token for id, token in sorted(saved.items()) if str(token) not in vocabulary}
     if not added:
         return ()
     ids = _taken(base.tokenizer, list(added.values()))
@@ -96,7 +96,7 @@ def restore_tokens(base: Base, folder: Path) -> tuple[int, ...]:
         )
     rows = len(base.model.get_input_embeddings().weight)
     grow(base.model, max(ids) + 1)
-    _begin_at_the_mean(base.model, [id for id in ids if id >= rows], len(known))
+    _begin_at_the_mean(base.model, [id for id in ids if id >= rows], len(vocabulary))
     return ids
 
 

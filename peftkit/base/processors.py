@@ -1,7 +1,7 @@
-"""What makes a model's inputs: its tokenizer, its image processor, or a processor of both.
+"""A model's tokenizer, its image processor, or a processor of both.
 
-transformers' classes for images and text also want a processor of videos, which needs torchvision.
-Where that is missing, images do without: the class is made with no videos.
+transformers' classes for images and text also require a processor of videos, which needs
+torchvision. Without it, the class is made with no videos.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from peftkit.events import Listener, Notice
 
 PARTS = {
     "multimodal": (("image_processor", "feature_extractor", "audio_processor"), "media"),
-    "audio": (("feature_extractor",), "sounds"),
+    "audio": (("feature_extractor",), "audio"),
 }
-"""What a processor must have one of beside a tokenizer, and for what."""
+"""Parts of a processor, of which it needs one next to the tokenizer, and the media they read."""
 
 
 class Processors(NamedTuple):
-    """What makes a model's inputs; None for what its task does not need.
+    """The processors of a model's inputs; None for those that its task does not need.
 
     Attributes:
-        image_processor: Of images alone, or of sounds alone.
-        multimodal: Of images or sounds and text; its tokenizer is `tokenizer`.
+        image_processor: Of images alone, or of audio alone.
+        multimodal: Of images or audio and text; its tokenizer is `tokenizer`.
     """
 
     tokenizer: Any = None
@@ -40,7 +40,7 @@ class Processors(NamedTuple):
 
 
 def load_processors(location: Location, kind: Processor, on_event: Listener) -> Processors:
-    """Load what a task says that its inputs are made by."""
+    """Load the processors that a task's inputs need."""
     if kind == "tokenizer":
         return Processors(load_tokenizer(location, on_event))
     if kind == "image_processor":
@@ -52,7 +52,7 @@ def load_processors(location: Location, kind: Processor, on_event: Listener) -> 
 
 
 def load_image_processor(location: Location) -> Any:
-    """Load what turns images into tensors; a base without one gets ViT's, at the base's own size.
+    """Load the image processor; a base without one gets ViT's, at the size of the base's images.
 
     Pillow computes it: the pixels are the same whether torchvision is installed or not.
 
@@ -62,13 +62,13 @@ def load_image_processor(location: Location) -> Any:
     where = loader_arguments(location)
     with quiet(), explained(location, "the image processor of "):
         for name in ("preprocessor_config.json", "processor_config.json"):
-            found = cached_file(
+            file = cached_file(
                 location.source,
                 name,
                 revision=location.revision,
                 _raise_exceptions_for_missing_entries=False,
             )
-            if found:
+            if file:
                 return transformers.AutoImageProcessor.from_pretrained(
                     location.source, backend="pil", **where
                 )
@@ -95,7 +95,7 @@ def load_tokenizer(location: Location, on_event: Listener) -> Any:
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise BaseError(
             f"cannot load the tokenizer of {location.name}.",
-            found="It has no vocabulary: there is no tokenizer beside the model.",
+            found="It has no vocabulary: the model's folder has no tokenizer.",
             fix="Put tokenizer.json and tokenizer_config.json into the folder.",
         )
     return with_padding(tokenizer, location, on_event)
@@ -120,7 +120,7 @@ def with_padding(tokenizer: Any, location: Location, on_event: Listener) -> Any:
 
 
 def load_feature_extractor(location: Location) -> Any:
-    """Load what turns sounds into tensors.
+    """Load the feature extractor, which turns audio into tensors.
 
     Raises:
         BaseError: There is none, or it cannot be used.
@@ -132,26 +132,26 @@ def load_feature_extractor(location: Location) -> Any:
 
 
 def load_multimodal(location: Location, kind: Processor) -> Any:
-    """Load the processor of a model of images, or sounds, and text.
+    """Load the processor of a model of images, or audio, and text.
 
     Raises:
         BaseError: There is none, it cannot be read, or it reads nothing of that kind.
     """
-    parts, what = PARTS[kind]
+    parts, media = PARTS[kind]
     where = loader_arguments(location)
-    asked = "the processor of "
-    with quiet(), explained(location, asked):
+    what_of = "the processor of "
+    with quiet(), explained(location, what_of):
         if importlib.util.find_spec("torchvision") is None:
-            made = _without_videos(location, where)
+            processor = _without_videos(location, where)
         else:
-            made = transformers.AutoProcessor.from_pretrained(location.source, **where)
-    if not (hasattr(made, "tokenizer") and any(hasattr(made, part) for part in parts)):
+            processor = transformers.AutoProcessor.from_pretrained(location.source, **where)
+    if not (hasattr(processor, "tokenizer") and any(hasattr(processor, part) for part in parts)):
         raise BaseError(
-            f"cannot load {asked}{location.name}.",
-            found=f"What is there, {type(made).__name__}, is not one of {what} and text.",
-            fix="Put the base's processor_config.json and preprocessor_config.json beside it.",
+            f"cannot load {what_of}{location.name}.",
+            found=f"What is there, {type(processor).__name__}, is not one of {media} and text.",
+            fix="Put the base's processor_config.json and preprocessor_config.json there too.",
         )
-    return made
+    return processor
 
 
 def _without_videos(location: Location, where: dict[str, Any]) -> Any:
@@ -159,19 +159,19 @@ def _without_videos(location: Location, where: dict[str, Any]) -> Any:
     kind: Any = PROCESSOR_MAPPING.get(type(config), None)
     if kind is None or "video_processor" not in getattr(kind, "get_attributes", list)():
         return transformers.AutoProcessor.from_pretrained(location.source, **where)
-    told, _ = kind.get_processor_dict(location.source, **where)
+    settings, _ = kind.get_processor_dict(location.source, **where)
     loaders: dict[str, Any] = {
         "tokenizer": transformers.AutoTokenizer,
         "image_processor": transformers.AutoImageProcessor,
         "feature_extractor": transformers.AutoFeatureExtractor,
     }
-    videos = told.get("video_processor")
+    videos = settings.get("video_processor")
     stand_in = UnreadVideos(videos if isinstance(videos, dict) else {})
     parts = [
         loaders[name].from_pretrained(location.source, **where) if name in loaders else stand_in
         for name in kind.get_attributes()
     ]
-    return blind_to_videos(kind).from_args_and_dict(parts, told)
+    return blind_to_videos(kind).from_args_and_dict(parts, settings)
 
 
 class UnreadVideos(PushToHubMixin):

@@ -1,8 +1,8 @@
-"""Checkpoints that are quantised already: how their layers are read, as their configs say it.
+"""Checkpoints that are quantised already: their configs say how their layers are read.
 
 Those of bitsandbytes are loaded by transformers and taken over with their bits. The others that are
-read here keep their codes (codes.py); such of 8 bits, and gpt-oss, can be packed in 4 bits if
-asked. All else is refused by name.
+read here keep their codes (codes.py); such of 8 bits, and gpt-oss, can be packed in 4 bits
+too. All else is refused by name.
 """
 
 from __future__ import annotations
@@ -114,20 +114,20 @@ def _awq(settings: Mapping[str, Any]) -> Scheme:
 def _auto_round(settings: Mapping[str, Any], path: str) -> Scheme:
     form = str(settings.get("packing_format", "auto_round:auto_gptq"))
     more: Mapping[str, Any] = (settings.get("extra_config") or {}).get(path) or {}
-    own = {**settings, **more, "checkpoint_format": None, "format": None, "version": None}
+    of_layer = {**settings, **more, "checkpoint_format": None, "format": None, "version": None}
     if form.endswith("gptq"):
-        return _gptq(own)
+        return _gptq(of_layer)
     if form.endswith("awq"):
-        return _awq(own)
+        return _awq(of_layer)
     raise UnreadableError(f"auto-round, layout {form}")
 
 
 def _torchao(settings: Mapping[str, Any]) -> Scheme:
-    told = str(settings.get("quant_type"))
-    if "Int8" in told and "Int4" not in told:
-        return Scheme("int8", 8, rounds_inputs="DynamicActivation" in told)
-    if "Float8" in told and "Int4" not in told:
-        return Scheme("fp8", 8, rounds_inputs="DynamicActivation" in told)
+    kind = str(settings.get("quant_type"))
+    if "Int8" in kind and "Int4" not in kind:
+        return Scheme("int8", 8, rounds_inputs="DynamicActivation" in kind)
+    if "Float8" in kind and "Int4" not in kind:
+        return Scheme("fp8", 8, rounds_inputs="DynamicActivation" in kind)
     raise UnreadableError("torchao in another type than int8 and float8")
 
 
@@ -183,9 +183,9 @@ def described(settings: Mapping[str, Any]) -> str:
 
 
 def kept_notice(settings: Mapping[str, Any]) -> str:
-    """Return what is to be known of a base that keeps its bits."""
-    told = f"The base keeps the bits of its files: {described(settings)}."
-    return f"{told} {SERVER_ROUNDS}" if scheme_of(settings).rounds_inputs else told
+    """Return the notice for a base that keeps the bits of its files."""
+    notice = f"The base keeps the bits of its files: {described(settings)}."
+    return f"{notice} {SERVER_ROUNDS}" if scheme_of(settings).rounds_inputs else notice
 
 
 def has_codes(settings: Mapping[str, Any], weight: Tensor | None) -> bool:
@@ -195,11 +195,11 @@ def has_codes(settings: Mapping[str, Any], weight: Tensor | None) -> bool:
 
 def quantized_by(config: Any) -> str:
     """Return what a checkpoint was quantised with, as its config says, or ""."""
-    found = _settings(config)
-    if not found:
+    settings = _settings(config)
+    if not settings:
         return ""
-    bits = found.get("load_in_4bit") or found.get("load_in_8bit")
-    return TAKEN_OVER if bits else str(found.get("quant_method") or "an unknown method")
+    bits = settings.get("load_in_4bit") or settings.get("load_in_8bit")
+    return TAKEN_OVER if bits else str(settings.get("quant_method") or "an unknown method")
 
 
 def published(config: Any) -> dict[str, Any] | None:
@@ -214,7 +214,7 @@ def published(config: Any) -> dict[str, Any] | None:
 
 
 def check_readable(name: str, config: Any, quantize: str = "none") -> None:
-    """See that a checkpoint is dense, or quantised in a way that is read here.
+    """Check that a checkpoint is dense, or quantised in a way that is read here.
 
     Args:
         quantize: How it is to be kept.
@@ -251,7 +251,7 @@ def dense_config(config: Any) -> Any:
 
 def _settings(config: Any) -> dict[str, Any]:
     for part in (config, config.get_text_config()):
-        found = getattr(part, "quantization_config", None)
-        if found:
-            return dict(found if isinstance(found, dict) else found.to_dict())
+        settings = getattr(part, "quantization_config", None)
+        if settings:
+            return dict(settings if isinstance(settings, dict) else settings.to_dict())
     return {}

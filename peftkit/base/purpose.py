@@ -1,6 +1,6 @@
-"""What a base model is loaded for: its class, what makes its inputs, its head and its positions.
+"""The purpose that a base is loaded for: model class, processor, head, rotary positions.
 
-A task says so before anything is loaded. Names of labels that transformers made up (LABEL_0, ...)
+A task says it before anything is loaded. Names of labels that transformers made up (LABEL_0, ...)
 count as no names. A new head is the same whatever was drawn before, in whatever precision and on
 whatever device.
 """
@@ -22,8 +22,8 @@ from peftkit.errors import BaseError, did_you_mean, first_few
 from peftkit.files.tensors import open_tensors
 
 Processor = Literal["tokenizer", "image_processor", "feature_extractor", "multimodal", "audio"]
-"""multimodal: a processor of images and text, with a tokenizer of its own; audio: of sounds and
-text; feature_extractor: of sounds alone."""
+"""multimodal: a processor of images and text, with a tokenizer of its own; audio: of audio and
+text; feature_extractor: of audio alone."""
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 RopeScaling = Mapping[str, Any]
 """Fields of a config's `rope_parameters`: rope_type, factor, ..."""
@@ -34,12 +34,12 @@ SEED = 20_210_617
 """Of every new head."""
 LANGUAGE_HEAD = "lm_head.weight"
 POOLER = "pooler"
-"""Part of some encoders that only heads of classes use; models of masked words come without it."""
+"""Module of some encoders that only classification heads use; masked language models lack it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassHead:
-    """A head of classes, or of one number.
+    """A classification head, or a head of one number.
 
     Attributes:
         labels: A name for each of its outputs, in their order.
@@ -65,15 +65,15 @@ class ClassHead:
         """
         if self.words is None:
             return self
-        found = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in self.words]
-        for word, ids in zip(self.words, found, strict=True):
+        token_ids = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in self.words]
+        for word, ids in zip(self.words, token_ids, strict=True):
             if len(ids) != 1:
                 raise BaseError(
                     f"A head cannot start from the word {word!r}.",
                     found=f"The tokenizer writes it with {len(ids)} tokens.",
                     fix="Give two words of one token each, such as yes and no.",
                 )
-        return replace(self, word_ids=(found[0][0], found[1][0]))
+        return replace(self, word_ids=(token_ids[0][0], token_ids[1][0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Purpose:
         task: Its name, for messages.
         auto_class: The class of transformers that picks the model's.
         processor: What turns raw inputs into tensors.
-        head: The head of classes that it must have; None where the model's own output serves.
+        head: The classification head that it needs; None where the model's own output serves.
         rope_scaling: How its rotary positions are scaled, if other than its config says.
     """
 
@@ -127,22 +127,23 @@ def set_head(config: Any, head: ClassHead, name: str) -> None:
         if head.labels:
             config.vocab_size, config.pad_token_id = len(head.labels), 0
         return
-    own, labels = labels_of(config), head.labels
-    if are_named(own) and not head.fresh:
-        if are_named(labels) and not set(labels) <= set(own):
+    base_labels, labels = labels_of(config), head.labels
+    if are_named(base_labels) and not head.fresh:
+        if are_named(labels) and not set(labels) <= set(base_labels):
             raise BaseError(
                 f"the labels do not agree with the head of {name}.",
-                found=f"The head's: {_listed(own)}\nThe task's: {_listed(labels)}",
+                found=f"The head's: {_listed(base_labels)}\nThe task's: {_listed(labels)}",
                 fix="Rename the labels in the data, or set task.fresh_head: true to replace the "
                 "base's head by a new one.",
             )
-        if not are_named(labels) and len(labels) != len(own):
+        if not are_named(labels) and len(labels) != len(base_labels):
             raise BaseError(
                 f"the number of labels does not agree with the head of {name}.",
-                found=f"The head has {len(own)}: {_listed(own)}. Needed are {len(labels)}.",
+                found=f"The head has {len(base_labels)}: {_listed(base_labels)}. "
+                f"Needed are {len(labels)}.",
                 fix="Give the base that the adapter was trained on.",
             )
-        labels = own
+        labels = base_labels
     config.id2label = dict(enumerate(labels))
     config.label2id = {label: number for number, label in enumerate(labels)}
     if head.problem_type is not None:
@@ -153,8 +154,8 @@ def _listed(labels: Sequence[str]) -> str:
     return first_few(labels, MAX_LISTED, ", ")
 
 
-def head_of_classes(model: Any) -> tuple[str, ...]:
-    """Return the paths of what a model has beside its backbone, which is where the blocks are."""
+def head_modules(model: Any) -> tuple[str, ...]:
+    """Return the paths of a model's head: the modules outside of its backbone."""
     return tuple(
         name
         for name, child in model.named_children()
@@ -165,26 +166,26 @@ def head_of_classes(model: Any) -> tuple[str, ...]:
 
 
 def owners(names: Iterable[str], head: Iterable[str]) -> dict[str, str]:
-    """Return for each parameter that belongs to a head the path that it is trained under.
+    """Return the path under which each parameter of a head is trained.
 
     Args:
         names: Of parameters.
-        head: What `head_of_classes` says.
+        head: Paths of its modules.
     """
-    found = {}
+    paths = {}
     for name in names:
         segments = name.split(".")
         if POOLER in segments[:-1]:
-            found[name] = ".".join(segments[: segments.index(POOLER) + 1])
+            paths[name] = ".".join(segments[: segments.index(POOLER) + 1])
         for path in head:
             if name.startswith(f"{path}."):
-                found[name] = path
-    return found
+                paths[name] = path
+    return paths
 
 
 @torch.no_grad()
 def renew(model: nn.Module, names: Iterable[str]) -> None:
-    """Draw the matrices among these parameters again; biases become 0, scales of norms 1."""
+    """Draw the matrices among these parameters anew; biases become 0, scales of norms 1."""
     generator = torch.Generator().manual_seed(SEED)
     std = getattr(model.config, "initializer_range", None) or 0.02
     for name in sorted(names):
@@ -199,9 +200,9 @@ def renew(model: nn.Module, names: Iterable[str]) -> None:
 def start_from_words(
     model: Any, names: Iterable[str], word_ids: tuple[int, int], where: str
 ) -> None:
-    """Have a new head of one output begin as the difference of two rows of the language head.
+    """Initialise a head of one output with the difference of two rows of the language head.
 
-    What it says is then by how much the first word is likelier than the second, in log-odds.
+    Its output is then the log-odds of the first word against the second.
 
     Args:
         names: Of the head's parameters. where: The base, for messages.
@@ -236,11 +237,11 @@ def _language_head(folder: Path, where: str) -> Tensor:
     )
 
 
-def scale_rope(config: Any, asked: RopeScaling, name: str) -> None:
-    """Write the scaling of rotary positions into a model's config, with the length it allows.
+def scale_rope(config: Any, scaling: RopeScaling, name: str) -> None:
+    """Write the scaling of rotary positions, and the length it allows, into a model's config.
 
     Args:
-        asked: As transformers' `rope_parameters`; what it leaves open is as the base has it.
+        scaling: As transformers' `rope_parameters`; by default the base's own values.
         name: Of the base, for messages.
 
     Raises:
@@ -249,44 +250,44 @@ def scale_rope(config: Any, asked: RopeScaling, name: str) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # not to read a recipe
 
     text = config.get_text_config()
-    own: Any = getattr(text, "rope_parameters", None)
-    if not own or any(isinstance(value, Mapping) for value in own.values()):
+    rope: Any = getattr(text, "rope_parameters", None)
+    if not rope or any(isinstance(value, Mapping) for value in rope.values()):
         raise BaseError(
             f"base.rope_scaling does not go with {name}.",
             found="Its layers have rotary positions of several kinds."
-            if own
+            if rope
             else "Its config has no rope_parameters: its positions are no rotary ones.",
             fix="Leave it out, or give another base.",
         )
-    kind = str(asked.get("rope_type", asked.get("type")))
+    kind = str(scaling.get("rope_type", scaling.get("type")))
     if kind not in ROPE_INIT_FUNCTIONS:
         raise BaseError(
             f"base.rope_scaling names no rope_type that transformers knows: {kind}.",
             found=did_you_mean(kind, ROPE_INIT_FUNCTIONS),
             fix=f"Known are: {', '.join(ROPE_INIT_FUNCTIONS)}.",
         )
-    before = int(own.get("original_max_position_embeddings") or text.max_position_embeddings)
-    kept = {key: own[key] for key in ("rope_theta", "partial_rotary_factor") if key in own}
-    made = {**kept, **{k: v for k, v in asked.items() if k != "type"}, "rope_type": kind}
+    before = int(rope.get("original_max_position_embeddings") or text.max_position_embeddings)
+    kept = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    parameters = {**kept, **{k: v for k, v in scaling.items() if k != "type"}, "rope_type": kind}
     if kind in STRETCHED and kind != "linear":
-        made.setdefault("original_max_position_embeddings", before)
-    if kind in STRETCHED and isinstance(factor := made.get("factor"), int | float):
-        start = made.get("original_max_position_embeddings", before)
+        parameters.setdefault("original_max_position_embeddings", before)
+    if kind in STRETCHED and isinstance(factor := parameters.get("factor"), int | float):
+        start = parameters.get("original_max_position_embeddings", before)
         text.max_position_embeddings = max(int(factor * start), text.max_position_embeddings)
-    text.rope_parameters = made
-    if found := _rope_problems(text):
+    text.rope_parameters = parameters
+    if problems := _rope_problems(text):
         raise BaseError(
             f"base.rope_scaling is not what rope_type: {kind} takes.",
-            found=found,
+            found=problems,
             fix="See rope_parameters in transformers' documentation.",
         )
 
 
-def rope_told(asked: RopeScaling) -> str:
-    """Return what to say of an adapter whose file has no place for its base's scaling."""
-    kind, factor = asked.get("rope_type", asked.get("type")), asked.get("factor")
-    original = asked.get("original_max_position_embeddings")
-    others: dict[str, Any] = {"rope_parameters": dict(asked)}
+def rope_notice(scaling: RopeScaling) -> str:
+    """Return the notice for an adapter file that cannot hold its base's rope scaling."""
+    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
+    original = scaling.get("original_max_position_embeddings")
+    others: dict[str, Any] = {"rope_parameters": dict(scaling)}
     if original and isinstance(factor, int | float):
         others["max_position_embeddings"] = int(factor * original)
     text = (
@@ -295,15 +296,15 @@ def rope_told(asked: RopeScaling) -> str:
     )
     if kind not in ("linear", "yarn") or not isinstance(factor, int | float):
         return f"{text}."
-    told = f" --yarn-orig-ctx {original}" if kind == "yarn" and original else ""
-    return f"{text}; for llama.cpp: --rope-scaling {kind} --rope-scale {factor:g}{told}."
+    original_length = f" --yarn-orig-ctx {original}" if kind == "yarn" and original else ""
+    return f"{text}; for llama.cpp: --rope-scaling {kind} --rope-scale {factor:g}{original_length}."
 
 
 def _rope_problems(config: Any) -> str:
-    """Return what transformers' validation says of a config, which it tells in two ways."""
-    said: list[str] = []
+    """Return what transformers' validation logs or raises about a config."""
+    problems: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: problems.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("transformers.modeling_rope_utils")
     level, propagates = log.level, log.propagate
     log.addHandler(handler)
@@ -312,9 +313,9 @@ def _rope_problems(config: Any) -> str:
     try:
         config.validate_rope()
     except (KeyError, ValueError, TypeError) as error:
-        said.append(str(error.args[0] if error.args else error))
+        problems.append(str(error.args[0] if error.args else error))
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
         log.propagate = propagates
-    return "\n".join(said)
+    return "\n".join(problems)

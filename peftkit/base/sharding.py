@@ -1,11 +1,11 @@
-"""A frozen base whose weights are spread over the processes of a run, block by block (FSDP2).
+"""A frozen base that is sharded over the processes of a run, block by block (FSDP2).
 
 Each process keeps its part of every block, in the bits that the base is kept in; a block's parts
 are gathered when it computes and given up after it. Adapters stay whole on every process, and their
 gradients are summed once a step, as without sharding. torch's `fully_shard` does all of it: packed
 weights travel as bytes with their scales, and whatever has no dimension to cut stays whole.
 
-All processes have to run the model equally often: see in_step.py.
+All processes have to run the model equally often: see tasks/lockstep.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from peftkit.model.blocks import recomputable_blocks
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Tell whether a model's weights are spread over processes."""
+    """Tell whether a model is sharded over processes."""
     return isinstance(model, FSDPModule)
 
 
@@ -57,12 +57,12 @@ def shard_base(model: nn.Module, device: torch.device, *, offload: bool = False)
         )
     for _, _, packing in packed_tensors(model):
         packing.kept = None
-    ranks = World(device)
+    world = World(device)
     whole = {p for p in model.parameters() if p.requires_grad or p.dim() == 0}
     for tensor in (*whole, *model.buffers()):
         tensor.data = tensor.data.to(device)
     policy: dict[str, Any] = {
-        "mesh": init_device_mesh(device.type, (ranks.world_size,)),
+        "mesh": init_device_mesh(device.type, (world.world_size,)),
         "ignored_params": whole,
         "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -71,22 +71,22 @@ def shard_base(model: nn.Module, device: torch.device, *, offload: bool = False)
     }
     for block in blocks:
         fully_shard(block, **policy)
-    # the head is called beside the model's forward pass: it stays gathered until the backward pass
+    # the head is called outside of the forward pass: it stays gathered until the backward pass
     fully_shard(model, reshard_after_forward=False, **policy)
 
 
 def _leaving_out(model: Any) -> str:
     """Return what a model's config says of blocks that are left out at random, or ""."""
     config = getattr(model, "config", None)
-    told = config.to_dict() if config is not None else {}
-    return next((f"{n}: {value}" for n, value in told.items() if "layerdrop" in n and value), "")
+    fields = config.to_dict() if config is not None else {}
+    return next((f"{n}: {value}" for n, value in fields.items() if "layerdrop" in n and value), "")
 
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Have what lies outside of the blocks in one piece: parts of the model may then be called.
+    """Gather what lies outside of the blocks, so that parts of the model can be called.
 
-    As encoders are, before text is generated. All processes have to come here.
+    Encoders are, before text is generated. To be called on all processes.
     """
     if isinstance(model, FSDPModule):
         model.unshard()
@@ -97,7 +97,7 @@ def local_bytes(model: nn.Module) -> Mapping[str, int]:
     """Return the bytes that this process keeps: of the base, and of what is trained."""
     sizes = {"base": 0, "trained": 0}
     for parameter in model.parameters():
-        own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         kind = "trained" if parameter.requires_grad else "base"
-        sizes[kind] += own.numel() * own.element_size()
+        sizes[kind] += local.numel() * local.element_size()
     return sizes

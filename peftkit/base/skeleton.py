@@ -17,7 +17,7 @@ from peftkit.base.config import BaseConfig
 from peftkit.base.locate import Location, locate
 from peftkit.base.pretrained import check_config, explained, quiet, reachable
 from peftkit.base.published import check_readable, has_codes, published, scheme_of
-from peftkit.base.purpose import CAUSAL_LM, Purpose, head_of_classes
+from peftkit.base.purpose import CAUSAL_LM, Purpose, head_modules
 from peftkit.base.request import weights_to_pack
 from peftkit.kernels.packing import Packing
 from peftkit.quant.layers import empty_packed
@@ -87,9 +87,9 @@ def with_depth(config: Any, depth: int) -> Any:
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Have transformers take tensors without data for what they stand for.
+    """Have transformers treat tensors without data like those of a step.
 
-    For the tracing of a graph it would make masks that a step does not make.
+    It would take them for the tracing of a graph, and make other masks.
     """
     module: Any = masking_utils
     before = module.is_tracing
@@ -165,15 +165,15 @@ def _packed_weights(
     codes = published(config) if settings.quantize == "none" else None
     if settings.quantize == "none" and codes is None:
         return []
-    head = head_of_classes(model) if purpose.head is not None else ()
-    made: dict[int, tuple[nn.Parameter, Packing]] = {}
+    head = head_modules(model) if purpose.head is not None else ()
+    by_weight: dict[int, tuple[nn.Parameter, Packing]] = {}
     uses = []
     for job, kind in weights_to_pack(settings, model, head).items():
         path, module, name = job
         weight = module._parameters[name]
         if weight is None or (codes is not None and not has_codes(codes, weight)):
             continue
-        if id(weight) not in made:
+        if id(weight) not in by_weight:
             shape = torch.Size(reversed(weight.shape)) if is_turned(module, name) else weight.shape
             with torch.device(device):
                 if codes is not None:
@@ -183,6 +183,6 @@ def _packed_weights(
                     packed, packing = empty_packed(
                         shape, kind, dtype, double_quant=settings.double_quant
                     )
-            made[id(weight)] = nn.Parameter(packed, requires_grad=False), packing
-        uses.append((job, *made[id(weight)]))
+            by_weight[id(weight)] = nn.Parameter(packed, requires_grad=False), packing
+        uses.append((job, *by_weight[id(weight)]))
     return uses

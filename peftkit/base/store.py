@@ -103,10 +103,10 @@ def keep(folder: Path, built: LoadedModel, request: BaseRequest) -> None:
     disk.writable_folder(folder.parent)
     disk.check_space(folder.parent, num_bytes(built.model))
     try:
-        with new_folder(folder, last=MANIFEST) as made:
+        with new_folder(folder, last=MANIFEST) as new:
             specs = specs_of(tensors)
             values = (tensors[spec.name] for spec in specs)
-            write_tensor_stream(made / WEIGHTS, specs, values, {"format": "pt"})
+            write_tensor_stream(new / WEIGHTS, specs, values, {"format": "pt"})
             manifest = {
                 "version": VERSION,
                 "model": request.location.name,
@@ -114,9 +114,9 @@ def keep(folder: Path, built: LoadedModel, request: BaseRequest) -> None:
                 "head": list(built.head),
                 "form": _form(request),
                 "stamp": _stamp(request),
-                "sha256": disk.sha256_of(made / WEIGHTS),
+                "sha256": disk.sha256_of(new / WEIGHTS),
             }
-            disk.write_json(manifest, made / MANIFEST)
+            disk.write_json(manifest, new / MANIFEST)
     except OSError as error:
         raise OutputError(
             f"cannot write {folder}.", found=str(error), fix="Set PEFTKIT_CACHE to another folder."
@@ -152,7 +152,7 @@ def open_stored(folder: Path, request: BaseRequest, *, is_known: bool = False) -
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) -> str:
-    """Put tensors in the places of those without data, tied ones in all of theirs.
+    """Replace a model's tensors without data, tied ones in all of their places.
 
     Returns:
         What differs between the two, or "".
@@ -208,23 +208,23 @@ def _stamp(request: BaseRequest) -> dict[str, list[int]]:
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """Return what a packed base says of itself.
+    """Read the manifest of a packed base.
 
     Raises:
         BaseError: It is not whole, or of another version.
     """
     manifest = disk.read_json(folder / MANIFEST, error=BaseError)
     if manifest.get("version") != VERSION:
-        found = f"It is of version {manifest.get('version')} of this format, not {VERSION}."
-        raise _useless(folder, found)
+        version = f"It is of version {manifest.get('version')} of this format, not {VERSION}."
+        raise _useless(folder, version)
     if {"model", "fingerprint", "head", "form", "stamp", "sha256"} - manifest.keys():
         raise _useless(folder, f"{MANIFEST} is not whole.")
     return manifest
 
 
-def _useless(folder: Path, found: str) -> BaseError:
+def _useless(folder: Path, why: str) -> BaseError:
     fix = f"Remove it: peftkit base rm {folder.name}"
-    return BaseError(f"cannot use the packed base {folder.name}.", found=found, fix=fix)
+    return BaseError(f"cannot use the packed base {folder.name}.", found=why, fix=fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ class Stored:
     """A packed base in the cache.
 
     Attributes:
-        folder: Where it is. model: What it was made of, as it was asked for.
+        folder: Where it is. model: The base, as it was named.
         quantize, dtype: Its form. num_bytes: On disk. problem: Why it is of no use, or "".
     """
 
@@ -245,7 +245,7 @@ class Stored:
 
 
 def stored_bases() -> list[Stored]:
-    """Return every packed base in the cache, and what is wrong with it, if anything."""
+    """Return every packed base in the cache, with its problem, if any."""
     root = store_folder()
     inside = sorted(root.iterdir()) if root.is_dir() else []
     folders = [path for path in inside if path.is_dir() and path.name != LOCKS]
@@ -258,18 +258,18 @@ def remove_stored(name: str) -> list[Stored]:
     Raises:
         BaseError: There is none of that name; lists those that there are.
     """
-    known = stored_bases()
-    found = [each for each in known if name in (each.folder.name, each.model)]
-    if not found:
-        listed = "\n".join(f"{each.folder.name} ({each.model})" for each in known)
+    stored = stored_bases()
+    matching = [each for each in stored if name in (each.folder.name, each.model)]
+    if not matching:
+        listed = "\n".join(f"{each.folder.name} ({each.model})" for each in stored)
         raise BaseError(
             f"there is no packed base {name!r}.",
             found=listed or "There is none.",
             fix="Give a name or a model as peftkit base ls shows it.",
         )
-    for each in found:
+    for each in matching:
         shutil.rmtree(each.folder)
-    return found
+    return matching
 
 
 def _stored(folder: Path) -> Stored:
@@ -317,7 +317,7 @@ class Spill:
         there = tensor.detach().cpu().contiguous()
         start, size = self._end, there.nbytes
         try:
-            # not written by way of the pages: of a full disk these would only tell by a signal
+            # written through the pages a full disk would be a signal, not an error
             values: Any = there.view(-1).view(torch.uint8).numpy()
             left = memoryview(values)
             while left:

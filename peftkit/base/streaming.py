@@ -1,13 +1,13 @@
 """Bases larger than their device: packed weights wait in main memory, two blocks are on the device.
 
-Frozen weights only travel one way. When a block is entered, its packed weights are on the device
-and the next block's are on their way (transfer.py): the block above in a forward pass, the one
-below in a backward pass that computes blocks again. When it is left, the module holds main memory
-again; what the block's backward pass needs of the copies lives as long as its graph. Where
-activations are kept that would be every block: so they are recomputed (`train/memory/blocks.py`).
+Frozen weights are copied to the device and never back. When a block is entered, its packed weights
+are there and the next block's are being copied (transfer.py): the block above in a forward pass,
+the one below in a backward pass that recomputes blocks. When it is left, its modules hold main
+memory again. What its backward pass needs of the copies lives as long as the graph: with kept
+activations this would be every block, so they are recomputed (train/memory/blocks.py).
 
-Of stacked experts only the scales travel with their block. Those that have tokens are fetched for
-each of their products, a group at a time, and once more in the backward pass.
+Of stacked experts only the scales are copied with their block. The experts that have tokens are
+fetched for each of their products, a group at a time, and once more in the backward pass.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class _Stack:
     """One stack's packed experts in main memory, fetched a group at a time.
 
     Attributes:
-        places: Where the packed data is. beside: The stacks of the same module, which are
-            multiplied with one after the other, after the same routing.
+        siblings: The stacks of the same module, itself among them. They are multiplied with one
+            after the other, after the same routing.
     """
 
     def __init__(self, owner: Any, packing: Packing, buffer: DeviceBuffer, *, pins: bool) -> None:
         self.packing, self.buffer = packing, buffer
-        self.beside: list[_Stack] = []
+        self.siblings: list[_Stack] = []
         packed = owner._parameters["original"]
         self.packed, self._is_pinned = packed, pins and pinned([packed])
         self._by_expert = packed.detach().view(packing.form.shape[0], -1).view(torch.uint8)
@@ -51,20 +51,20 @@ class _Stack:
         self._read: tuple[Tensor, list[int]] | None = None
 
     def enter(self) -> None:
-        """Stand for the unpacked stack; the scales are on the device by now."""
+        """Take the place of the unpacked stack; the scales are on the device by now."""
         packing = self.packing
         packing.kept = PackedStack(PackedExperts(packing.form, packing.dtype, self, packing.scales))
-        if self._was_full and self.beside[0] is self:  # all are likely to be needed again
+        if self._was_full and self.siblings[0] is self:  # all are likely to be needed again
             self.buffer.expect(self._units(range(len(self._by_expert)))[0])
 
     def leave(self) -> None:
-        """Let the packed data be read where it is."""
+        """Give up the place of the unpacked stack."""
         self.packing.kept = None
 
     def fetch(self, experts: Sequence[int], backwards: bool) -> Iterator[tuple[Group, Tensor]]:
-        """Yield groups of the experts asked for, and their bytes; the next one is on its way."""
+        """Yield groups of these experts, and their bytes; the next group is on its way."""
         self._was_full = len(experts) == len(self._by_expert)
-        order = self.beside[::-1] if backwards else self.beside
+        order = self.siblings[::-1] if backwards else self.siblings
         units: list[Unit] = []
         for stack in order[order.index(self) : order.index(self) + 2]:
             units += stack._units(experts)[:: -1 if backwards else 1]
@@ -73,8 +73,8 @@ class _Stack:
                 yield unit.key[1], self.buffer.take(unit, then)
 
     def ends(self, offs: Tensor) -> list[int]:
-        """Return what a tensor says, read once for all products of the module."""
-        first = self.beside[0]
+        """Return the values of a tensor, read once for all products of the module."""
+        first = self.siblings[0]
         if first._read is None or first._read[0] is not offs:
             first._read = offs, offs.tolist()
         return first._read[1]
@@ -134,25 +134,25 @@ class BlockStream:
         self.device = device
         copies, pins = CopyStream(device), device.type == "cuda"
         self.buffer, self.experts = DeviceBuffer(copies), DeviceBuffer(copies)
-        found = [
+        blocks = [
             _Block(number, module, places, self.experts, pins=pins)
             for number, (module, places) in enumerate(streamed_places(model))
         ]
-        if not found:
+        if not blocks:
             raise BaseError(
                 f"{type(model).__name__} cannot be streamed.",
                 found="It has no blocks with packed weights.",
                 fix="Set base.quantize to nf4, fp4 or int8, or base.placement: device.",
             )
-        self._blocks = found
+        self._blocks = blocks
         self._last, self._step = -1, 1
         self._inside: list[int] = []
         self._streamed = {
-            id(t) for b in found for t in (*b.host, *(stack.packed for stack in b.stacks))
+            id(t) for b in blocks for t in (*b.host, *(stack.packed for stack in b.stacks))
         }
         self.move_unstreamed(model)
-        self._index = {id(block.module): index for index, block in enumerate(found)}
-        for block in found:
+        self._index = {id(block.module): index for index, block in enumerate(blocks)}
+        for block in blocks:
             block.module.register_forward_pre_hook(lambda block, _: self.enter(block), prepend=True)
             block.module.register_forward_hook(
                 lambda block, *_: self.leave(block), always_call=True
@@ -160,7 +160,7 @@ class BlockStream:
         setattr(model, STREAMED, self)
 
     def move_unstreamed(self, model: nn.Module) -> None:
-        """Move to the device what is not streamed, as an adapter that is on the model now."""
+        """Move to the device what is not streamed, such as a new adapter."""
         moved: dict[int, Any] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -178,7 +178,7 @@ class BlockStream:
 
     @contextmanager
     def around(self, block: nn.Module) -> Iterator[None]:
-        """Have a block's weights on the device: for a forward pass that no hook sees."""
+        """Keep a block's weights on the device, for a forward pass that no hook sees."""
         self.enter(block)
         try:
             yield
@@ -209,10 +209,10 @@ class BlockStream:
             return
         self._blocks[index].leave()
         if self.device.type == "cpu" and self._blocks[index].unit.num_bytes >= LARGE:
-            trim_malloc()  # what it needed beside its weights leaves holes too
+            trim_malloc()  # its activations leave holes too
 
     def _direction(self, index: int) -> int:
-        """Return where the pass goes on from here: up, or down where blocks are computed again."""
+        """Guess the block that follows: 1 for the one above, -1 for the one below (recomputed)."""
         if self._last < 0 or abs(index - self._last) > 1:
             return 1
         if index == self._last:  # the last one, computed again; or a pass after a backward pass
@@ -222,31 +222,31 @@ class BlockStream:
 
 def _stacks(block: nn.Module, buffer: DeviceBuffer, *, pins: bool) -> list[_Stack]:
     """Return the stacked experts of a block that are fetched one by one, module by module."""
-    found = []
+    stacked = []
     for stacks in expert_places(block):
-        beside = [_Stack(owner, packing, buffer, pins=pins) for owner, packing in stacks]
-        for stack in beside:
-            stack.beside = beside
-        found += beside
-    return found
+        siblings = [_Stack(owner, packing, buffer, pins=pins) for owner, packing in stacks]
+        for stack in siblings:
+            stack.siblings = siblings
+        stacked += siblings
+    return stacked
 
 
 def streamed_places(model: nn.Module) -> list[tuple[nn.Module, list[Place]]]:
     """Return the blocks of a model that can be streamed, and where their packed tensors belong."""
-    found = [(block, list(_packed_places(block))) for block in recomputable_blocks(model)]
-    return [(block, places) for block, places in found if places]
+    blocks = [(block, list(_packed_places(block))) for block in recomputable_blocks(model)]
+    return [(block, places) for block, places in blocks if places]
 
 
 def expert_places(block: nn.Module) -> list[list[tuple[Any, Packing]]]:
     """Return a block's stacks of experts that are fetched one by one, of each module together."""
-    found = []
+    of_modules = []
     for module in block.modules():
         lists = getattr(module, "parametrizations", {}).values()
         named = [(each, next(m for m in each.children())) for each in lists]
         stacks = [(e, p) for e, p in named if isinstance(p, Packing) and has_apart(p.form)]
         if stacks:
-            found.append(stacks)
-    return found
+            of_modules.append(stacks)
+    return of_modules
 
 
 def group_size(packed: Tensor, packing: Packing) -> int:

@@ -19,7 +19,7 @@ from torch import nn
 
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location, locate
-from peftkit.base.purpose import rope_told
+from peftkit.base.purpose import rope_notice
 from peftkit.base.request import DTYPES
 from peftkit.base.skeleton import skeleton
 from peftkit.errors import AdapterError, first_few
@@ -144,7 +144,7 @@ def export_adapter(
     if serving and (stored := str(file.provenance.loading.get("stored", ""))):
         on_event(Notice(served_over(stored)))
     if scaling := file.provenance.loading.get("rope_scaling"):
-        on_event(Notice(rope_told(scaling)))
+        on_event(Notice(rope_notice(scaling)))
     on_event(Saved(f"{to} adapter", out))
     return Exported(out, _commands(file, out, to, base))
 

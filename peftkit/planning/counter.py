@@ -1,8 +1,8 @@
-"""Counts what a step takes while it runs on tensors without data.
+"""Counts the memory and the FLOPs of a step that runs on tensors without data.
 
-Under FakeTensorMode every operation of the real step runs on shapes alone. `Counter` stands above
-it and sees each one: which storages are there, and since which phase of the step; how many FLOPs.
-The tensors are of the CPU; whoever runs the step of a GPU sets the paths that depend on a device.
+Under FakeTensorMode every operation of the real step runs on shapes alone. `Counter` sees each
+operation: its FLOPs, and the storages that live, by the phase of the step that made them. All
+tensors are on the CPU; for the step of a GPU the caller sets the paths that depend on the device.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class Counter(TorchDispatchMode):
-    """Bytes that are live, at their most, by phase; and FLOPs.
+    """The peak of live bytes, by phase, and the FLOPs.
 
     Args:
         rounding: Storages count as multiples of so many bytes.
 
     Attributes:
-        phase: What storages that come now belong to.
+        phase: The phase of new storages.
         live, peak: Bytes now, and at most since `restart`.
         at_peak: Bytes by phase at that moment.
         flops: Since `restart`.
@@ -52,7 +52,7 @@ class Counter(TorchDispatchMode):
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Count what comes in the context to a phase."""
+        """Count new storages in the context to a phase."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -60,7 +60,7 @@ class Counter(TorchDispatchMode):
             self.phase = before
 
     def move(self, tensor: Tensor, phase: str) -> None:
-        """Count a tensor that is there to another phase."""
+        """Count a live tensor to another phase."""
         key = id(tensor.untyped_storage())
         if key in self._storages:
             num_bytes, old, reference = self._storages[key]
@@ -80,7 +80,7 @@ class Counter(TorchDispatchMode):
             return args[0].device
         kwargs = kwargs or {}
         inside = _written_in_python(func)
-        if inside is not None:  # what an operator of ours makes on its way counts too
+        if inside is not None:  # the intermediates of our own operators count too
             with self:
                 return inside(*args, **kwargs)
         if _is_composed(func):  # as it arrives from within an operator of ours
@@ -144,9 +144,9 @@ def _is_composed(func: Any) -> bool:
 
 
 def _answer(tensor: Tensor) -> bool | int | float:
-    """Return what code that asks for a value is told: yes, or one.
+    """Placeholder for `.item()`-like reads of a tensor without data: True, or 1.
 
-    transformers asks whether all documents begin at a row's start, and whether no mask is needed.
+    transformers reads whether all documents begin at a row's start, and whether no mask is needed.
     """
     return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
 

@@ -25,7 +25,7 @@ from peftkit.train.memory.blocks import Blocks
 from peftkit.train.optim import STATE_BYTES
 
 AT_ONCE = 2
-"""Blocks that are there at once: one that computes, and one on its way."""
+"""Blocks that are there at once: one that computes, and one that is being copied."""
 LONGEST = 1 << 20
 STEP = 64
 """Lengths of rows are rounded down to a multiple of it."""
@@ -256,11 +256,11 @@ def smallest_step(
 
 @dataclass(frozen=True, slots=True)
 class WeightFootprint:
-    """A base as one device has it.
+    """The part of a base that one device holds.
 
     Attributes:
         resident: Bytes that are always there.
-        passing: Bytes of what is there for a while, at their most.
+        passing: Bytes that are there for a while, at their most.
         moved: Bytes that reach the device in a forward and backward pass that recomputes.
         elsewhere: Bytes that wait in main memory.
     """
@@ -277,7 +277,7 @@ class WeightFootprint:
 
 
 def streamed(model: nn.Module) -> WeightFootprint:
-    """Return what a device has of a base whose blocks are streamed (base/streaming.py).
+    """Return what a device holds of a base whose blocks are streamed (base/streaming.py).
 
     Each block comes for the forward pass and for the backward pass, less the two that are there
     when a pass begins. Experts come a group at a time, all of them in a step: for the forward pass,
@@ -306,7 +306,7 @@ def _groups(owner: Any, packing: Packing) -> list[int]:
 
 
 def sharded(model: nn.Module, num_devices: int, *, offload: bool = False) -> WeightFootprint:
-    """Return what each of several devices has of a base that is sharded (base/sharding.py).
+    """Return what each of several devices holds of a base that is sharded (base/sharding.py).
 
     A tensor is cut along its first dimension, into parts of one size. What is in no block, such as
     embeddings and head, is gathered for all of a step; blocks are gathered for the forward pass and

@@ -1,6 +1,6 @@
-"""What a run will cost, before it runs: memory, time, disk; and what to change if it does not fit.
+"""The costs of a run before it starts: memory, time, disk; and what to change if it does not fit.
 
-Of a model only the config is read. The step that trains is counted on tensors without data
+Of a model only the config is read. A training step is counted on tensors without data
 (`planning/step.py`), so that the plan and the run take the same paths.
 """
 
@@ -16,7 +16,7 @@ from peftkit.execution.environment import gpu_of_size, this_machine
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.planning.cards import CARDS, LINK, measured_rate, parse_size
 from peftkit.planning.memory import STEP, DeviceEstimate, MemoryEstimator, Strategy
-from peftkit.planning.resolve import config_of, plan_as_asked
+from peftkit.planning.resolve import config_of, plan_as_requested
 from peftkit.run.config import Recipe, load
 from peftkit.train.optim import STATE_BYTES
 
@@ -30,13 +30,13 @@ class Plan:
     """The estimator of a run.
 
     Attributes:
-        ways: Every way of keeping the base and its activations, the fastest first.
+        ways: Every strategy, the fastest first.
         chosen: The first one that fits, else the one that takes least.
-        cards: The same, spread over 1, 2, 4 and 8 cards like this one (train.shard: base).
+        cards: The same, sharded over 1, 2, 4 and 8 cards like this one (train.shard: base).
         link: GB/s from main memory to the device.
         rows, length: That go through the model at once.
-        memory_bytes, usable_bytes: Of the machine asked about.
-        fits: Whether at least one row of the asked length does, in some way.
+        memory_bytes, usable_bytes: Of the machine that is planned for.
+        fits: Whether some strategy lets a row of the requested length through.
         change: If it does not: what to add to the command line, or "".
         execution: How the run would be carried out.
         num_rows, num_tokens: Of the data, by its size; None where it is not at hand.
@@ -68,9 +68,9 @@ class Plan:
     seconds_on: Mapping[str, float]
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it, and the chosen way's figures on top."""
-        found = {name: value for name, value in asdict(self).items() if name != "chosen"}
-        return {**asdict(self.chosen), **found, "fits": self.fits}
+        """Return all fields, and those of the chosen strategy on top."""
+        fields = {name: value for name, value in asdict(self).items() if name != "chosen"}
+        return {**asdict(self.chosen), **fields, "fits": self.fits}
 
 
 def plan_run(
@@ -81,11 +81,11 @@ def plan_run(
     link: float = LINK,
     measure: bool = True,
 ) -> Plan:
-    """Tell what a run will cost, from the model's config alone.
+    """Estimate the costs of a run from the model's config alone.
 
     Args:
         target: A recipe, its file, or a model (trained as a recipe's defaults say).
-        memory: Of the GPU that is asked about ("8GB", or bytes); None: this machine's.
+        memory: Of the GPU to plan for ("8GB", or bytes); None: this machine's.
         overrides: "section.key=value" each.
         link: GB/s from main memory to the GPU, over which streamed blocks come.
         measure: Measure for a moment how fast this machine multiplies.
@@ -156,17 +156,17 @@ def _recipe(target: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
 
 
 def _execution(estimator: MemoryEstimator, chosen: Strategy) -> ExecutionPlan:
-    """Return the plan of a run that keeps its base and activations in a way."""
+    """Return the plan of a run with a strategy."""
     dtype = str(estimator.steps.dtype).removeprefix("torch.")
-    asked = plan_as_asked(estimator.recipe, estimator.environment, dtype)
-    plan = replace(asked, placement=chosen.placement, activations=chosen.activations)
+    plan = plan_as_requested(estimator.recipe, estimator.environment, dtype)
+    plan = replace(plan, placement=chosen.placement, activations=chosen.activations)
     if chosen.fits or plan.tokens is None:
         return plan if chosen.fits else replace(plan, rows=max(chosen.most_rows, 1))
     return replace(plan, tokens=max(chosen.most_rows, 1) * estimator.length)
 
 
 def _data(recipe: Recipe, length: int) -> tuple[int | None, int | None]:
-    """Return about how many rows and tokens a data file has, by its size; None if not at hand."""
+    """Estimate the rows and tokens of a data file by its size; None if it is not at hand."""
     if not isinstance(recipe.data.train, str):
         return None, None
     path = Path(recipe.data.train).expanduser()
@@ -207,22 +207,22 @@ def cheapest_change(estimator: MemoryEstimator, chosen: Strategy) -> str:
 
 def _tried(recipe: Recipe) -> Iterator[Changes]:
     """Yield changes, what estimator least time first, alone and then together."""
-    beside: list[str] = []
+    changes: list[str] = []
     if recipe.train.optimizer == "adamw":
-        beside.append("train.optimizer=adamw_8bit")
+        changes.append("train.optimizer=adamw_8bit")
     if recipe.train.gradient_checkpointing is False:
-        beside.append("train.gradient_checkpointing=auto")
+        changes.append("train.gradient_checkpointing=auto")
     if recipe.base.quantize in ("none", "int8"):
-        beside.append("base.quantize=nf4")
-    yield from ((change,) for change in beside)
-    if len(beside) > 1:
-        yield tuple(beside)
+        changes.append("base.quantize=nf4")
+    yield from ((change,) for change in changes)
+    if len(changes) > 1:
+        yield tuple(changes)
     if recipe.base.placement == "stream":
         return
-    needed = [change for change in beside if "optimizer" not in change]
+    needed = [change for change in changes if "optimizer" not in change]
     yield (*needed, "base.placement=stream")
-    if len(needed) < len(beside):
-        yield (*beside, "base.placement=stream")
+    if len(needed) < len(changes):
+        yield (*changes, "base.placement=stream")
 
 
 def _changed(recipe: Recipe, changes: Sequence[str]) -> Recipe:

@@ -37,7 +37,7 @@ def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:
     if here.memory is not None and recipe.train.memory != "auto":
         here = here.at_most(int(recipe.train.memory * 1e9) - used_bytes(device))
     dtype = compute_dtype(recipe.base, device)
-    plan = plan_as_asked(recipe, here, str(dtype).removeprefix("torch."))
+    plan = plan_as_requested(recipe, here, str(dtype).removeprefix("torch."))
     if here.memory is None or not (_may_shard(recipe, plan) or _may_stream(recipe, plan)):
         return plan
     config = config_of(recipe)
@@ -59,10 +59,10 @@ def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:
         part = weights // plan.num_processes
         if not _on_all(step_bytes(plan, part) <= here.usable, here, device):
             plan, how = replace(plan, shard="offload"), f", its parts in main memory {how}"
-        on_event(Notice(f"The base is spread over the processes {how}. {sizes}"))
+        on_event(Notice(f"The base is sharded over the processes {how}. {sizes}"))
         return plan
     if here.world_size > 1 and recipe.train.shard == "auto":
-        sizes += f" It is not spread over processes: method.type {recipe.method.type}."
+        sizes += f" It is not sharded: method.type {recipe.method.type}."
     if _may_stream(recipe, plan) and _can_stream(recipe, config):
         on_event(Notice(f"{STREAMED} {sizes}"))
         return replace(plan, placement="stream")
@@ -70,7 +70,7 @@ def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:
     return plan
 
 
-def plan_as_asked(recipe: Recipe, here: Environment, dtype: str = "") -> ExecutionPlan:
+def plan_as_requested(recipe: Recipe, here: Environment, dtype: str = "") -> ExecutionPlan:
     """Return a recipe's plan where everything fits."""
     shard = recipe.train.shard
     return recipe.train.plan(

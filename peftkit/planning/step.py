@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from peftkit.adapter import Adapter, attach
-from peftkit.base.purpose import ClassHead, head_of_classes
+from peftkit.base.purpose import ClassHead, head_modules
 from peftkit.base.skeleton import on_meta, packed_skeleton, untraced
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.kernels.cross_entropy import ALIGNMENT, rows_of_chunk
@@ -82,7 +82,7 @@ class FewChunks(Head):
 def loss_of(
     model: Any, task: TaskConfig, dtype: torch.dtype, rows: int, length: int, head: Head | None
 ) -> Tensor:
-    """Return the loss of B rows, each of so many texts of T tokens as the task's rows have.
+    """Return the loss of B rows, each of `texts_per_row` texts of T tokens.
 
     All tokens are targets; of media and text the text alone is there, whose tokens stand for the
     media too.
@@ -142,7 +142,7 @@ def _audio(model: Any, dtype: torch.dtype, rows: int) -> dict[str, Any]:
 
 
 def counted_head(model: Any, chunk_bytes: int) -> FewChunks | None:
-    """Return a model's head as a step without data computes it; None: it has none."""
+    """Return the head of a model as it is counted; None if it has none."""
     module = find_head(model)
     if module is None:
         return None
@@ -152,7 +152,7 @@ def counted_head(model: Any, chunk_bytes: int) -> FewChunks | None:
 
 @dataclass(frozen=True, slots=True)
 class StepCount:
-    """What one step of a model takes.
+    """The memory and the FLOPs of one step.
 
     Attributes:
         peak: Bytes by category at their most: weights, adapters, gradients, activations.
@@ -165,8 +165,8 @@ class StepCount:
     block_input: int
 
     @property
-    def beside_weights(self) -> int:
-        """Bytes of what depends on the rows: activations and gradients."""
+    def without_weights(self) -> int:
+        """Bytes that depend on the rows: activations and gradients."""
         return self.peak.get("activations", 0) + self.peak.get("gradients", 0)
 
 
@@ -278,7 +278,7 @@ def skeleton_of(recipe: Recipe, config: Any, dtype: torch.dtype) -> Any:
 
 def with_method(model: Any, recipe: Recipe) -> Adapter:
     """Put the method on a model; a classification head is trained fully."""
-    head = head_of_classes(model) if has_class_head(recipe.task) else ()
+    head = head_modules(model) if has_class_head(recipe.task) else ()
     fully = tuple(dict.fromkeys((*recipe.method.train_fully, *head)))
     return attach(model, recipe.method.model_copy(update={"train_fully": fully}), fresh=False)
 

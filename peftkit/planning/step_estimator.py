@@ -35,7 +35,7 @@ from peftkit.train.memory.blocks import Blocks
 
 CATEGORIES = ("weights", "adapters", "gradients", "activations")
 FEW, MOST = 2, 8
-"""Blocks that are built: at least, so that inner ones are among them; at most, if kinds differ."""
+"""Blocks that are built: at least, to have inner ones among them; at most, if kinds differ."""
 ON_DEVICE = 4
 """Inputs of blocks that are on a GPU where they are offloaded: the first, two more, the output."""
 
@@ -61,7 +61,7 @@ def steps_of(
 
 
 def _key(recipe: Recipe, config: Any, device: str) -> tuple[Any, ...]:
-    """Return what the steps of a recipe depend on."""
+    """Return all settings that the steps of a recipe depend on."""
     base = recipe.base.model_copy(update={"placement": "auto", "store": "auto"})
     return base, recipe.task, recipe.method, recipe.train.group_layers, config, device
 
@@ -127,7 +127,7 @@ class StepEstimator:
         return bool(sizes) and sum(sizes) <= COPY_SHARE * max((main_memory or 0) - self.weights, 0)
 
     def count(self, rows: int, length: int, mode: Activations) -> StepCount:
-        """Return what a step of the whole model takes."""
+        """Return the memory and the FLOPs of a step of the whole model."""
         first, second, more = self._both(rows, length, mode)
         peak = {
             name: max(0, round(_extrapolated(first.peak, second.peak, name, more)))
@@ -138,19 +138,19 @@ class StepEstimator:
         return StepCount(peak, flops, first.block_input)
 
     def bytes_per_token(self, rows: int, length: int, mode: Activations) -> float:
-        """Return what each further token takes, from two lengths."""
+        """Return the bytes of each further token, from two lengths."""
         first, second, more = self._both(rows, length, mode)
         tokens, other = rows * length, length // 4 if length >= 512 else 4 * length
         other += length * (other == tokens)  # a slope needs two lengths
         elsewhere = self._counted(self._depth, 1, other, mode)
-        slope = (elsewhere.beside_weights - first.beside_weights) / (other - tokens)
-        each = more * (second.beside_weights - first.beside_weights) - self._away(first, mode)
+        slope = (elsewhere.without_weights - first.without_weights) / (other - tokens)
+        each = more * (second.without_weights - first.without_weights) - self._away(first, mode)
         return slope + each / tokens
 
     def _both(
         self, rows: int, length: int, mode: Activations
     ) -> tuple[StepCount, StepCount, float]:
-        """Return a step of few blocks, of one more, and how often the difference is to be added."""
+        """Return a step of few blocks, one of a block more, and how many more blocks there are."""
         first = self._counted(self._depth, rows, length, mode)
         small = self._steps[self._depth].num_blocks
         if small == self.num_blocks:

@@ -27,7 +27,7 @@ from peftkit.methods.data_init import as_on_main, init_from_rows, loftq_starts, 
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import InitValues, Method
 from peftkit.model.blocks import STREAMED
-from peftkit.planning.resolve import plan_as_asked, resolve_plan
+from peftkit.planning.resolve import plan_as_requested, resolve_plan
 from peftkit.run.config import Recipe
 from peftkit.tasks.protocol import Task, TaskConfig
 from peftkit.tasks.token_task import DocumentTask, Reference
@@ -129,7 +129,7 @@ def prepare(
 def _plan_over(recipe: Recipe, base: Base) -> ExecutionPlan:
     """Return the plan of a recipe whose base is loaded."""
     dtype = str(base.model.dtype).removeprefix("torch.")
-    plan = plan_as_asked(recipe, free_now(base.device), dtype)
+    plan = plan_as_requested(recipe, free_now(base.device), dtype)
     return replace(plan, placement="stream" if hasattr(base.model, STREAMED) else "device")
 
 
