@@ -156,10 +156,11 @@ class Conversation:
         if self._seeing is None:
             note(f"This adapter reads no {kind.kind}s: it was trained on text alone.")
             return
-        asked, medium = self._seeing.encoder.asked, kind(Path(name).expanduser(), name)
+        processor = self._seeing.encoder.media_processor
+        medium = kind(Path(name).expanduser(), name)
         try:
-            asked.check([medium], name)
-            size = kind.told(medium.read(asked.limits), asked.limits)
+            processor.check([medium], name)
+            size = kind.describe(medium.read(processor.limits), processor.limits)
         except PeftkitError as error:
             note(str(error))
             return

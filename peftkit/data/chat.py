@@ -1,10 +1,10 @@
-"""Conversations as text, and where in that text the assistant's turns stand, exactly.
+"""Conversations as text, and the exact spans of the assistant's turns in it.
 
-Turn i of a conversation is found by rendering prefixes: `prompt` is the conversation before it with
-the generation prompt, `closed` the conversation up to it. Where both are prefixes of the whole, the
-turn is whole[len(prompt):len(closed)]: what the model is to write after what it is given. Where a
-template writes earlier turns otherwise than last ones (Qwen3 strips their thinking, Phi-3 ends a
-conversation with another token), a sentinel in place of the turn's content tells what stands
+A turn is found by rendering prefixes of the conversation: `prompt` is what comes before the turn,
+with the generation prompt; `closed` is all up to its end. Where both are prefixes of the whole, the
+turn is whole[len(prompt):len(closed)]: what the model is to write after what it is given. Some
+templates write earlier turns otherwise than last ones (Qwen3 strips their thinking, Phi-3 ends a
+conversation with another token); then a sentinel in place of the turn's content shows what comes
 before and after it. A turn that neither finds is an error, never a guess.
 """
 
@@ -54,9 +54,9 @@ CHATML = """\
 
 
 class Span(NamedTuple):
-    """Characters [start, end) of a rendered conversation that are learnt.
+    """Characters [start, end) of a rendered conversation that are a target.
 
-    `ended` says that the last of them is a special token, which ends the turn.
+    `ended`: whether the last of them is a special token, which ends the turn.
     """
 
     start: int
@@ -69,9 +69,9 @@ class Rendered:
     """A conversation as text.
 
     Args:
-        spans: The learnt turns, in order.
-        as_generated: Whether the last turn begins right after what a generation prompt ends with.
-        thoughts: Of learnt turns with reasoning, whether the template writes it.
+        spans: The target turns, in order.
+        as_generated: Whether the last turn begins where a generation prompt ends.
+        thoughts: Of target turns with reasoning, whether the template writes it.
     """
 
     text: str
@@ -86,36 +86,36 @@ def choose_template(
     """Return the template of `data.chat_template`; None: the tokenizer's own, if it has one.
 
     Args:
-        variables: Set in the template's first lines, unless who renders it gives others: so that
-            whoever has the template prompts as it was trained.
+        variables: Set in the template's first lines, unless its caller gives others: so that
+            whoever has the template prompts as in training.
 
     Raises:
-        DataError: It names a file that is not there, or does not know one of the variables.
+        DataError: It names a file that does not exist, or does not read one of the variables.
     """
     template = _named_template(choice)
     if not variables:
         return template
-    known = own_template(tokenizer) if template is None else template
+    text = own_template(tokenizer) if template is None else template
     for name in variables:
-        if not name.isidentifier() or not re.search(rf"\b{name}\b", known):
+        if not name.isidentifier() or not re.search(rf"\b{name}\b", text):
             raise DataError(
                 f"Cannot use data.chat_template_kwargs: {name}.",
-                found="The chat template does not read it." if known else "There is no template.",
+                found="The chat template does not read it." if text else "There is no template.",
                 fix="Leave it out, or give a template that does with data.chat_template.",
             )
     lines = [
         f"{{%- set {name} = {name} if {name} is defined else {json.dumps(value)} -%}}\n"
         for name, value in variables.items()
     ]
-    return "".join(lines) + known
+    return "".join(lines) + text
 
 
 def own_template(tokenizer: Any) -> str:
     """Return the text of a tokenizer's or processor's own template, "" if it has none."""
-    found = getattr(tokenizer, "chat_template", None) or ""
-    if not found:
-        found = getattr(getattr(tokenizer, "tokenizer", None), "chat_template", None) or ""
-    return str(found.get("default", "") if isinstance(found, Mapping) else found)
+    for owner in (tokenizer, getattr(tokenizer, "tokenizer", None)):
+        if template := getattr(owner, "chat_template", None):
+            return str(template.get("default", "") if isinstance(template, Mapping) else template)
+    return ""
 
 
 def _named_template(choice: str | None) -> str | None:
@@ -124,14 +124,14 @@ def _named_template(choice: str | None) -> str | None:
     if choice == "chatml":
         return CHATML
     path = Path(choice).expanduser()
-    asked = f"Cannot use data.chat_template '{choice}'."
+    summary = f"Cannot use data.chat_template '{choice}'."
     if path.suffix not in {".jinja", ".j2"}:
         hint = did_you_mean(choice, ["chatml"])
-        raise DataError(asked, found=hint, fix='Give "chatml" or the path of a .jinja file.')
+        raise DataError(summary, found=hint, fix='Give "chatml" or the path of a .jinja file.')
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as problem:
-        raise DataError(asked, found=str(problem)) from None
+        raise DataError(summary, found=str(problem)) from None
 
 
 def special_texts(tokenizer: Any) -> list[str]:
@@ -143,12 +143,12 @@ def special_texts(tokenizer: Any) -> list[str]:
 
 
 class Chat:
-    """A tokenizer's chat template at work.
+    """Renders conversations with a chat template, and finds their target turns.
 
     Args:
         template: Used instead of the tokenizer's own.
-        renderer: Whose `apply_chat_template` writes conversations, if not the tokenizer's.
-        learns_reasoning: Whether what was thought before an answer is learnt with it.
+        renderer: Its `apply_chat_template` is called instead of the tokenizer's.
+        trains_reasoning: Whether the reasoning before an answer is a target, too.
     """
 
     def __init__(
@@ -157,11 +157,11 @@ class Chat:
         template: str | None = None,
         renderer: Any = None,
         *,
-        learns_reasoning: bool = True,
+        trains_reasoning: bool = True,
     ) -> None:
         self._renderer, self._template = renderer or tokenizer, template
         self._text = template or own_template(self._renderer)
-        self._learns_reasoning = learns_reasoning
+        self._trains_reasoning = trains_reasoning
         special = "|".join(re.escape(text) for text in special_texts(tokenizer)) or r"(?!)"
         self._next_special = re.compile(rf"\s*({special})")
         # the end of a turn: special tokens, then nothing but white space and more of them
@@ -184,7 +184,7 @@ class Chat:
             variables: For the template, in place of those that it sets itself.
 
         Raises:
-            DataError: The template refuses the conversation; with its own words.
+            DataError: The template refuses the conversation; with its message.
         """
         try:
             text = self._renderer.apply_chat_template(
@@ -209,17 +209,17 @@ class Chat:
 
     def _as_read(self, message: Message) -> dict[str, Any]:
         """Return a message with the names that the template reads."""
-        told = dict(message)
-        if told["role"] == "developer" and "developer" not in self._text:
-            told["role"] = "system"
-        if "reasoning_content" in self._text or not (thought := told.pop("reasoning_content", "")):
-            return told
+        turn = dict(message)
+        if turn["role"] == "developer" and "developer" not in self._text:
+            turn["role"] = "system"
+        if "reasoning_content" in self._text or not (thought := turn.pop("reasoning_content", "")):
+            return turn
         if re.search(r"\.thinking\b|['\"]thinking['\"]", self._text):
-            return told | {"thinking": thought}
-        return told | {"content": f"<think>\n{thought}\n</think>\n\n{told.get('content') or ''}"}
+            return turn | {"thinking": thought}
+        return turn | {"content": f"<think>\n{thought}\n</think>\n\n{turn.get('content') or ''}"}
 
     def spans(self, conversation: Conversation) -> Rendered:
-        """Render a conversation and find the turns to learn.
+        """Render a conversation and find its target turns.
 
         Raises:
             DataError: The template leaves a message out, or a turn cannot be found for certain.
@@ -229,14 +229,14 @@ class Chat:
         spans: list[Span] = []
         thoughts: list[bool] = []
         as_generated = True
-        for turn in conversation.learnt:
+        for turn in conversation.target_turns:
             message = conversation.messages[turn]
             if not (message.get("content") or "").strip() and "tool_calls" not in message:
-                continue  # nothing was said: there is nothing to learn
+                continue  # an empty answer
             span, as_generated = self._span(conversation, turn, whole)
             if thought := reasoning_of(message):
                 thoughts.append(thought in whole[span.start : span.end])
-                if not self._learns_reasoning and thoughts[-1]:
+                if not self._trains_reasoning and thoughts[-1]:
                     span = _after_thought(whole, span, message, thought)
             if not spans or span.start >= spans[-1].end:
                 spans.append(span)
@@ -258,13 +258,13 @@ class Chat:
         before, after = self._around(conversation, turn, len(messages))
         start = len(prompt) if starts else len(before)
         if not starts and not whole.startswith(before):
-            raise _not_found(conversation, turn, "what stands before it changes with its content")
+            raise _not_found(conversation, turn, "what comes before it changes with its content")
         if ends and len(closed) > start:
             return self._ended(whole, start, len(closed)), starts
         if not whole.endswith(after):
-            raise _not_found(conversation, turn, "what stands after it changes with its content")
+            raise _not_found(conversation, turn, "what comes after it changes with its content")
         end = len(whole) - len(after)
-        # the end of turn is learnt where it is the one that also ends a whole conversation
+        # the end of turn is a target where a whole conversation ends with the same token
         _, last_after = self._around(conversation, turn, turn + 1)
         here, last = self._next_special.match(after), self._next_special.match(last_after)
         ended = bool(here and last and here[1] == last[1])
@@ -286,7 +286,7 @@ class Chat:
         marked = self.render(messages, conversation.tools, conversation.source)
         before, *rest = marked.split(SENTINEL)
         if len(rest) != 1:
-            raise _not_found(conversation, turn, "its content does not stand in the text once")
+            raise _not_found(conversation, turn, "its content is not in the text exactly once")
         return before, rest[0]
 
     def _check_nothing_is_left_out(self, conversation: Conversation, whole: str) -> None:
@@ -295,8 +295,8 @@ class Chat:
             self._check_tools(conversation, whole)
         for number, message in enumerate(conversation.messages):
             # reasoning of earlier turns is left out on purpose by the templates that know it
-            said = (message.get("content") or "").rpartition("</think>")[2].strip()
-            if said and said not in whole and not self._writes(conversation, number):
+            answer = (message.get("content") or "").rpartition("</think>")[2].strip()
+            if answer and answer not in whole and not self._writes(conversation, number):
                 role = message["role"]
                 raise DataError(
                     f"The chat template leaves out a message of {conversation.source}.",
@@ -307,7 +307,7 @@ class Chat:
                 self._check_call(conversation, number, call["function"], whole)
 
     def _writes(self, conversation: Conversation, number: int) -> bool:
-        """Return whether a message's content shows in the text at all, escaped maybe."""
+        """Return whether a message's content is written at all, escaped maybe."""
         messages = list(conversation.messages)
         messages[number] = {**messages[number], "content": SENTINEL}
         return SENTINEL in self.render(messages, conversation.tools, conversation.source)
@@ -343,12 +343,12 @@ class Chat:
 
 
 def _after_thought(whole: str, span: Span, message: Message, thought: str) -> Span:
-    """Return what follows a thought: from the answer's text on, or after what ends the thought."""
+    """Return the span after a thought: from the answer on, or from the end of the thought."""
     start = whole.index(thought, span.start) + len(thought)
-    said = (message.get("content") or "").rpartition("</think>")[2].strip()
-    answer = whole.find(said, start, span.end) if said else -1
+    answer = (message.get("content") or "").rpartition("</think>")[2].strip()
+    answer_start = whole.find(answer, start, span.end) if answer else -1
     ending = _THOUGHT_END.match(whole, start, span.end)
-    start = answer if answer >= 0 else ending.end() if ending else start
+    start = answer_start if answer_start >= 0 else ending.end() if ending else start
     return Span(start, span.end, span.ended)
 
 

@@ -1,7 +1,8 @@
-"""Examples as tokens, with the learnt ones marked; the same code makes the prompts of generation.
+"""Examples as tokens and labels; generation builds its prompts with the same code.
 
-What training saw before an answer is, token for token, what generation gives: a prompt's tokens are
-those of the prompt alone, and an answer's tokens are made to continue them.
+A prompt's tokens are those of the prompt alone, and an answer's tokens continue them: what training
+reads before an answer is, token for token, what generation gives. Targets are the tokens that the
+loss counts.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ STYLES: tuple[StyleName, ...] = get_args(StyleName)
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a prompt is put to a model; recorded beside an adapter, so that it is asked as it learnt.
+    """How a model is prompted; saved with an adapter, so that generation does as training did.
 
     Args:
-        kind: chat: through a chat template; alpaca: in Alpaca's frame; plain: as it stands.
+        kind: chat: through a chat template; alpaca: in Alpaca's frame; plain: as it is.
         chat_template: The template's text; None: the tokenizer's own.
-        reasoning: What became of it in training; see `DataConfig.reasoning`.
+        reasoning: How training treated it; see `DataConfig.reasoning`.
     """
 
     kind: StyleName
@@ -62,7 +63,7 @@ class Style:
 
 
 def default_style(tokenizer: Any) -> Style:
-    """Return how a model is asked when nothing says how it was taught."""
+    """Return how to prompt a model when nothing says how it was trained."""
     return Style("chat" if tokenizer.chat_template else "plain")
 
 
@@ -76,8 +77,8 @@ def prompt_ids(
     """Return the tokens that generation starts from.
 
     Args:
-        prompt: What the user says, or a whole conversation up to now (chat only).
-        variables: For the chat template, in place of those that the adapter learnt with.
+        prompt: The user's text, or a conversation (chat only).
+        variables: For the chat template, in place of those of training.
 
     Raises:
         DataError: The style or the template cannot write it.
@@ -91,30 +92,34 @@ def prompt_ids(
     if not isinstance(prompt, str):
         raise DataError(
             "Cannot put a conversation to this model.",
-            found=f"Its adapter learnt from single prompts (style '{style.kind}').",
+            found=f"Its adapter was trained on single prompts (style '{style.kind}').",
             fix="Give one prompt as text.",
         )
     return with_bos(tokenizer, ALPACA.format(prompt) if style.kind == "alpaca" else prompt)
 
 
 def stop_ids(tokenizer: Any, style: Style) -> list[int]:
-    """Return the tokens that end an answer: what a row of this style teaches last, and eos."""
-    found = {int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set()
+    """Return the tokens that end an answer: the last target of a row of this style, and eos."""
+    stops = {int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set()
     if style.kind == "chat":
-        turns = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"})
-        row = Encoder(tokenizer, style.chat_template).encode(
-            Conversation(turns, (1,), (), "the chat template")
-        )
-        found.add(next(label for label in reversed(row.labels) if label != IGNORE))
-    return sorted(found)
+        hello = Instruction("Hello", "", "Hello", "the chat template").conversation
+        row = Encoder(tokenizer, style.chat_template).encode(hello)
+        stops.add(next(label for label in reversed(row.labels) if label != IGNORE))
+    return sorted(stops)
 
 
 class Encoder:
-    """Turns examples into rows, one document each.
+    """Makes a row of tokens of each example, one document each.
 
     Args:
         template: A chat template's text, used instead of the tokenizer's own.
         reasoning: See `DataConfig.reasoning`.
+
+    Attributes:
+        has_template: Whether conversations can be written.
+        counts: Over all examples. off_prompt: conversations whose last turn begins otherwise than
+            the generation prompt ends. thoughts, unwritten: target turns whose reasoning the
+            template writes, or leaves out.
     """
 
     def __init__(
@@ -122,17 +127,15 @@ class Encoder:
     ) -> None:
         self._tokenizer, self._template, self._reasoning = tokenizer, template, reasoning
         self.has_template = template is not None or bool(tokenizer.chat_template)
-        self._chat = Chat(tokenizer, template, learns_reasoning=reasoning == "learn")
+        self._chat = Chat(tokenizer, template, trains_reasoning=reasoning == "learn")
         special = "|".join(re.escape(text) for text in special_texts(tokenizer)) or r"(?!)"
         self._special = re.compile(special)
         self._added = set(getattr(tokenizer, "added_tokens_decoder", {}))
         self._headers: dict[str, list[int]] = {}
         self.counts = Counter[str]()
-        """off_prompt: conversations whose last turn begins otherwise than the generation prompt
-        ends; thoughts, unwritten: learnt turns with reasoning that the template writes, or not."""
 
     def style(self, example: Example) -> Style:
-        """Return how generation has to prompt a model that learnt from such an example.
+        """Return how generation has to prompt a model that trained on such an example.
 
         Raises:
             DataError: A conversation, and a tokenizer without a chat template.
@@ -145,17 +148,13 @@ class Encoder:
         return Style("plain")
 
     def encode(self, example: Example) -> Row:
-        """Return an example's tokens, uncut; no label counts where there is nothing to learn.
+        """Return an example's tokens, uncut; without targets where there is nothing to learn.
 
         Raises:
-            DataError: A template refuses it, or its learnt tokens cannot be told for certain.
+            DataError: A template refuses it, or its targets cannot be found for certain.
         """
         if isinstance(example, Instruction) and self.has_template:
-            turns = (
-                {"role": "user", "content": example.request},
-                {"role": "assistant", "content": example.output},
-            )
-            example = Conversation(turns, (1,), (), example.source)
+            example = example.conversation
         if isinstance(example, Conversation):
             return self._conversation(example)
         if isinstance(example, Instruction):
@@ -181,8 +180,8 @@ class Encoder:
             return self._text(Text(example.completion, example.source))
         answer = self._continuation(example.prompt, example.completion, example.source)
         answer = self._with_eos(answer, example.source)
-        learnt = [False] * len(prompt) + [True] * len(answer)
-        return row_of(prompt + answer, learnt, example.source)
+        is_target = [False] * len(prompt) + [True] * len(answer)
+        return row_of(prompt + answer, is_target, example.source)
 
     def _with_eos(self, ids: list[int], source: str) -> list[int]:
         eos = self._tokenizer.eos_token_id
@@ -202,81 +201,79 @@ class Encoder:
         self.counts["off_prompt"] += not rendered.as_generated
         self.counts["thoughts"] += sum(rendered.thoughts)
         self.counts["unwritten"] += len(rendered.thoughts) - sum(rendered.thoughts)
-        last = example.learnt[-1] if example.learnt else -1
+        last = example.target_turns[-1] if example.target_turns else -1
         return self.rendered(rendered, example.source, ends=last == len(example.messages) - 1)
 
     def rendered(self, rendered: Rendered, source: str, *, ends: bool) -> Row:
-        """Return the tokens of a text whose learnt parts are known.
+        """Return the tokens of a text with target spans.
 
         Args:
-            ends: The last of these ends a document.
+            ends: Whether the last span ends the document.
 
         Raises:
-            DataError: Its learnt tokens cannot be told for certain.
+            DataError: Its targets cannot be found for certain.
         """
         text, spans = rendered.text, rendered.spans
-        ids, learnt = self._joint(text, spans) or self._piecewise(text, spans, source)
+        ids, is_target = self._joint(text, spans) or self._segmentwise(text, spans, source)
         if ends and spans and not spans[-1].ended:
-            # the template ends no turn with a token: eos has to say that the answer is over
+            # the template ends no turn with a token: eos has to end the answer
             longer = self._with_eos(ids, source)
-            ids, learnt = longer, learnt + [True] * (len(longer) - len(ids))
-        return row_of(ids, learnt, source)
+            ids, is_target = longer, is_target + [True] * (len(longer) - len(ids))
+        return row_of(ids, is_target, source)
 
     def _joint(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]] | None:
-        """Tokenise the whole at once; None where that melts a turn's beginning into its prompt."""
+        """Tokenise the text at once; None where a token crosses the beginning or end of a span."""
         if not self._tokenizer.is_fast:
             return None
-        made = self._tokenizer(
+        encoding = self._tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
-        ids: list[int] = made["input_ids"]
-        offsets: list[tuple[int, int]] = made["offset_mapping"]
-        learnt = [False] * len(ids)
+        ids: list[int] = encoding["input_ids"]
+        offsets: list[tuple[int, int]] = encoding["offset_mapping"]
+        is_target = [False] * len(ids)
         at = 0
         for span in spans:
             while at < len(ids) and offsets[at][0] < span.start:
                 at += 1
-            if not self._prompt_stands(text[: span.start], ids[:at], offsets):
+            if not self._is_prompt(text[: span.start], ids[:at], offsets):
                 return None
             while at < len(ids) and offsets[at][0] < span.end:
-                learnt[at] = True
+                is_target[at] = True
                 at += 1
             if offsets[at - 1][1] > span.end and ids[at - 1] not in self._added:
-                return None  # the turn's end is melted into what follows
-        return ids, learnt
+                return None  # the turn's end is merged with what follows
+        return ids, is_target
 
-    def _prompt_stands(
-        self, prompt: str, ids: list[int], offsets: Sequence[tuple[int, int]]
-    ) -> bool:
-        """Return whether a prompt alone makes these tokens.
+    def _is_prompt(self, prompt: str, ids: list[int], offsets: Sequence[tuple[int, int]]) -> bool:
+        """Return whether these are the tokens of a prompt alone.
 
-        Only what follows its last added token is looked at: tokenizers never merge across those.
+        Only those after its last added token are compared: tokenizers never merge across one.
         """
         first = next((n for n in reversed(range(len(ids))) if ids[n] in self._added), 0)
         header = prompt[offsets[first][0] if first else 0 :]
-        if len(header) > 200:  # no "<|im_start|>assistant" that comes again and again
+        if len(header) > 200:  # no recurring "<|im_start|>assistant"
             return _tokens(self._tokenizer, header) == ids[first:]
         if header not in self._headers:
             self._headers[header] = _tokens(self._tokenizer, header)
         return self._headers[header] == ids[first:]
 
-    def _piecewise(
+    def _segmentwise(
         self, text: str, spans: Sequence[Span], source: str
     ) -> tuple[list[int], list[bool]]:
-        """Tokenise what is given and what is learnt apart, each continuing the one before."""
+        """Tokenise context and targets apart, each continuing the segment before."""
         cuts = [cut for span in spans for cut in (span.start, span.end)]
         ids: list[int] = []
-        learnt: list[bool] = []
+        is_target: list[bool] = []
         for number, (start, end) in enumerate(zip([0, *cuts], [*cuts, len(text)], strict=True)):
             special = [match.start() for match in self._special.finditer(text, 0, start)]
             head = text[special[-1] if special else 0 : start]
-            piece = self._continuation(head, text[start:end], source)
-            ids += piece
-            learnt += [number % 2 == 1] * len(piece)
-        return ids, learnt
+            segment = self._continuation(head, text[start:end], source)
+            ids += segment
+            is_target += [number % 2 == 1] * len(segment)
+        return ids, is_target
 
     def _continuation(self, head: str, tail: str, source: str) -> list[int]:
-        """Return the tokens of `tail` such that they follow those of `head` alone.
+        """Return tokens of `tail` that follow those of `head` alone.
 
         Tokenised together, the two may share a token ("\\n" + "\\n"); tokenised apart, some
         tokenizers put a space before `tail`. An anchor that merges with nothing avoids both.
@@ -309,7 +306,7 @@ def require_template(tokenizer: Any, template: str | None) -> None:
     """Refuse a conversation where no template can write it.
 
     Raises:
-        DataError: Neither the tokenizer, or processor, has one nor is one given.
+        DataError: None is given, and the tokenizer, or processor, has none.
     """
     if template is None and not tokenizer.chat_template:
         raise DataError(
@@ -325,7 +322,7 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
 
 
 def with_bos(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text that begins a document: with bos where the tokenizer adds it."""
+    """Return the tokens of a document's beginning: with bos where the tokenizer adds it."""
     ids = _tokens(tokenizer, text)
     bare, full = _tokens(tokenizer, "a"), list(tokenizer("a")["input_ids"])
     starts = (n for n in range(len(full)) if full[n : n + len(bare)] == bare)
@@ -333,12 +330,9 @@ def with_bos(tokenizer: Any, text: str) -> list[int]:
     return ids if ids[: len(lead)] == lead else lead + ids
 
 
-def row_of(ids: Sequence[int], learnt: Sequence[bool], source: str) -> Row:
-    """Return a document's row; its first token is never learnt.
-
-    What stands after the last learnt token goes: nothing that is learnt would see it.
-    """
-    labels = [token if on else IGNORE for token, on in zip(ids, learnt, strict=True)]
+def row_of(ids: Sequence[int], is_target: Sequence[bool], source: str) -> Row:
+    """Return a document's row, up to its last target; its first token is never a target."""
+    labels = [token if target else IGNORE for token, target in zip(ids, is_target, strict=True)]
     if labels:
         labels[0] = IGNORE
     stop = next((n for n in range(len(labels), 0, -1) if labels[n - 1] != IGNORE), len(labels))
@@ -346,10 +340,10 @@ def row_of(ids: Sequence[int], learnt: Sequence[bool], source: str) -> Row:
 
 
 class SpecialTokens:
-    """A tokenizer's own beginning and end of a text, apart from the text.
+    """What a tokenizer puts before and after every text.
 
     Attributes:
-        lead, tail: Tokens before and after every text.
+        lead, tail: Tokens before and after.
 
     Raises:
         BaseError: The tokenizer does not put the same tokens around every text.
@@ -366,7 +360,7 @@ class SpecialTokens:
             )
 
     def room(self, max_length: int) -> int:
-        """Return how many tokens of a text fit beside them.
+        """Return how many tokens of a text fit with them into a row.
 
         Raises:
             DataError: None do.
@@ -381,12 +375,11 @@ class SpecialTokens:
         return room
 
     def tokens(self, text: str) -> list[int]:
-        """Return the tokens of a text without those around it."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        """Return the tokens of a text alone."""
+        return _tokens(self._tokenizer, text)
 
     def put_around(self, ids: Sequence[int]) -> list[int]:
-        """Return tokens with those around them."""
+        """Return tokens between `lead` and `tail`."""
         return [*self.lead, *ids, *self.tail]
 
     def _around(self, text: str) -> tuple[list[int], list[int]]:
@@ -398,15 +391,15 @@ class SpecialTokens:
 
 
 NOTHING, BEYOND = 0, 1
-"""Why a row is dropped: nothing to learn; its answer lies beyond the cut."""
+"""Indices into `DocumentEncoder.drops`."""
 
 
 class DocumentEncoder(RowEncoder):
-    """Makes a row of tokens of each record, cut to a length.
+    """Makes a row of each record for causal language modelling: one document, cut to a length.
 
     Args:
-        template: A chat template's text, used instead of the tokenizer's own.
-        fields: Names of those with prompt and completion, whatever the format.
+        template, reasoning: See `Encoder`.
+        fields: Names of the fields with prompt and completion, whatever the format.
     """
 
     kind: ClassVar[type[Row]] = Row
@@ -429,8 +422,8 @@ class DocumentEncoder(RowEncoder):
         self._format, self._max_length, self._fields = format, max_length, fields
 
     def key(self, where: str) -> object:
-        known = (self._template, self._format, self._max_length, self._fields, self._reasoning)
-        return (*tokenizer_key(self._tokenizer), *known)
+        settings = (self._template, self._format, self._max_length, self._fields, self._reasoning)
+        return (*tokenizer_key(self._tokenizer), *settings)
 
     def read(self, records: Sequence[Record], where: str) -> ParsedRow:
         return parse(records, self._format, where=where, fields=self._fields)
@@ -454,20 +447,20 @@ class DocumentEncoder(RowEncoder):
         return EncodedRows(rows, {"format": str(read.format), "style": style}, counts, read.unused)
 
 
-def agreed_style(known: Style | None, style: Style, where: str) -> Style:
-    """Return how rows are prompted, which is one way for all of a task's rows.
+def agreed_style(first: Style | None, style: Style, where: str) -> Style:
+    """Return the style of rows, which is the same for all rows of a task.
 
     Args:
-        known: Of the rows before, or of the adapter in hand; None: these are the first.
+        first: Of the rows before, or of the adapter in hand; None: these are the first.
 
     Raises:
-        DataError: These rows are prompted in another style.
+        DataError: These rows have another style.
     """
-    if known is not None and known != style:
+    if first is not None and first != style:
         raise DataError(
             f"Cannot use {where} here.",
             found=f"Its rows are prompted in the style '{style.kind}', "
-            f"the others in the style '{known.kind}'.",
+            f"the others in the style '{first.kind}'.",
             fix="Give rows of one format, or set data.format and data.chat_template.",
         )
     return style

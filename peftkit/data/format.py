@@ -1,13 +1,17 @@
-"""What the fields of a row mean: four kinds of example out of five formats.
+"""Records as examples: four kinds, of five formats.
 
 | format            | fields (and aliases)                                             |
 | messages          | messages: [{role, content, tool_calls ...}], tools               |
 | sharegpt          | conversations: [{from, value}], tools, system                    |
 | alpaca            | instruction (question, query, input), input (context),           |
 |                   | output (answer, response), system, history                       |
-| prompt_completion | prompt, completion (response, answer, output): as they stand, or |
+| prompt_completion | prompt, completion (response, answer, output): two texts, or     |
 |                   | two lists of messages                                            |
 | text              | text (content)                                                   |
+
+Messages, OpenAI's and ShareGPT's, are brought to the shape of transformers' chat templates: roles
+system, developer, user, assistant and tool; content is text; reasoning is `reasoning_content`; a
+tool call's arguments are an object, not JSON in a string.
 """
 
 from __future__ import annotations
@@ -34,19 +38,19 @@ class Conversation:
     """Turns as the chat templates of transformers take them.
 
     Args:
-        learnt: Indices of the assistant turns to learn.
+        target_turns: Indices of the assistant turns to train on.
         tools: JSON schemas of the functions that the assistant may call.
     """
 
     messages: tuple[Message, ...]
-    learnt: tuple[int, ...]
+    target_turns: tuple[int, ...]
     tools: tuple[Mapping[str, Any], ...]
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One question, maybe with material, and its answer: a conversation if there is a template."""
+    """A question, maybe with material, and its answer."""
 
     instruction: str
     input: str
@@ -58,10 +62,19 @@ class Instruction:
         """What the user says."""
         return f"{self.instruction}\n\n{self.input}" if self.input.strip() else self.instruction
 
+    @property
+    def conversation(self) -> Conversation:
+        """The same as two turns, for a model with a chat template."""
+        turns = (
+            {"role": "user", "content": self.request},
+            {"role": "assistant", "content": self.output},
+        )
+        return Conversation(turns, (1,), (), self.source)
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Text that is given, and text that continues it, both as they stand."""
+    """A text, and a text that continues it, without a template."""
 
     prompt: str
     completion: str
@@ -70,7 +83,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A document, all of it learnt."""
+    """A document; all of its tokens are targets."""
 
     text: str
     source: str
@@ -81,7 +94,7 @@ Example = Conversation | Instruction | Completion | Text
 
 @dataclass(frozen=True, slots=True)
 class ParsedRow:
-    """The examples of one file; `unused` are the fields that none of them needed."""
+    """The examples of records; `unused` are the fields that none of them needed."""
 
     format: FormatName
     examples: tuple[Example, ...]
@@ -94,7 +107,7 @@ QUESTIONS = ("instruction", "question", "query", "input")
 _MATERIAL = ("input", "context")
 _TEXTS = ("text", "content")
 
-# fields that change what a row teaches, and that a causal language model's loss cannot use
+# fields with targets that a causal language model's loss cannot use
 _OTHER_TASKS = {
     "chosen": "preferences (chosen and rejected)",
     "rejected": "preferences (chosen and rejected)",
@@ -108,10 +121,10 @@ _OTHER_TASKS = {
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """Fields that a recipe names instead of a format: of the prompt, and of what completes it.
+    """Names of the fields with prompt and completion, which a recipe gives instead of a format.
 
     Attributes:
-        settings: The keys of the recipe that name them.
+        settings: The recipe's keys that name them.
     """
 
     prompt: str
@@ -119,14 +132,14 @@ class FieldNames:
     settings: tuple[str, str]
 
     @classmethod
-    def given(cls, **named: str | None) -> FieldNames | None:
-        """Return the names that two settings give; None where they give none.
+    def of(cls, **settings: str | None) -> FieldNames | None:
+        """Return the names that two settings give; None where both are None.
 
         Raises:
-            ConfigError: One is given, and the other is not.
+            ConfigError: One is None.
         """
-        first, second = named
-        prompt, completion = named.values()
+        first, second = settings
+        prompt, completion = settings.values()
         if prompt is not None and completion is not None:
             return cls(prompt, completion, (f"task.{first}", f"task.{second}"))
         if prompt is not None or completion is not None:
@@ -144,9 +157,10 @@ def parse(
     where: str,
     fields: FieldNames | None = None,
 ) -> ParsedRow:
-    """Give every record its meaning; `auto` goes by the first record, and all must agree.
+    """Make an example of each record.
 
     Args:
+        name: The format; auto: that of the first record, which all others must have.
         fields: Read as prompt and completion, whatever the format.
 
     Raises:
@@ -155,12 +169,12 @@ def parse(
     if fields is not None:
         return _parse_named(records, fields, where)
     first = records[0]
-    found = detect(first.fields) if name == "auto" else name
-    if found is None:
+    format_name = detect(first.fields) if name == "auto" else name
+    if format_name is None:
         raise _unknown_fields(first, where)
-    read = partial(_example, name=found, auto=name == "auto")
-    examples, unused = read_each(records, read, found, where)
-    return ParsedRow(found, tuple(examples), unused)
+    read = partial(_example, name=format_name, auto=name == "auto")
+    examples, unused = read_each(records, read, format_name, where)
+    return ParsedRow(format_name, tuple(examples), unused)
 
 
 def read_each(
@@ -170,32 +184,32 @@ def read_each(
     where: str,
     fix: str = "Mend or remove these rows.",
 ) -> tuple[list[Read], tuple[str, ...]]:
-    """Return what each record says, and the fields that none of them needed.
+    """Parse each record; return the results, and the fields that none of them needed.
 
     Args:
-        read: Returns what a record says, and the fields that it looked at.
+        read: Returns a record's result, and the fields that it used.
         what: The rows' format, in words.
 
     Raises:
         DataError: `read` raised WrongField; with file, line and field of the first few such rows.
     """
-    found, problems, used = list[Read](), list[str](), set[str]()
+    parsed, problems, used = list[Read](), list[str](), set[str]()
     for record in records:
         try:
-            said, own = read(record)
-            found.append(said)
-            used.update(own)
+            result, used_fields = read(record)
+            parsed.append(result)
+            used.update(used_fields)
         except WrongField as problem:
             problems.append(f"{record.source}: {problem}")
     if problems:
         raise bad_rows(problems, len(records), what, where, fix)
     names = dict.fromkeys(name for record in records for name in record.fields)
-    return found, tuple(name for name in names if name not in used)
+    return parsed, tuple(name for name in names if name not in used)
 
 
 def _parse_named(records: Sequence[Record], names: FieldNames, where: str) -> ParsedRow:
-    known = {names.prompt, names.completion}
-    lacking = [record for record in records if not known <= record.fields.keys()]
+    needed = {names.prompt, names.completion}
+    lacking = [record for record in records if not needed <= record.fields.keys()]
     if lacking:
         settings = ", ".join(names.settings)
         raise DataError(
@@ -204,19 +218,18 @@ def _parse_named(records: Sequence[Record], names: FieldNames, where: str) -> Pa
             f"({settings}); its fields: {', '.join(lacking[0].fields) or 'none'}.",
             fix="Name fields that every row has.",
         )
+    pairs = ((r.fields[names.prompt], r.fields[names.completion], r.source) for r in records)
     renamed = [
-        Record(
-            {"prompt": r.fields[names.prompt], "completion": r.fields[names.completion]}, r.source
-        )
-        for r in records
+        Record({"prompt": prompt, "completion": completion}, source)
+        for prompt, completion, source in pairs
     ]
     parsed = parse(renamed, "prompt_completion", where=where)
     others = dict.fromkeys(name for record in records for name in record.fields)
-    return ParsedRow(parsed.format, parsed.examples, tuple(n for n in others if n not in known))
+    return ParsedRow(parsed.format, parsed.examples, tuple(n for n in others if n not in needed))
 
 
 def detect(fields: Mapping[str, Any]) -> FormatName | None:
-    """Return the format that a row's fields make, the richest where there are several."""
+    """Return the format of a row's fields, the richest where there are several."""
     turns = first_of(fields, TURNS)
     if turns is not None:
         value = fields[turns]
@@ -238,8 +251,8 @@ def first_of(fields: Mapping[str, Any], names: Sequence[str]) -> str | None:
 def _example(record: Record, name: FormatName, *, auto: bool) -> tuple[Example, set[str]]:
     """Return an example and the names of the fields that it used."""
     fields = record.fields
-    if auto and (own := detect(fields)) != name:
-        kind = "make no known format" if own is None else f"make the format '{own}'"
+    if auto and (detected := detect(fields)) != name:
+        kind = "make no known format" if detected is None else f"make the format '{detected}'"
         listed = ", ".join(fields) or "none at all"
         raise WrongField("", f"its fields ({listed}) {kind}; the first row is '{name}'")
     for key, kind in _OTHER_TASKS.items():
@@ -253,22 +266,22 @@ def _turns(record: Record) -> tuple[Example, set[str]]:
     key = first_of(fields, TURNS)
     if key is None:
         raise WrongField(TURNS[0], "missing")
-    messages, learnt = parse_messages(fields[key], key)
-    return conversation_of(record, messages, learnt), {key, "system", "tools"}
+    messages, targets = parse_messages(fields[key], key)
+    return conversation_of(record, messages, targets), {key, "system", "tools"}
 
 
 def conversation_of(
-    record: Record, messages: Sequence[Message], learnt: Sequence[int]
+    record: Record, messages: Sequence[Message], target_turns: Sequence[int]
 ) -> Conversation:
-    """Return a conversation, with the system message and the tools that its row has as fields."""
+    """Return a conversation, with the system message and the tools in fields of its row."""
     fields = record.fields
     if fields.get("system"):
         if messages[0]["role"] == "system":
             raise WrongField("system", "the messages begin with a system turn already")
         system: Message = {"role": "system", "content": text_of(fields, "system")}
-        messages, learnt = [system, *messages], [turn + 1 for turn in learnt]
+        messages, target_turns = [system, *messages], [turn + 1 for turn in target_turns]
     tools = parse_tools(fields.get("tools"), "tools")
-    return Conversation(tuple(messages), tuple(learnt), tuple(tools), record.source)
+    return Conversation(tuple(messages), tuple(target_turns), tuple(tools), record.source)
 
 
 def _instruction(record: Record) -> tuple[Example, set[str]]:
@@ -296,8 +309,8 @@ def _instruction(record: Record) -> tuple[Example, set[str]]:
         {"role": "user", "content": example.request},
         {"role": "assistant", "content": output},
     ]
-    messages, learnt = parse_messages(turns, "history")
-    return Conversation(tuple(messages), tuple(learnt), (), record.source), used
+    messages, targets = parse_messages(turns, "history")
+    return Conversation(tuple(messages), tuple(targets), (), record.source), used
 
 
 def _completion(record: Record) -> tuple[Example, set[str]]:
@@ -307,8 +320,8 @@ def _completion(record: Record) -> tuple[Example, set[str]]:
     answer = answer or "completion"
     used = {prompt, answer, "tools"}
     if isinstance(fields.get(prompt), list):  # conversational: two lists of messages
-        messages, learnt = completion_messages(fields, prompt, answer)
-        return conversation_of(record, messages, learnt), {*used, "system"}
+        messages, targets = completion_messages(fields, prompt, answer)
+        return conversation_of(record, messages, targets), {*used, "system"}
     if fields.get("tools"):
         raise WrongField("tools", "tools need messages; a plain prompt says for itself what it can")
     return Completion(text_of(fields, prompt), text_of(fields, answer), record.source), used
@@ -338,20 +351,20 @@ def _unknown_fields(record: Record, where: str) -> DataError:
 
 
 def bad_rows(problems: Sequence[str], total: int, name: str, where: str, fix: str) -> DataError:
-    """Return the error that names the first of the rows that cannot be used, and their number.
+    """Return the error that names the first few rows that cannot be used, and their number.
 
-    Where there are more, all of them go into a file beside the encoded rows.
+    Where there are more, all are listed in a file next to the encoded rows.
     """
-    found = first_few(problems, MAX_SHOWN)
+    listed = first_few(problems, MAX_SHOWN)
     if len(problems) > MAX_SHOWN:
         file = cache_folder() / f"bad rows of {Path(where).name or 'data'}.txt"
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text("\n".join(problems) + "\n", encoding="utf-8", errors="replace")
-            found += f"\nAll are listed in {file}"
+            listed += f"\nAll are listed in {file}"
     return DataError(
         f"Cannot use {len(problems)} of {total} rows of {where} (format '{name}').",
-        found=found,
+        found=listed,
         fix=fix,
     )
 
@@ -417,10 +430,10 @@ def text_of(fields: Mapping[str, Any], name: str, path: str = "") -> str:
 
 def full_text(fields: Mapping[str, Any], name: str, path: str = "") -> str:
     """Return a field that must be text with more than white space in it."""
-    found = text_of(fields, name, path)
-    if not found.strip():
+    text = text_of(fields, name, path)
+    if not text.strip():
         raise WrongField(path or name, "empty")
-    return found
+    return text
 
 
 def texts_of(fields: Mapping[str, Any], name: str) -> list[str]:
@@ -434,9 +447,9 @@ def texts_of(fields: Mapping[str, Any], name: str) -> list[str]:
 
 
 def parse_messages(value: Any, field: str) -> tuple[list[Message], list[int]]:
-    """Return the messages and the indices of the assistant turns to learn.
+    """Return the messages and the indices of the assistant turns to train on.
 
-    A turn of the assistant with `weight: 0` is context only, as in OpenAI's format.
+    An assistant turn with `weight: 0` is context only, as in OpenAI's format.
     """
     messages, weights = _messages(value, field)
     _check_order(messages, field)
@@ -449,16 +462,16 @@ def parse_messages(value: Any, field: str) -> tuple[list[Message], list[int]]:
 def completion_messages(
     fields: Mapping[str, Any], prompt: str, completion: str
 ) -> tuple[list[Message], list[int]]:
-    """Join a prompt and a completion that are lists of messages; only the latter is learnt."""
-    given, _ = _messages(fields[prompt], prompt)
+    """Join two lists of messages; return the messages, and the target turns of the second."""
+    context, _ = _messages(fields[prompt], prompt)
     if completion not in fields:
         raise WrongField(completion, "missing")
     answer, weights = _messages(fields[completion], completion)
-    _check_order([*given, *answer], f"{prompt} + {completion}")
+    _check_order([*context, *answer], f"{prompt} + {completion}")
     turns = [n for n, message in enumerate(answer) if message["role"] == "assistant"]
     if not turns:
         raise WrongField(completion, "there is no assistant turn")
-    return [*given, *answer], [len(given) + turn for turn in turns if weights[turn]]
+    return [*context, *answer], [len(context) + turn for turn in turns if weights[turn]]
 
 
 def parse_tools(value: Any, field: str) -> list[Mapping[str, Any]]:
@@ -489,7 +502,7 @@ def _messages(value: Any, field: str) -> tuple[list[Message], list[bool]]:
     if not value:
         raise WrongField(field, "empty")
     parsed = [_message(turn, f"{field}[{number}]") for number, turn in enumerate(value)]
-    return [message for message, _ in parsed], [learnt for _, learnt in parsed]
+    return [message for message, _ in parsed], [weight for _, weight in parsed]
 
 
 def _message(turn: Any, path: str) -> tuple[Message, bool]:
@@ -502,7 +515,7 @@ def _message(turn: Any, path: str) -> tuple[Message, bool]:
     if role is None:
         hint = did_you_mean(name, _ROLES)
         raise WrongField(f"{path}.{role_key}", f"unknown role '{name}'. {hint}".rstrip())
-    taken = {role_key, text_key, "tool_calls", "function_call", "weight", *_REASONING}
+    handled = {role_key, text_key, "tool_calls", "function_call", "weight", *_REASONING}
     message: dict[str, Any] = {"role": role}
     if reasoning := _reasoning(turn, role, text_key, path):
         message["reasoning_content"] = reasoning
@@ -517,12 +530,12 @@ def _message(turn: Any, path: str) -> tuple[Message, bool]:
             message["content"] = _content(turn, text_key, f"{path}.{text_key}")
     if calls:
         message["tool_calls"] = _calls(calls, role, f"{path}.tool_calls")
-    message |= {k: v for k, v in turn.items() if k not in taken and v is not None}
+    message |= {k: v for k, v in turn.items() if k not in handled and v is not None}
     return message, _weight(turn, role, f"{path}.weight")
 
 
 def _reasoning(turn: Mapping[str, Any], role: str, text_key: str, path: str) -> str:
-    """Return what the assistant thought: a field of the turn, or parts of its content."""
+    """Return the assistant's reasoning: a field of the turn, or parts of its content."""
     texts = [text_of(turn, name, f"{path}.{name}") for name in _REASONING if turn.get(name)]
     parts = turn.get(text_key)
     for part in parts if isinstance(parts, list) else ():
@@ -535,17 +548,17 @@ def _reasoning(turn: Mapping[str, Any], role: str, text_key: str, path: str) -> 
 
 
 def reasoning_of(message: Message) -> str:
-    """Return what was thought before a message: its field, or the <think> that it begins with."""
+    """Return the reasoning of a message: its field, or the <think> that it begins with."""
     inline = _THOUGHT.match(message.get("content") or "")
     return str(message.get("reasoning_content") or (inline[1] if inline else "")).strip()
 
 
 def without_reasoning(message: Message) -> Message:
-    """Return a message without what was thought before it."""
-    said = {key: value for key, value in message.items() if key != "reasoning_content"}
-    if message["role"] == "assistant" and said.get("content"):
-        said["content"] = _THOUGHT.sub("", said["content"])
-    return said
+    """Return a message without its reasoning."""
+    bare = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if message["role"] == "assistant" and bare.get("content"):
+        bare["content"] = _THOUGHT.sub("", bare["content"])
+    return bare
 
 
 def _weight(turn: Mapping[str, Any], role: str, path: str) -> bool:
@@ -594,9 +607,9 @@ def _calls(value: Any, role: str, path: str) -> list[Mapping[str, Any]]:
         if not isinstance(arguments, Mapping):
             kind = kind_of(arguments)
             raise WrongField(f"{where}.arguments", f"expected an object, found {kind}")
-        known = {"id": call["id"]} if call.get("id") is not None and "function" in call else {}
         entry = {"type": "function", "function": {"name": name, "arguments": arguments}}
-        calls.append(entry | known)
+        has_id = call.get("id") is not None and "function" in call
+        calls.append(entry | ({"id": call["id"]} if has_id else {}))
     return calls
 
 

@@ -32,12 +32,12 @@ FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "tex
 
 
 class Source(Config):
-    """One of several files or data sets to learn from."""
+    """One of several training files or data sets."""
 
     path: str
-    """As `train` is, if it is one."""
+    """A file, pattern, folder or data set, as `train`."""
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    """How often each of its rows is learnt in an epoch; of 0.25 every fourth row is."""
+    """How often an epoch has each of its rows; 0.25: every fourth row once."""
 
 
 class DataConfig(Config):
@@ -48,10 +48,10 @@ class DataConfig(Config):
     "org/name:split", "org/name:config:split", each also with "@revision" after the name; files by a
     pattern ("data/*.jsonl"); or a list of these: [{path: a.jsonl, weight: 2}, {path: b.jsonl}]."""
     eval: str | Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Rows to measure on: a file or data set; or a share of the training rows, 0.02, split
+    """Rows to evaluate on: a file or data set; or a share of the training rows, 0.02, split
     by a hash of the row's content, so that it stays the same when rows are added; null: none."""
     format: Literal["auto"] | FormatName = "auto"
-    """What a row's fields mean; auto decides by their names."""
+    """Format of the rows; auto: by the names of their fields."""
     max_length: Annotated[int, Field(ge=2)] | None = 1024
     """Maximum length of a row in tokens, longer ones are truncated; null: the model's maximum."""
     packing: bool = True
@@ -61,76 +61,76 @@ class DataConfig(Config):
     """How a conversation becomes text; null: the tokenizer's own template, "chatml": ChatML,
     else a .jinja file."""
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
-    """Variables of the chat template: {enable_thinking: false}. Kept with the adapter, so that it
-    is prompted with them too."""
+    """Variables of the chat template: {enable_thinking: false}. Saved with the adapter, for its
+    prompts."""
     reasoning: Literal["learn", "context", "drop"] = "learn"
-    """What the assistant thought before it answers (reasoning_content, or <think> in its text), as
-    far as the template writes it: learnt, only read before the answer, or left out."""
+    """The assistant's reasoning before its answer (reasoning_content, or <think> in its text), as
+    far as the template writes it: trained on, only read before the answer, or left out."""
     max_pixels: Annotated[int, Field(ge=1)] | None = None
-    """Largest image in pixels, larger ones are scaled down before the model's processor sees them:
-    what an image costs grows with its pixels; null: as large as that takes them."""
+    """Largest image in pixels; larger ones are scaled down before the model's processor sees them,
+    since their cost grows with their pixels; null: the processor's own limit."""
     video_frames: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Frames of a video that the model is shown, evenly over its length; null: 16."""
+    """Frames of a video that the model sees, evenly over its length; null: 16."""
     max_dropped: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Largest share of rows with nothing to learn that is left out without being an error."""
+    """Largest share of rows that may be dropped because they have nothing to learn."""
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """What is learnt from, patterns in its files' place.
+        """The training files and data sets, with patterns replaced by their files.
 
         Raises:
             DataError: No file fits a pattern, or the list is empty.
         """
-        given = (Source(path=self.train),) if isinstance(self.train, str) else self.train
-        if not given:
+        sources = (Source(path=self.train),) if isinstance(self.train, str) else self.train
+        if not sources:
             raise DataError("data.train names no file.", found="It is an empty list.")
         return tuple(
             Source(path=path, weight=source.weight)
-            for source in given
+            for source in sources
             for path in files_of(source.path)
         )
 
     @property
     def train_name(self) -> str:
-        """What is learnt from, in words."""
+        """The training data, in words."""
         if isinstance(self.train, str):
             return self.train
         return first_few([source.path for source in self.train], 4, ", ")
 
     @property
-    def asks_to_pack(self) -> bool:
-        """Whether packing was asked for, and is not only the default."""
+    def packing_is_explicit(self) -> bool:
+        """Whether packing is set, and not only true by default."""
         return self.packing and "packing" in self.model_fields_set
 
     def without_packing(self) -> DataConfig:
-        """Return the same with one document in each row."""
+        """Return the same data with one document in each row."""
         return self.model_copy(update={"packing": False})
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A row as it was read; `source` is "file:line", or "data set:row" counting from 1."""
+    """A raw row; `source` is "file:line", or "data set:row" counting from 1."""
 
     fields: Fields
     source: str
 
 
 def files_of(path: str) -> list[str]:
-    """Return the files that a pattern names, sorted; what is no pattern names itself.
+    """Return the files of a pattern, sorted; a path that is no pattern as it is.
 
     Raises:
         DataError: No file fits.
     """
     if not any(sign in path for sign in "*?[") or Path(path).expanduser().exists():
         return [path]
-    found = sorted(glob(str(Path(path).expanduser()), recursive=True))
-    if not found:
+    files = sorted(glob(str(Path(path).expanduser()), recursive=True))
+    if not files:
         raise DataError(
             f"no file fits the pattern '{path}'.",
             found=f"Looked in {Path.cwd()}.",
             fix="Write a pattern such as data/*.jsonl, or name the files.",
         )
-    return found
+    return files
 
 
 def read_records(where: str | Sequence[Source]) -> list[Record]:
@@ -145,13 +145,13 @@ def read_records(where: str | Sequence[Source]) -> list[Record]:
 
 
 Part = Callable[[], list[Record]]
-"""Reads some of a source's rows, in this process or in another one."""
+"""Reads some of a file's records, in this process or in another one."""
 
 
 def parts(where: str) -> Iterator[Part]:
-    """Yield what reads the rows of a file, a folder or a data set, some rows each, in their order.
+    """Yield functions that read a file, a folder or a data set, some rows each, in their order.
 
-    Of JSON Lines each part is read where it is called; of all else rows are read now.
+    A part of a JSON Lines file is read when it is called, all others are read already.
 
     Raises:
         DataError: It cannot be found or read.
@@ -181,7 +181,7 @@ def _read_lines(path: Path, where: str, start: int, stop: int, line: int) -> lis
 
 
 def iterate_records(where: str) -> Iterator[Record]:
-    """Yield every row, as `read_records` does; few of them are in memory, but of JSON."""
+    """Yield every row, as `read_records`; few are in memory, except those of a JSON array."""
     record = None
     for part in parts(where):
         for record in part():
@@ -191,12 +191,12 @@ def iterate_records(where: str) -> Iterator[Record]:
 
 
 def is_read_by_lines(path: Path) -> bool:
-    """Return whether a row's number is that of a line of its file."""
+    """Return whether the number of a row is a line of its file."""
     return _READERS.get(path.suffix.lower()) in (read_jsonl, read_csv)
 
 
 def stamp_of(where: str) -> object | None:
-    """Return what changes when a data set does; None where it is no data set, or not in files.
+    """Return a value that changes with a data set; None if it is none, or is not in files.
 
     Raises:
         DataError: It cannot be found.
@@ -213,7 +213,7 @@ _DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?(:[^:]+){0,2}")
 
 
 def _is_data_set(where: str) -> bool:
-    """Return whether a name that is no file can only mean a data set."""
+    """Return whether a name that is no file can only be that of a data set."""
     place = where.partition(":")[0]
     if Path(place).is_dir():
         return True
@@ -223,11 +223,11 @@ def _is_data_set(where: str) -> bool:
         _DATA_SET.fullmatch(where) is not None
         and path.suffix.lower() not in {*_READERS, ".gz", ".txt", ".zip"}
         and not in_a_folder
-        and not did_you_mean(path.name, _files_beside(path))
+        and not did_you_mean(path.name, _files_next_to(path))
     )
 
 
-def _files_beside(path: Path) -> list[str]:
+def _files_next_to(path: Path) -> list[str]:
     try:
         return sorted(entry.name for entry in path.parent.iterdir() if entry.is_file())
     except OSError:
@@ -235,10 +235,10 @@ def _files_beside(path: Path) -> list[str]:
 
 
 def _missing(where: str, path: Path) -> DataError:
-    found = "It is not a regular file."
-    if not path.exists():
-        found = f"There is no such file. {neighbours(path, '*')}"
-    return DataError(f"Cannot read {where}.", found=found)
+    if path.exists():
+        return DataError(f"Cannot read {where}.", found="It is not a regular file.")
+    there = neighbours(path, "*")
+    return DataError(f"Cannot read {where}.", found=f"There is no such file. {there}")
 
 
 def _unknown_suffix(path: Path) -> DataError:
@@ -273,7 +273,7 @@ _SIGNATURES = (
 
 
 def named_for_what_it_is(head: bytes) -> tuple[str, str] | None:
-    """Return (found, fix) where the first bytes belong to something that holds no rows of text."""
+    """Return (found, fix) for the first bytes of a file that holds no rows of text."""
     if not head.strip():
         return "It is empty.", "Give a file with at least one row."
     for signature, found, fix in _SIGNATURES:
@@ -402,8 +402,8 @@ def _csv_lines(path: Path) -> Iterator[str]:
 def _check_header(path: Path, header: list[str]) -> None:
     twice = sorted({name for name in header if header.count(name) > 1})
     if twice or "" in header:
-        found = f"The column {twice[0]!r} is given twice." if twice else "A column has no name."
-        raise DataError(f"Cannot use the header of {path}.", found=found)
+        words = f"The column {twice[0]!r} is given twice." if twice else "A column has no name."
+        raise DataError(f"Cannot use the header of {path}.", found=words)
 
 
 def _check_text(path: Path, head: bytes) -> None:
@@ -484,26 +484,22 @@ def _object(value: Any, where: str) -> Fields:
     return value
 
 
-AT_ONCE = 1_000
-"""Rows of a Parquet file that are in memory."""
-
-
 def read_parquet(path: Path) -> Iterator[tuple[int, Fields]]:
     import datasets  # slow to import, and most runs read JSON Lines
 
     with open(path, "rb") as file:
         head = file.read(64)
     if not head.startswith(b"PAR1"):
-        found, fix = named_for_what_it_is(head) or ("It does not begin as Parquet does.", "")
-        raise DataError(f"Cannot read {path} as Parquet.", found=found, fix=fix)
+        words, fix = named_for_what_it_is(head) or ("It does not begin as Parquet does.", "")
+        raise DataError(f"Cannot read {path} as Parquet.", found=words, fix=fix)
     try:
-        # streaming: the file is read where it lies, not copied into a cache
+        # streaming: the file is read in place, not copied into a cache
         rows = datasets.load_dataset(
             "parquet",
             data_files=str(path.resolve()),
             split="train",
             streaming=True,
-            batch_size=AT_ONCE,
+            batch_size=PART_ROWS,
         )
         yield from _rows(rows)
     except Exception as problem:  # pyarrow and datasets raise a dozen unrelated kinds
@@ -519,7 +515,7 @@ def read_data_set(where: str) -> Iterator[tuple[int, Fields]]:
 
 
 def open_data_set(where: str) -> Any:
-    """Return a data set, its rows mapped from the cache, where they are put the first time."""
+    """Return a data set, mapped from the cache of Hugging Face; downloaded the first time."""
     import datasets
 
     place, *parts = where.split(":")
@@ -547,7 +543,7 @@ def _no_data_set(where: str, problem: Exception) -> DataError:
 
 
 def _rows(rows: Any) -> Iterator[tuple[int, Fields]]:
-    """Yield the rows of a data set: images as they are stored, classes by their names."""
+    """Yield the rows of a data set, media undecoded, and class numbers replaced by names."""
     import datasets
 
     features = dict(rows.features or {})
@@ -560,7 +556,7 @@ def _rows(rows: Any) -> Iterator[tuple[int, Fields]]:
 
 
 def _without_filling(row: Fields) -> Fields:
-    """Drop nulls inside nested fields: columns give each struct the union of all rows' keys."""
+    """Drop nulls inside nested fields: Arrow gives each struct the union of all rows' keys."""
 
     def cleaned(value: Any) -> Any:
         if isinstance(value, dict):
@@ -571,7 +567,7 @@ def _without_filling(row: Fields) -> Fields:
 
 
 def _named(row: Fields, features: Mapping[str, Any]) -> Fields:
-    """Give classes that a data set numbers their names; a number outside of them stays."""
+    """Replace class numbers by their names; a number out of range stays."""
 
     def name(value: Any, feature: Any) -> Any:
         if isinstance(value, list):

@@ -28,7 +28,7 @@ from peftkit.errors import DataError
 from peftkit.files.strict_json import shown
 
 MAX_BYTES = 100 * 2**20
-"""Of what is encoded."""
+"""Of a medium, encoded."""
 STAMP = ("path", "num_bytes", "changed")
 STORED = {
     "kind": "string",
@@ -39,19 +39,19 @@ STORED = {
     "digest": "string",
     "which": "string",
 }
-"""How one lies in an Arrow file: the path of its own, with its size and time, or bytes."""
+"""Columns of a medium in an Arrow file: its path, size and time of change; or its bytes."""
 _URL = re.compile(r"(?i)[a-z][a-z0-9+.-]*://")
 _DATA_URL = re.compile(r"(?i)data:[^,;]*(;[^,;]*)*;base64,")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How media are read for a model.
+    """How media are decoded for a model.
 
     Attributes:
         max_pixels: Of an image, or a frame; larger ones are scaled down. None: as they are.
-        rate: Samples a second of a sound.
-        max_seconds: Of a sound; longer ones are refused.
+        rate: Samples a second of audio.
+        max_seconds: Of audio; longer clips are refused.
         video_frames: Of a video, evenly over its length.
     """
 
@@ -62,32 +62,33 @@ class Limits:
 
 
 class Media:
-    """An image, a sound or a video as it is stored: a path, bytes (mapped, maybe), or a data URL.
+    """An image, audio clip or video, undecoded: a path, bytes (mapped, maybe), or a data URL.
 
-    A class of these says all that is particular to its kind. Once decoded, its repr is a hash of
-    its bytes: wherever it lies, the same one reads the same.
+    Each kind is a subclass. Once read, a medium's repr is a hash of its bytes: the same for equal
+    media, wherever they are.
 
     Args:
-        source: The row that names it. which: Which of the row's it is, for messages.
+        source: The row that names it.
+        which: Which of the row's media it is, for messages.
     """
 
     __slots__ = ("_digest", "data", "source", "which")
     kind: ClassVar[str]
-    """What it is, in a word."""
+    """Its name in messages."""
     name: ClassVar[str]
-    """What processors and chat templates call it: {"type": name}, name_token, name_token_id."""
+    """Its name in processors and chat templates: {"type": name}, name_token, name_token_id."""
     argument: ClassVar[str]
-    """What a processor is given them as."""
+    """A processor's argument for such media."""
     fields: ClassVar[tuple[str, ...]]
-    """Fields of a row that hold some."""
+    """Fields of a row with such media."""
     parts: ClassVar[tuple[str, ...]]
-    """Types of the parts of a message that are one; also keys of such a part."""
+    """Types of message parts with such a medium; also keys of such a part."""
     mark: ClassVar[str]
-    """Stands for one in the texts of an example."""
+    """In place of a medium in the texts of an example."""
     readers: ClassVar[tuple[str, ...]]
-    """Attributes of a processor, one of which reads them."""
+    """Attributes of a processor, one of which reads such media."""
     packages: ClassVar[tuple[str, ...]]
-    """What they are read by, as it is imported."""
+    """Modules that decode them."""
     extra: ClassVar[str]
     """The extra of peftkit that brings these packages."""
 
@@ -102,15 +103,11 @@ class Media:
         self.which = which or f"the {self.kind}"
 
     def __repr__(self) -> str:
-        return f"{self.kind} {self._digest or self.source}"
+        return f"{self.name} {self._digest or self.source}"
 
     @classmethod
     def require(cls) -> None:
-        """See that some can be read.
-
-        Raises:
-            DataError: A package is not installed.
-        """
+        """Raise DataError if a package that decodes such media is not installed."""
         missing = [name for name in cls.packages if importlib.util.find_spec(name) is None]
         if missing:
             raise DataError(
@@ -120,55 +117,55 @@ class Media:
             )
 
     def read(self, limits: Limits) -> Any:
-        """Return it as a processor takes it.
+        """Decode it for a processor.
 
         Raises:
-            DataError: It is not there, is too large, or does not decode; names it.
+            DataError: It is missing, too large, or does not decode; names it.
         """
         raise NotImplementedError
 
     @classmethod
     def size(cls, read: Any) -> object:
-        """Return all of one that was read that decides what a processor writes for it."""
+        """Return the properties of a decoded medium that determine a processor's text for it."""
         raise NotImplementedError
 
     @classmethod
-    def told(cls, read: Any, limits: Limits) -> str:
-        """Return how large one is that was read, for people."""
+    def describe(cls, read: Any, limits: Limits) -> str:
+        """Return the size of a decoded medium, for people."""
         raise NotImplementedError
 
     @classmethod
-    def given(cls, rows: Sequence[Sequence[Any]], limits: Limits) -> dict[str, Any]:
-        """Return how a processor is given those of several texts: one after the other."""
+    def arguments(cls, rows: Sequence[Sequence[Any]], limits: Limits) -> dict[str, Any]:
+        """Return a processor's arguments for the media of several texts."""
         return {cls.argument: [one for row in rows for one in row]}
 
     @classmethod
     def blank(cls, limits: Limits) -> Any:
-        """Return one that holds next to nothing, to ask a processor with."""
+        """Return a decoded medium with next to no content, to probe a processor."""
         raise NotImplementedError
 
     def stored(self) -> dict[str, Any]:
-        """Return what an Arrow file keeps of it; see STORED."""
-        known = {"kind": self.kind, "digest": self._digest, "which": self.which}
+        """Return its values in an Arrow file; see STORED."""
+        facts = {"kind": self.kind, "digest": self._digest, "which": self.which}
         if isinstance(self.data, Path):
-            there = self.data.stat()
-            stamp = (str(self.data.absolute()), there.st_size, there.st_mtime_ns)
-            return known | dict(zip(STAMP, stamp, strict=True))
-        return known | {"data": self.encoded()}
+            file = self.data.stat()
+            stamp = (str(self.data.absolute()), file.st_size, file.st_mtime_ns)
+            return facts | dict(zip(STAMP, stamp, strict=True))
+        return facts | {"data": self.encoded()}
 
     def encoded(self) -> bytes:
         """Return the encoded bytes.
 
         Raises:
-            DataError: They are not there, are no file's, or too many.
+            DataError: They are missing, no regular file's, or too many.
         """
         if isinstance(self.data, Path):
             try:
-                there = self.data.stat()
+                num_bytes = self.data.stat().st_size
                 if not self.data.is_file():  # such as a device without an end
                     raise self.error("It is no file.", f"Name the file of the {self.kind}.")
-                if there.st_size > MAX_BYTES:
-                    raise self._too_long(there.st_size)
+                if num_bytes > MAX_BYTES:
+                    raise self._too_long(num_bytes)
                 stored = self.data.read_bytes()
             except OSError as problem:
                 raise self.error(str(problem), "Mend or remove it.") from None
@@ -190,7 +187,7 @@ class Media:
         return self.error(f"It has {size:,} bytes, more than {MAX_BYTES:,}.", "Make it smaller.")
 
     def error(self, found: str, fix: str) -> DataError:
-        """Return the error of one that cannot be used."""
+        """Return the error of a medium that cannot be decoded."""
         place = f"{self.data}: " if isinstance(self.data, Path) else ""
         return DataError(
             f"Cannot decode {self.which} of {self.source}.", found=f"{place}{found}", fix=fix
@@ -204,10 +201,13 @@ AnyMedia = TypeVar("AnyMedia", bound=Media)
 def media_of(
     cls: type[AnyMedia], value: object, record: Record, where: str, which: str = ""
 ) -> AnyMedia | None:
-    """Return what a field holds as an image, a sound or a video; None where that is none.
+    """Return the medium in a field; None if the value is none.
+
+    Args:
+        where: The data file; paths are relative to its folder.
 
     Raises:
-        DataError: It is the address of one elsewhere.
+        DataError: It is a web address.
     """
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
@@ -224,18 +224,18 @@ def media_of(
             fix="Download it, and name the file.",
         )
     path = Path(value).expanduser()
-    beside = Path(where).expanduser().parent
-    return cls(path if path.is_absolute() else beside / path, record.source, which)
+    folder = Path(where).expanduser().parent
+    return cls(path if path.is_absolute() else folder / path, record.source, which)
 
 
 DEEP_MODES = ("I", "F")
 """First letters of Pillow's modes of more than 8 bits, which a conversion would cut off."""
 MAX_PIXELS = 100_000_000
-"""Of an image; looked up in its header, before anything is allocated for them."""
+"""Of an image; read from its header, before any memory is allocated."""
 
 
 class Picture(Media):
-    """An image as it is stored."""
+    """An image, undecoded."""
 
     __slots__ = ()
     kind = "image"
@@ -256,29 +256,29 @@ class Picture(Media):
         return read.size
 
     @classmethod
-    def told(cls, read: Any, limits: Limits) -> str:
+    def describe(cls, read: Any, limits: Limits) -> str:
         return f"{read.width}x{read.height}"
 
     @classmethod
     def blank(cls, limits: Limits) -> Any:
-        """Return a white square, as Pillow has it."""
+        """Return a white square."""
         from PIL import Image
 
         return Image.new("RGB", (64, 64), "white")
 
     @classmethod
-    def given(cls, rows: Sequence[Sequence[Any]], limits: Limits) -> dict[str, Any]:
+    def arguments(cls, rows: Sequence[Sequence[Any]], limits: Limits) -> dict[str, Any]:
         return {"images": [list(row) for row in rows]}
 
     def decode(self, mode: str = "RGB", max_pixels: int | None = None) -> Any:
-        """Return it as Pillow has it, upright.
+        """Return a Pillow image, upright.
 
         Args:
             mode: Pillow's: "RGB", or "L" for one channel.
-            max_pixels: Larger ones are scaled down to so many, sides in proportion.
+            max_pixels: Larger images are scaled down to so many, sides in proportion.
 
         Raises:
-            DataError: It is not there, is too large, is animated, or does not decode; names it.
+            DataError: It is missing, too large, animated, or does not decode; names it.
         """
         self.require()
         from PIL import Image, ImageOps
@@ -310,7 +310,7 @@ _TOO_MANY = f"It has more than {MAX_PIXELS:,} pixels.", "Scale it down first, or
 
 
 def _unusable(image: Any) -> tuple[str, str] | None:
-    """Return what is wrong with an image by its header, and what to do; None if nothing is."""
+    """Return what is wrong with an image by its header, and what to do; None if it is usable."""
     width, height = image.size
     if not width or not height:
         return f"It has no pixels: {width} x {height}.", "Remove it."
@@ -337,28 +337,28 @@ def _short(problem: Exception) -> str:
 
 
 MAX_CHANNELS = 2
-"""More are those of several microphones, whose mean is not what each of them heard."""
+"""More channels are those of several microphones, which cannot be mixed."""
 SAMPLING_RATES = (1_000, 384_000)
-"""Hertz that are taken for a sampling rate."""
+"""Lowest and highest sampling rate that is read, in hertz."""
 MIN_AUDIO_SECONDS = 0.1
-"""Of less a processor of sounds and text makes no token, or one that its model takes for none."""
+"""Processors of audio and text make no tokens of less, or none that the model uses."""
 MAX_SILENCE = 1e-5
-"""A sound whose samples never exceed this holds nothing to be heard."""
+"""Largest sample of audio that counts as silent."""
 
 
-class LongSound(DataError):
-    """It lasts longer than may be."""
+class LongAudio(DataError):
+    """The audio is too long."""
 
 
-class SilentSound(DataError):
-    """There is nothing to be heard."""
+class SilentAudio(DataError):
+    """The audio is empty or silent."""
 
 
-class Sound(Media):
-    """A sound as it is stored: wav, flac, ogg, mp3."""
+class Audio(Media):
+    """An audio clip, undecoded: wav, flac, ogg, mp3."""
 
     __slots__ = ()
-    kind = "sound"
+    kind = "audio clip"
     name = "audio"
     argument = "audio"
     fields = ("audio", "audios")
@@ -369,18 +369,19 @@ class Sound(Media):
     extra = "audio"
 
     def read(self, limits: Limits) -> Any:
-        found = self.decode(limits.rate, limits.max_seconds, silent=True)
-        if len(found) < MIN_AUDIO_SECONDS * limits.rate:
-            words = f"It lasts {len(found) / limits.rate:.3f} s, less than {MIN_AUDIO_SECONDS:g} s."
+        samples = self.decode(limits.rate, limits.max_seconds, silent=True)
+        if len(samples) < MIN_AUDIO_SECONDS * limits.rate:
+            lasts = f"{len(samples) / limits.rate:.3f} s"
+            words = f"It lasts {lasts}, less than {MIN_AUDIO_SECONDS:g} s."
             raise self.error(words, "Remove it.")
-        return found
+        return samples
 
     @classmethod
     def size(cls, read: Any) -> object:
         return len(read)
 
     @classmethod
-    def told(cls, read: Any, limits: Limits) -> str:
+    def describe(cls, read: Any, limits: Limits) -> str:
         return f"{len(read) / limits.rate:.2f} s"
 
     @classmethod
@@ -390,21 +391,21 @@ class Sound(Media):
         return (0.1 * torch.sin(600 * times)).numpy()
 
     @classmethod
-    def given(cls, rows: Sequence[Sequence[Any]], limits: Limits) -> dict[str, Any]:
-        return {**super().given(rows, limits), "sampling_rate": limits.rate}
+    def arguments(cls, rows: Sequence[Sequence[Any]], limits: Limits) -> dict[str, Any]:
+        return {**super().arguments(rows, limits), "sampling_rate": limits.rate}
 
     def decode(self, rate: int, max_seconds: float, *, silent: bool = False) -> Any:
-        """Return it as a numpy array of float32 (samples,), its channels mixed.
+        """Return a numpy array of float32 (samples,), channels mixed.
 
         Args:
-            rate: Samples a second that it is resampled to.
-            max_seconds: Longer ones are refused, whatever their header says.
+            rate: Samples a second to resample to.
+            max_seconds: Longer clips are refused, whatever their header says.
             silent: Whether it may be silent.
 
         Raises:
-            LongSound: It lasts longer.
-            SilentSound: It is empty or silent.
-            DataError: It is not there, does not decode, has too many channels, or holds values that
+            LongAudio: It lasts longer.
+            SilentAudio: It is empty or silent.
+            DataError: It is missing, does not decode, has too many channels, or holds values that
                 are no numbers; names it.
         """
         self.require()
@@ -413,17 +414,19 @@ class Sound(Media):
 
         try:
             with soundfile.SoundFile(BytesIO(self.encoded())) as file:
-                own = file.samplerate
-                if not SAMPLING_RATES[0] <= own <= SAMPLING_RATES[1]:
-                    raise self.error(f"It has {own:,} samples a second.", "Resample it first.")
+                file_rate = file.samplerate
+                if not SAMPLING_RATES[0] <= file_rate <= SAMPLING_RATES[1]:
+                    raise self.error(
+                        f"It has {file_rate:,} samples a second.", "Resample it first."
+                    )
                 if file.channels > MAX_CHANNELS:
                     words = f"It has {file.channels} channels, more than {MAX_CHANNELS}."
                     raise self.error(words, "Mix them, or keep one.")
-                most = int(max_seconds * own)
-                found = file.read(most + 1, dtype="float32", always_2d=True)
-                if len(found) > most:
-                    lasts = max(file.frames, len(found)) / own
-                    raise LongSound(
+                most = int(max_seconds * file_rate)
+                samples = file.read(most + 1, dtype="float32", always_2d=True)
+                if len(samples) > most:
+                    lasts = max(file.frames, len(samples)) / file_rate
+                    raise LongAudio(
                         f"Cannot use {self.which} of {self.source}.",
                         found=f"It lasts {lasts:,.1f} s, more than {max_seconds:g} s.",
                         fix="Cut it into pieces, or remove it.",
@@ -431,29 +434,29 @@ class Sound(Media):
         except soundfile.SoundFileError as problem:
             words = str(problem).splitlines()[0].rpartition(": ")[2]
             raise self.error(f"{words} wav, flac, ogg and mp3 are read.", "Convert it.") from None
-        loudest = float(abs(found).max()) if len(found) else 0.0
-        if loudest <= MAX_SILENCE and not (silent and len(found)):
+        loudest = float(abs(samples).max()) if len(samples) else 0.0
+        if loudest <= MAX_SILENCE and not (silent and len(samples)):
             words = f"Cannot use {self.which} of {self.source}."
-            raise SilentSound(words, found="It is empty or silent.", fix="Remove it.")
+            raise SilentAudio(words, found="It is empty or silent.", fix="Remove it.")
         if not loudest < float("inf"):  # NaN too
             raise self.error("It holds values that are no numbers.", "Mend or remove it.")
-        mixed = found.mean(axis=1)
-        return mixed if own == rate else soxr.resample(mixed, own, rate)
+        mixed = samples.mean(axis=1)
+        return mixed if file_rate == rate else soxr.resample(mixed, file_rate, rate)
 
 
 MAX_FRAME_PIXELS = 36_000_000
-"""Of a frame: 8K."""
+"""Of a frame of a video: 8K."""
 MAX_VIDEO_SECONDS = 3600
 """Of a video."""
 MAX_VIDEO_FRAMES = 200_000
-"""Of a video; looked up in its packets, before any of them is decoded."""
+"""Of a video; counted in its packets, before any of them is decoded."""
 MAX_VIDEO_PIXELS = 40_000_000_000
 """Pixels of all frames of a video: ten minutes of 1920 x 1080, a minute or two of a processor."""
 FFMPEG_OPTIONS = {
     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpegts,ogg,flv",
     "protocol_whitelist": "none",
 }
-"""Of FFmpeg: no playlists, whose files it would fetch; nothing but the bytes that it is given."""
+"""No playlists, whose files FFmpeg would fetch; nothing but the given bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,7 +466,8 @@ class Clip:
     Attributes:
         frames: (F, 3, H, W), bytes.
         places: Their numbers in the video, from 0.
-        num_frames: Of the whole. fps: Frames of the whole in a second.
+        num_frames: Of the whole video.
+        fps: Frames of the whole video in a second.
     """
 
     frames: Tensor
@@ -473,7 +477,7 @@ class Clip:
 
 
 class Video(Media):
-    """A video as it is stored: mp4, mov, webm, mkv, avi, gif and others; see FFMPEG_OPTIONS."""
+    """A video, undecoded: mp4, mov, webm, mkv, avi, gif and others; see FFMPEG_OPTIONS."""
 
     __slots__ = ()
     kind = "video"
@@ -494,7 +498,7 @@ class Video(Media):
         return (*read.frames.shape, *read.places, read.num_frames, read.fps)
 
     @classmethod
-    def told(cls, read: Clip, limits: Limits) -> str:
+    def describe(cls, read: Clip, limits: Limits) -> str:
         count, _, height, width = read.frames.shape
         return f"{count} of {read.num_frames} frames, {width}x{height}"
 
@@ -503,10 +507,10 @@ class Video(Media):
         return Clip(torch.full((4, 3, 64, 64), 255, dtype=torch.uint8), (0, 1, 2, 3), 4, 2.0)
 
     @classmethod
-    def given(cls, rows: Sequence[Sequence[Any]], limits: Limits) -> dict[str, Any]:
-        """Return clips as they are: a processor that chose frames of its own would lose some."""
+    def arguments(cls, rows: Sequence[Sequence[Any]], limits: Limits) -> dict[str, Any]:
+        """Return arguments with all frames: a processor that samples frames would lose some."""
         clips = [clip for row in rows for clip in row]
-        told = [
+        metadata = [
             {
                 "total_num_frames": clip.num_frames,
                 "fps": clip.fps,
@@ -516,17 +520,17 @@ class Video(Media):
             for clip in clips
         ]
         frames = [clip.frames for clip in clips]
-        return {"videos": frames, "video_metadata": told, "do_sample_frames": False}
+        return {"videos": frames, "video_metadata": metadata, "do_sample_frames": False}
 
     def decode(self, num_frames: int, max_pixels: int | None = None) -> Clip:
-        """Return frames that lie evenly over it, from the first to the last.
+        """Return frames spaced evenly, from the first to the last.
 
         Args:
-            num_frames: So many, or all that there are.
+            num_frames: At most so many.
             max_pixels: Larger frames are scaled down to so many, sides in proportion.
 
         Raises:
-            DataError: It is not there, is too long or too large, or does not decode; names it.
+            DataError: It is missing, too long, too large, or does not decode; names it.
         """
         self.require()
         import av
@@ -543,29 +547,29 @@ class Video(Media):
                 most = min(num_frames, len(times))
                 places = [n * (len(times) - 1) // max(most - 1, 1) for n in range(most)]
                 keys = sorted(time for time, is_key in packets if is_key)
-                wanted = [times[place] for place in places]
-                found = [
+                chosen = [times[place] for place in places]
+                frames = [
                     torch.from_numpy(self._scaled(frame, max_pixels).to_ndarray(format="rgb24"))
-                    for frame in self._at(file, stream, wanted, keys)
+                    for frame in self._at(file, stream, chosen, keys)
                 ]
                 seconds = (times[-1] - times[0]) * float(stream.time_base or 0) or 1.0
-                if len(found) < len(places):
-                    words = f"It breaks off: {len(found)} of {len(places)} frames are there."
+                if len(frames) < len(places):
+                    words = f"It breaks off: {len(frames)} of {len(places)} frames are there."
                     raise self.error(words, "Mend or remove it.")
                 fps = max(len(times) - 1, 1) / seconds
         except DataError:
             raise
         except Exception as problem:  # a damaged video can raise anything
-            said = getattr(problem, "strerror", None) or str(problem) or type(problem).__name__
-            text = said.splitlines()[0][:200]
+            words = getattr(problem, "strerror", None) or str(problem) or type(problem).__name__
+            text = words.splitlines()[0][:200]
             raise self.error(f"It does not decode: {text}", "Mend or remove it.") from problem
-        if len({frame.shape for frame in found}) > 1:
+        if len({frame.shape for frame in frames}) > 1:
             raise self.error("Its frames have several sizes.", "Cut it into pieces.")
-        frames = torch.stack(found).permute(0, 3, 1, 2).contiguous()
-        return Clip(frames, tuple(places), len(times), fps)
+        stacked = torch.stack(frames).permute(0, 3, 1, 2).contiguous()
+        return Clip(stacked, tuple(places), len(times), fps)
 
     def _packets(self, file: Any, stream: Any) -> list[tuple[int, bool]]:
-        """Return the time of each frame, and whether it is decoded without others; no frame is.
+        """Return the time of each frame, and whether it is a key frame; decodes none.
 
         Raises:
             DataError: They are too many, too long, or too large.
@@ -577,31 +581,31 @@ class Video(Media):
             raise self.error(
                 f"Its frames have more than {MAX_FRAME_PIXELS:,} pixels.", "Scale it down."
             )
-        found = []
+        packets = []
         for packet in file.demux(stream):
             time = packet.pts if packet.pts is not None else packet.dts
             if time is None or not packet.size:
                 continue  # the last one, which is empty
-            found.append((time, packet.is_keyframe))
-            if len(found) > MAX_VIDEO_FRAMES or len(found) * side > MAX_VIDEO_PIXELS:
-                words = f"It has more than {len(found) - 1:,} frames of {side:,} pixels."
+            packets.append((time, packet.is_keyframe))
+            if len(packets) > MAX_VIDEO_FRAMES or len(packets) * side > MAX_VIDEO_PIXELS:
+                words = f"It has more than {len(packets) - 1:,} frames of {side:,} pixels."
                 raise self.error(words, "Cut it, or scale it down.")
-        if not found:
+        if not packets:
             raise self.error("It holds no frames.", "Remove it.")
-        times = [time for time, _ in found]
+        times = [time for time, _ in packets]
         seconds = (max(times) - min(times)) * float(stream.time_base)
         if seconds > MAX_VIDEO_SECONDS:
             words = f"It lasts {seconds:,.0f} s, more than {MAX_VIDEO_SECONDS:,}."
             raise self.error(words, "Cut it into pieces.")
-        return found
+        return packets
 
     def _at(
-        self, file: Any, stream: Any, wanted: Sequence[int], keys: Sequence[int]
+        self, file: Any, stream: Any, times: Sequence[int], keys: Sequence[int]
     ) -> Iterator[Any]:
-        """Yield the frames of some times, in order; what lies between is skipped if it can be."""
+        """Yield the frames at some times, in order; seek to key frames between them."""
         frames: Iterator[Any] = iter(())
         last: int | None = None
-        for time in wanted:
+        for time in times:
             begins = max((key for key in keys if key <= time), default=None)
             if last is None or (begins is not None and begins > last):
                 file.seek(time if begins is None else begins, stream=stream)
@@ -624,7 +628,7 @@ class Video(Media):
         )
 
 
-KINDS: tuple[type[Media], ...] = (Picture, Sound, Video)
+KINDS: tuple[type[Media], ...] = (Picture, Audio, Video)
 """All kinds of media."""
 MARKS = {kind.mark: kind for kind in KINDS}
 """What stands for a medium in the texts of an example."""

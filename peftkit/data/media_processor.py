@@ -1,4 +1,4 @@
-"""What a processor of media and text says when it is asked: no table of models is kept."""
+"""Processors of media and text, probed with blank media: there is no table of models."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ import torch
 
 from peftkit.data.chat import SENTINEL, Rendered, Span
 from peftkit.data.format import Message
-from peftkit.data.media import ANY_MARK, KINDS, MARKS, Limits, Media, Picture, Sound
+from peftkit.data.media import ANY_MARK, KINDS, MARKS, Audio, Limits, Media, Picture
 from peftkit.errors import BaseError, DataError
 
 ReadMedia = Sequence[tuple[type[Media], Any]]
-"""The media of a text, as they were read, in their order."""
-MAX_KNOWN = 1_000
-"""Sizes of media whose text is remembered: that of half a minute of sound has some kilobytes."""
+"""The decoded media of a text, in their order, each with its kind."""
+MAX_SIZES = 1_000
+"""Sizes of media whose text is cached: some kilobytes for half a minute of audio."""
 FEATURES = ("pixel_values", "pixel_values_videos")
-"""Inputs whose size tells what a vision tower has to do."""
+"""Inputs whose size is the cost of a vision tower."""
 
 
 def unsuited(name: str, kind: type[Media], found: str) -> BaseError:
-    """Return the error of a processor or a model that takes no conversations with such media."""
+    """Return the error of a processor or a model without support for such media."""
     fix = "Give another base; docs/images.md and docs/sound.md list families that are tested."
     if importlib.util.find_spec("torchvision") is None:
         fix = (
             "It may need the package torchvision: pip install torchvision. Else give another base."
         )
-    asked = f"Cannot use {name} for conversations with {kind.kind}s."
-    return BaseError(asked, found=found, fix=fix)
+    return BaseError(
+        f"Cannot use {name} for conversations with {kind.kind}s.", found=found, fix=fix
+    )
 
 
-class Asked:
-    """A processor, and what it said of itself.
+class MediaProcessor:
+    """A processor, and what probing it tells.
 
     Args:
         settings: The model's config.
@@ -45,14 +46,15 @@ class Asked:
         patch_size: Of the vision tower, for the cost of an image.
 
     Attributes:
-        marks: Its mark of each kind of media that it takes, in a text.
-        media_ids: The tokens that stand for what the model sees or hears.
-        of_tokens: The inputs that it makes along with the tokens, (B, T, ...).
-        is_nested: Whether images lie in rows, (B, images, ...), rather than one after the other.
-        takes_suffix: Whether it wants an answer apart from its prompt.
+        marks: Its mark in a text, of each kind of media that it takes.
+        refused: Why it takes none, of each other kind.
+        media_ids: The tokens that the model replaces by features.
+        token_inputs: Its inputs that are aligned with the tokens, (B, T, ...).
+        is_nested: Whether images are nested, (B, images, ...), rather than one after the other.
+        takes_suffix: Whether it takes an answer apart from its prompt.
 
     Raises:
-        BaseError: It takes no media of the kind that it must.
+        BaseError: It takes no media of the needed kind.
     """
 
     def __init__(
@@ -69,65 +71,63 @@ class Asked:
         self.marks: dict[type[Media], str] = {}
         self.refused: dict[type[Media], str] = {}
         self.is_nested = False
-        of_tokens: set[str] = set()
+        token_inputs: set[str] = set()
         for kind in KINDS:
             why = _why_not(processor, settings, kind)
             if not why:
                 self.marks[kind] = str(getattr(processor, f"{kind.name}_token"))
                 try:
-                    of_tokens |= self._asked(kind)
-                except DataError as problem:  # it is not the row's: a blank one has nothing wrong
+                    token_inputs |= self._probe(kind)
+                except DataError as problem:  # not the row's fault: it is a blank one
                     why = problem.found or problem.asked
                     del self.marks[kind]
             if why:
                 self.refused[kind] = why
-        if Sound in self.marks and not self._hears_all():
+        if Audio in self.marks and not self._reads_whole_clip():
             raise DataError(
-                f"Sounds of {limits.max_seconds:g} s are too long for this base.",
+                f"Audio clips of {limits.max_seconds:g} s are too long for this base.",
                 found=f"Its {type(processor).__name__} cuts them off.",
                 fix="Set task.max_seconds lower, to 30 for most.",
             )
         if needed in self.refused:
             raise unsuited(type(processor).__name__, needed, self.refused[needed])
-        self.of_tokens = frozenset(of_tokens)
+        self.token_inputs = frozenset(token_inputs)
         self.any_mark = re.compile("|".join(re.escape(mark) for mark in self.marks.values()))
         ids = (media_id(settings, kind) for kind in self.marks)
         self.media_ids = frozenset(token for token in ids if token is not None)
-        self._known: dict[tuple[object, ...], tuple[tuple[str, ...], int]] = {}
+        self._by_sizes: dict[tuple[object, ...], tuple[tuple[str, ...], int]] = {}
 
-    def _asked(self, kind: type[Media]) -> set[str]:
-        """Ask which inputs go along with the tokens; of images, whether they lie in rows."""
+    def _probe(self, kind: type[Media]) -> set[str]:
+        """Return the inputs aligned with the tokens; of images, find whether they are nested."""
         what, mark = f"a blank {kind.kind}", self.marks[kind]
         blank = (kind, kind.blank(self.limits))
-        short = self.made([f"{mark} a"], [[blank]], what)
-        long = self.made([f"{mark} a" + " b" * 40], [[blank]], what)
-        lengths = [made["input_ids"].shape[1] for made in (short, long)]
+        short = self.process([f"{mark} a"], [[blank]], what)
+        long = self.process([f"{mark} a" + " b" * 40], [[blank]], what)
         if kind is Picture:
             try:
-                two = self.made([f"{mark} {mark} a"], [[blank, blank]], "two blank images")
+                two = self.process([f"{mark} {mark} a"], [[blank, blank]], "two blank images")
                 self.is_nested = two["pixel_values"].shape[0] == 1
-            except DataError:  # one image a row: whatever they lie in, counts never differ
+            except DataError:  # one image a row: nested or not, counts never differ
                 self.is_nested = True
-        return {
-            name
-            for name in short
-            if [made[name].shape[1] if made[name].ndim > 1 else 0 for made in (short, long)]
-            == lengths
-        }
 
-    def _hears_all(self) -> bool:
-        """Tell whether the last tenth of a second of the longest sound makes a difference."""
+        def lengths(name: str) -> list[int]:
+            return [made[name].shape[1] if made[name].ndim > 1 else 0 for made in (short, long)]
+
+        return {name for name in short if lengths(name) == lengths("input_ids")}
+
+    def _reads_whole_clip(self) -> bool:
+        """Return whether the last tenth of a second of the longest audio changes the inputs."""
         times = torch.arange(round(self.limits.rate * self.limits.max_seconds)) / self.limits.rate
-        sound = 0.1 * torch.sin(600 * times)
-        other = sound.clone()
+        audio = 0.1 * torch.sin(600 * times)
+        other = audio.clone()
         other[-self.limits.rate // 10 :] *= 0.5
-        text = f"{self.marks[Sound]} a"
+        text = f"{self.marks[Audio]} a"
         one, two = (
-            self.made([text], [[(Sound, each.numpy())]], "a long sound") for each in (sound, other)
+            self.process([text], [[(Audio, each.numpy())]], "long audio") for each in (audio, other)
         )
         return any(not torch.equal(one[name], two[name]) for name in one)
 
-    def made(
+    def process(
         self,
         texts: Sequence[str],
         media: Sequence[ReadMedia],
@@ -136,25 +136,28 @@ class Asked:
         padding_side: str | None = None,
         **more: Any,
     ) -> Any:
-        """Return what the processor makes of texts and their media, as tensors.
+        """Return the processor's inputs of texts and their media, as tensors.
 
         Args:
-            padding_side: Of the texts; sounds are padded as the processor has it.
+            padding_side: Of the texts; audio is padded as the processor does.
+
+        Raises:
+            DataError: It refuses them; names `source`.
         """
-        written: dict[str, Any] = {"add_special_tokens": False}
+        text_kwargs: dict[str, Any] = {"add_special_tokens": False}
         if padding_side is not None:
-            written |= {"padding": True, "padding_side": padding_side}
+            text_kwargs |= {"padding": True, "padding_side": padding_side}
         for kind in KINDS:
-            rows = [[read for own, read in row if own is kind] for row in media]
+            rows = [[read for its_kind, read in row if its_kind is kind] for row in media]
             if any(rows):
-                more |= kind.given(rows, self.limits)
+                more |= kind.arguments(rows, self.limits)
         try:
-            with warnings.catch_warnings():  # of what libraries mean to change: none is the row's
+            with warnings.catch_warnings():  # of changes in libraries: none is the row's
                 warnings.simplefilter("ignore")
                 return self.processor(
-                    text=list(texts), text_kwargs=written, return_tensors="pt", **more
+                    text=list(texts), text_kwargs=text_kwargs, return_tensors="pt", **more
                 )
-        except Exception as problem:  # processors check in ways of their own
+        except Exception as problem:  # processors raise errors of any kind
             raise DataError(
                 f"The processor of the base cannot take {source}.",
                 found=f"It says: {str(problem) or type(problem).__name__}",
@@ -162,7 +165,7 @@ class Asked:
             ) from problem
 
     def check(self, media: Sequence[Media], source: str, text: str | None = None) -> None:
-        """Refuse media of a kind that the base does not take, and texts with other marks than them.
+        """Refuse kinds of media that the base does not take, and texts with other marks.
 
         Args:
             text: With the processor's marks.
@@ -177,55 +180,54 @@ class Asked:
                     found=f"The base takes no {one.kind}s. {why}",
                     fix=f"Leave {one.kind}s out, or give another base.",
                 )
-        found = [] if text is None else self.any_mark.findall(text)
-        wanted = [self.marks[type(one)] for one in media]
-        if text is not None and found != wanted:
+        marks = [] if text is None else self.any_mark.findall(text)
+        if text is not None and marks != [self.marks[type(one)] for one in media]:
             raise DataError(
                 f"Cannot tell where the media of {source} stand.",
-                found=f"It has {len(wanted)} of them, and its text has {len(found)} of the "
+                found=f"It has {len(media)} of them, and its text has {len(marks)} of the "
                 f"processor's marks {' '.join(self.marks.values())}.",
                 fix="Take the marks out of the row's texts, or mend the chat template.",
             )
 
     def read(self, media: Sequence[Media]) -> list[tuple[type[Media], Any]]:
-        """Return media as the processor takes them.
+        """Decode media for the processor.
 
         Raises:
             DataError: One cannot be read.
         """
         return [(type(one), one.read(self.limits)) for one in media]
 
-    def written(self, text: str, media: ReadMedia, source: str) -> tuple[tuple[str, ...], int]:
-        """Return what the processor writes for each medium, and what they cost in patches.
+    def replacements(self, text: str, media: ReadMedia, source: str) -> tuple[tuple[str, ...], int]:
+        """Return the processor's text for each medium, and the cost of all in patches.
 
-        Both follow from the sizes; should they not, the batch that finds other tokens says so.
+        Both follow from the sizes; should they not, `MediaEncoder.inputs` finds other tokens.
         """
         if not media:
             return (), 0
         sizes = tuple((kind, kind.size(read)) for kind, read in media)
-        if sizes not in self._known:
-            if len(self._known) >= MAX_KNOWN:
-                self._known.clear()
-            made = self.made([text], [media], source, return_text_replacement_offsets=True)
-            offsets = made.get("text_replacement_offsets")
-            written = tuple(found["replacement"] for found in offsets[0]) if offsets else ()
-            written = written or tuple(self.marks[kind] for kind, _ in media)
-            self._known[sizes] = written, self.patches(made)
-        return self._known[sizes]
+        if sizes not in self._by_sizes:
+            if len(self._by_sizes) >= MAX_SIZES:
+                self._by_sizes.clear()
+            inputs = self.process([text], [media], source, return_text_replacement_offsets=True)
+            offsets = inputs.get("text_replacement_offsets")
+            texts = tuple(offset["replacement"] for offset in offsets[0]) if offsets else ()
+            texts = texts or tuple(self.marks[kind] for kind, _ in media)
+            self._by_sizes[sizes] = texts, self.patches(inputs)
+        return self._by_sizes[sizes]
 
-    def patches(self, made: Mapping[str, Any]) -> int:
-        """Return what media cost the towers, in their own tokens."""
-        pixels = sum(made[name].numel() for name in FEATURES if name in made)
-        heard = (value for name, value in made.items() if name.endswith("input_features"))
-        # two frames of sound are a position of most encoders
-        frames = sum(value.numel() // min(value.shape[-2:]) for value in heard) // 2
+    def patches(self, inputs: Mapping[str, Any]) -> int:
+        """Return the cost of media in the towers, in their own tokens."""
+        pixels = sum(inputs[name].numel() for name in FEATURES if name in inputs)
+        features = (value for name, value in inputs.items() if name.endswith("input_features"))
+        # two frames of audio are a position of most encoders
+        frames = sum(value.numel() // min(value.shape[-2:]) for value in features) // 2
         return math.ceil(pixels / (3 * self._patch_size**2)) + frames
 
-    def tokens_in(self, written: Sequence[str]) -> tuple[int, ...]:
-        """Return how many tokens of what is written for each medium are the medium's."""
+    def tokens_in(self, replacements: Sequence[str]) -> tuple[int, ...]:
+        """Return how many tokens of each medium's text the model replaces by features."""
         tokenizer = self.processor.tokenizer
-        made = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in written]
-        return tuple(sum(token in self.media_ids for token in ids) for ids in made)
+        encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in replacements]
+        return tuple(sum(token in self.media_ids for token in ids) for ids in encoded)
 
 
 def _why_not(processor: Any, settings: Any, kind: type[Media]) -> str:
@@ -245,23 +247,27 @@ def _why_not(processor: Any, settings: Any, kind: type[Media]) -> str:
 
 
 def media_id(settings: Any, kind: type[Media]) -> int | None:
-    """Return the token that stands for what a model sees or hears of one kind, by its config."""
+    """Return the token that a model replaces by features of one kind, by its config."""
     towers = (getattr(settings, f"{name}_config", None) for name in ("vision", "audio"))
-    found = (getattr(place, f"{kind.name}_token_id", None) for place in (settings, *towers))
-    return next((int(token) for token in found if token is not None), None)
+    tokens = (getattr(config, f"{kind.name}_token_id", None) for config in (settings, *towers))
+    return next((int(token) for token in tokens if token is not None), None)
 
 
 class MediaTemplate:
-    """A processor's chat template, asked with messages whose texts have marks of media.
+    """A processor's chat template, for messages whose texts have marks of media.
 
-    Templates of such models read a content in parts; those of text models one text, where the
-    processor's own mark may stand.
+    Templates of such models read a content in parts; those of text models one text, with the
+    processor's own marks.
 
     Args:
-        marks: The processor's own. needed: The kind that it must write.
+        marks: The processor's own.
+        needed: The kind that the template must write.
 
     Attributes:
-        chat_template: What is used; None if there is none.
+        chat_template: The one in use; None if there is none.
+
+    Raises:
+        DataError: It does not write the needed kind.
     """
 
     def __init__(
@@ -271,8 +277,8 @@ class MediaTemplate:
         needed: type[Media],
         template: str | None,
     ) -> None:
-        own = getattr(processor, "chat_template", None)
-        self.chat_template = template or own or processor.tokenizer.chat_template
+        default = getattr(processor, "chat_template", None) or processor.tokenizer.chat_template
+        self.chat_template = template or default
         self._marks, self._processor = marks, processor
         self._in_parts = True
         if self.chat_template and not self._writes(needed):
@@ -294,7 +300,7 @@ class MediaTemplate:
         chat_template: str | None = None,
         tokenize: bool = False,
     ) -> str:
-        """Return a conversation as text, as `Chat` asks for it."""
+        """Return a conversation as text, as a tokenizer's method of this name."""
         text: str = self._processor.apply_chat_template(
             [self._written(message) for message in messages],
             tools=tools,
@@ -306,7 +312,7 @@ class MediaTemplate:
 
     def bare(self, text: str) -> str:
         """Return a text with the processor's marks in place of ours."""
-        return ANY_MARK.sub(lambda found: self._marks[MARKS[found[1]]], text)
+        return ANY_MARK.sub(lambda mark: self._marks[MARKS[mark[1]]], text)
 
     def _written(self, message: Message) -> dict[str, Any]:
         content = message.get("content")
@@ -315,9 +321,9 @@ class MediaTemplate:
         if not self._in_parts:
             return {**message, "content": self.bare(content)}
         parts = [
-            {"type": MARKS[piece].name} if piece in MARKS else {"type": "text", "text": piece}
-            for piece in ANY_MARK.split(content)
-            if piece
+            {"type": MARKS[segment].name} if segment in MARKS else {"type": "text", "text": segment}
+            for segment in ANY_MARK.split(content)
+            if segment
         ]
         return {**message, "content": parts}
 
@@ -330,26 +336,26 @@ class MediaTemplate:
             text = self.apply_chat_template(turns)
         except Exception:  # a template is a program: it can raise anything
             return False
-        wanted = (self._marks[kind], f"{SENTINEL}A", f"{SENTINEL}B")
-        return all(text.count(part) == 1 for part in wanted)
+        expected = (self._marks[kind], f"{SENTINEL}A", f"{SENTINEL}B")
+        return all(text.count(part) == 1 for part in expected)
 
 
-def expanded(rendered: Rendered, marks: re.Pattern[str], written: Sequence[str]) -> Rendered:
-    """Return a text with what the processor writes for each medium, its spans moved along.
+def expanded(rendered: Rendered, marks: re.Pattern[str], replacements: Sequence[str]) -> Rendered:
+    """Return a text with the processor's text for each medium, its spans moved along.
 
     Args:
-        marks: What finds the processor's own.
+        marks: Finds the processor's own marks.
     """
-    text, places = "", list[tuple[int, int]]()  # where a mark ends, by how much it grows
+    text, growths = "", list[tuple[int, int]]()  # the end of a mark, and by how much it grows
     at = 0
-    for found, own in zip(marks.finditer(rendered.text), written, strict=True):
-        text += rendered.text[at : found.start()] + own
-        at = found.end()
-        places.append((at, len(own) - len(found[0])))
+    for mark, replacement in zip(marks.finditer(rendered.text), replacements, strict=True):
+        text += rendered.text[at : mark.start()] + replacement
+        at = mark.end()
+        growths.append((at, len(replacement) - len(mark[0])))
     text += rendered.text[at:]
 
     def moved(place: int) -> int:
-        return place + sum(grown for end, grown in places if end <= place)
+        return place + sum(growth for end, growth in growths if end <= place)
 
     spans = (Span(moved(span.start), moved(span.end), span.ended) for span in rendered.spans)
     return Rendered(text, tuple(spans), rendered.as_generated)

@@ -1,9 +1,18 @@
-"""Conversations with media as tokens, and what a model's processor makes of them in a batch.
+"""Conversations with images, audio and video: parsing, tokens, and batches of a processor's inputs.
 
-The processor is asked, and nothing is known of any model here: which text it writes for an image
-or a sound, which inputs go along with the tokens, whether images lie in rows. Its tokens replace
-the mark in the rendered text, and the learnt characters move with them, so that labels are exact.
-What it makes of a batch is held against the tokens of the rows: nothing may be cut or moved.
+| an image, likewise audio or video     | where it is                                            |
+| {"type": "image", "image": ...}       | there, in a message's content (also url, path, data)   |
+| {"type": "image"}                     | there; it is the next one of the row's `images`        |
+| the mark <image> in a text (LLaVA)    | there; likewise                                        |
+| in `image` or `images`, without marks | at the beginning of the first question                 |
+
+`Media` names the types, fields and keys of each kind; <audio> and <video> are marks only if the row
+has a field of them. Without its media, a row has one of the formats of format.py.
+
+Nothing is known of any model here: its processor says which text it writes for a medium, which
+inputs are aligned with the tokens, and whether images are nested (media_processor.py). Its tokens
+replace the mark in the rendered text, and the target spans move with them, so that labels are
+exact. What it makes of a batch must have the tokens of the rows: nothing may be cut or moved.
 
 Shapes: B rows, T tokens of the longest row, rounded up.
 """
@@ -13,7 +22,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -41,7 +50,7 @@ from peftkit.data.format import (
 )
 from peftkit.data.load import FormatName, Record
 from peftkit.data.media import ANY_MARK, KINDS, MARKS, Media, Picture, media_of
-from peftkit.data.media_processor import Asked, MediaTemplate, ReadMedia, expanded
+from peftkit.data.media_processor import MediaProcessor, MediaTemplate, ReadMedia, expanded
 from peftkit.data.pack import IGNORE, Row, cut_document
 from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import DataError
@@ -52,12 +61,12 @@ class MediaRow(Row):
     """A row of tokens, and what the processor makes its other inputs of.
 
     Args:
-        text: As the processor takes it: one mark of its own for each image, sound or video.
-        suffix: What is learnt, for a processor that wants it apart from the text.
+        text: As the processor takes it, with a mark of its own for each medium.
+        suffix: The target text, for a processor that takes it apart.
         media: In their order.
-        sizes: How large each is, for people.
-        media_tokens: Tokens of each that the model replaces by what it sees or hears.
-        num_patches: What all of them cost a tower, in its own tokens.
+        sizes: Of each, for people.
+        media_tokens: Number of tokens of each that the model replaces by features.
+        num_patches: Cost of all media in a tower, in its own tokens.
         prompt: The text up to the last answer.
     """
 
@@ -74,15 +83,15 @@ class MediaRow(Row):
         """The row itself: it is one document, with its media."""
         return (self,)
 
-    def pieces(
+    def segments(
         self, media_ids: Collection[int], decode: Callable[[list[int]], str]
     ) -> list[tuple[str, str]]:
-        """Return its text in pieces, "learnt" or "" before each, an image as its size.
+        """Return its text in segments, "learnt" before targets, else ""; a medium as its size.
 
         Args:
-            media_ids: Tokens that stand for what the model sees or hears.
+            media_ids: Tokens that the model replaces by features of media.
         """
-        places: list[tuple[bool, int, str]] = []  # learnt, token, or the text of an image
+        places: list[tuple[bool, int, str]] = []  # is a target, token, or the text of a medium
         left = [*self.media_tokens]
         for token, label in zip(self.input_ids, self.labels, strict=True):
             number = len(self.media_tokens) - len(left)
@@ -92,27 +101,27 @@ class MediaRow(Row):
                 places.append((label != IGNORE, token, ""))
                 continue
             if left[0] == self.media_tokens[number]:
-                many = "s" if left[0] > 1 else ""
-                what = f"{self.media[number].kind} {self.sizes[number]}"
-                places.append((False, -1, f"[{what}: {left[0]} token{many}]"))
+                plural = "s" if left[0] > 1 else ""
+                medium = f"{self.media[number].kind} {self.sizes[number]}"
+                places.append((False, -1, f"[{medium}: {left[0]} token{plural}]"))
             left[0] -= 1
             if left[0] == 0:
                 left.pop(0)
-        pieces = []
-        for learnt, group in groupby(places, key=lambda place: place[0]):
+        segments = []
+        for is_target, group in groupby(places, key=lambda place: place[0]):
             texts = [
                 "".join(text for *_, text in part)
                 if is_media
                 else decode([token for _, token, _ in part])
                 for is_media, part in groupby(group, key=lambda place: bool(place[2]))
             ]
-            pieces.append(("learnt" if learnt else "", "".join(texts)))
-        return pieces
+            segments.append(("learnt" if is_target else "", "".join(texts)))
+        return segments
 
 
 _FIELDS = {name for kind in KINDS for name in kind.fields}
 _SOURCES = ("url", "path", "base64", "data")
-"""Keys of a part, one of which may hold what it is; its types are keys as well."""
+"""Keys of a part that may hold its medium, beside the names of its types."""
 _TEXTS = ("text", "input_text", "output_text")
 _LISTS = (*TURNS, "prompt", "completion")
 """Fields that may be lists of messages."""
@@ -121,11 +130,10 @@ _LISTS = (*TURNS, "prompt", "completion")
 def parse_with_media(
     records: Sequence[Record], name: Literal["auto"] | FormatName, *, where: str
 ) -> tuple[ParsedRow, list[tuple[Media, ...]]]:
-    """Give every record its meaning, as `peftkit.data.format.parse` does, and find its media.
+    """Make an example of each record, as `peftkit.data.format.parse`, and find its media.
 
     Returns:
-        Examples whose texts have the mark of its kind where a medium stands; and each one's media,
-        in that order.
+        Examples whose texts have a mark in place of each medium; and each one's media, in order.
 
     Raises:
         DataError: With file, line and field of the first few rows that cannot be used.
@@ -133,28 +141,30 @@ def parse_with_media(
 
     def read(record: Record) -> tuple[tuple[Record, tuple[Media, ...]], set[str]]:
         row = _Row(record, where)
-        return (row.told(), tuple(row.media)), set()
+        return (row.without_media(), tuple(row.media)), set()
 
-    found, _ = read_each(records, read, "media in text", where)
-    parsed = parse([told for told, _ in found], name, where=where)
+    pairs, _ = read_each(records, read, "media in text", where)
+    parsed = parse([record for record, _ in pairs], name, where=where)
     for example in parsed.examples:
         try:
             _check(example)
         except WrongField as problem:
             raise DataError(f"Cannot use {example.source}: {problem}.") from None
-    return parsed, [media for _, media in found]
+    return parsed, [media for _, media in pairs]
 
 
 def marks_in(text: str) -> int:
-    """Return how many media stand in a text of an example."""
+    """Return the number of media in a text of an example."""
     return len(ANY_MARK.findall(text))
 
 
 class _Listed:
-    """What a row has of one kind of media, beside its messages.
+    """The media of one kind in a field of a row.
 
     Attributes:
-        field: Where. values: What is there. num_taken: How many of them have been placed.
+        field: Its name.
+        values: Its media.
+        num_taken: How many of them have been placed.
     """
 
     def __init__(self, kind: type[Media], fields: Mapping[str, Any]) -> None:
@@ -169,7 +179,7 @@ class _Listed:
 
 
 class _Row:
-    """One record on its way to a record of texts alone.
+    """Takes the media out of a record, and puts marks in their places.
 
     Attributes:
         media: In the order of their marks.
@@ -184,8 +194,8 @@ class _Row:
         self._shown = {f"<{kind.name}>": kind for kind in shown}
         self._any_shown = re.compile("(" + "|".join(self._shown) + ")")
 
-    def told(self) -> Record:
-        """Return the record with a mark for each medium and without the media themselves."""
+    def without_media(self) -> Record:
+        """Return the record with a mark for each medium, and without the media."""
         fields = {k: v for k, v in self._record.fields.items() if k not in _FIELDS}
         for name, value in fields.items():
             if isinstance(value, str):
@@ -194,9 +204,9 @@ class _Row:
                 fields[name] = [self._turn(turn, f"{name}[{n}]") for n, turn in enumerate(value)]
         for kind, listed in reversed(self._listed.items()):
             if listed.values and not any(isinstance(one, kind) for one in self.media):
-                own, self.media = self.media, []
+                others, self.media = self.media, []
                 lead = "".join(self._next(kind, listed.field) for _ in listed.values)
-                self.media += own
+                self.media += others
                 fields = _begun_with(lead, fields, listed.field)
         for kind, listed in self._listed.items():
             if listed.num_taken != len(listed.values):
@@ -207,7 +217,7 @@ class _Row:
     def _turn(self, turn: Any, path: str) -> Any:
         key = "value" if isinstance(turn, Mapping) and "from" in turn else "content"
         if not isinstance(turn, Mapping) or key not in turn:
-            return turn  # whatever is wrong with it, `parse` says it
+            return turn  # `parse` raises what is wrong with it
         value = turn[key]
         if isinstance(value, str):
             return {**turn, key: self._marked(value, f"{path}.{key}")}
@@ -240,15 +250,15 @@ class _Row:
         return self._add(kind, value, f"{path}.{key}")
 
     def _marked(self, text: str, path: str) -> str:
-        if found := ANY_MARK.search(text):
-            raise WrongField(path, f"it holds {found[1]!a}, which stands for a medium here")
+        if mark := ANY_MARK.search(text):
+            raise WrongField(path, f"it holds {mark[1]!a}, which stands for a medium here")
         return "".join(
-            self._next(self._shown[piece], path) if piece in self._shown else piece
-            for piece in self._any_shown.split(text)
+            self._next(self._shown[segment], path) if segment in self._shown else segment
+            for segment in self._any_shown.split(text)
         )
 
     def _next(self, kind: type[Media], path: str) -> str:
-        """Take the next of those that the row lists."""
+        """Place the next medium that the row lists."""
         listed = self._listed[kind]
         if listed.num_taken >= len(listed.values):
             words = f"a mark for {kind.kind} {listed.num_taken + 1}, and the row has"
@@ -259,17 +269,17 @@ class _Row:
 
     def _add(self, kind: type[Media], value: Any, path: str) -> str:
         number = sum(isinstance(one, kind) for one in self.media) + 1
-        found = media_of(kind, value, self._record, self._where, f"{kind.kind} {number}")
-        if found is None:
-            told = kind_of(value) if isinstance(value, str | list | dict | None) else "a value"
-            words = f"expected a path, a data URL or bytes of {kind.kind} {number}, found {told}"
+        medium = media_of(kind, value, self._record, self._where, f"{kind.kind} {number}")
+        if medium is None:
+            there = kind_of(value) if isinstance(value, str | list | dict | None) else "a value"
+            words = f"expected a path, a data URL or bytes of {kind.kind} {number}, found {there}"
             raise WrongField(path, words)
-        self.media.append(found)
+        self.media.append(medium)
         return kind.mark
 
 
 def _begun_with(lead: str, fields: dict[str, Any], field: str) -> dict[str, Any]:
-    """Put media at the beginning of the first thing that the user says."""
+    """Put media at the beginning of the user's first text."""
     key = first_of(fields, [name for name in _LISTS if isinstance(fields.get(name), list)])
     if key is None:
         question = first_of(fields, ("prompt", *QUESTIONS))
@@ -286,40 +296,39 @@ def _begun_with(lead: str, fields: dict[str, Any], field: str) -> dict[str, Any]
 
 
 def _check(example: Example) -> None:
-    """Refuse media where none can be, and rows that ask nothing."""
+    """Refuse media outside of prompts, and rows without a prompt."""
     if isinstance(example, Conversation):
         for number, message in enumerate(example.messages):
-            found = ANY_MARK.search(message.get("content") or "")
-            if found and message["role"] in ("system", "assistant"):
-                words = f"{MARKS[found[1]].kind}s in a {message['role']} message"
+            mark = ANY_MARK.search(message.get("content") or "")
+            if mark and message["role"] in ("system", "assistant"):
+                words = f"{MARKS[mark[1]].kind}s in a {message['role']} message"
                 raise WrongField(f"messages[{number}]", f"{words}; a user's may hold some")
     elif isinstance(example, Text):
         raise WrongField("text", "a text alone; give a question and its answer")
     elif isinstance(example, Instruction | Completion):
         answer = example.output if isinstance(example, Instruction) else example.completion
-        if found := ANY_MARK.search(answer):
-            words = f"{MARKS[found[1]].kind}s in the answer; only the question may hold some"
+        if mark := ANY_MARK.search(answer):
+            words = f"{MARKS[mark[1]].kind}s in the answer; only the question may hold some"
             raise WrongField("", words)
 
 
 NOTHING, TOO_LONG = 0, 1
-"""Why a row is dropped; see `MediaEncoder.drops`."""
+"""Indices into `MediaEncoder.drops`."""
 Read = tuple[ParsedRow, list[tuple[Media, ...]]]
 
 
 class MediaEncoder(RowEncoder):
-    """Turns examples with media into rows, and rows into the inputs of a model.
+    """Makes rows of examples with media, and a model's inputs of rows.
 
-    No pixels or samples are kept. Each medium is decoded once, so that a damaged one shows now. A
-    processor computes with torch, which no process that is forked can.
+    No pixels or samples are stored. Each medium is decoded once, so that a damaged one is found
+    now. Processors compute with torch, which forked processes cannot.
 
     Args:
-        asked: The processor.
         needed: The kind of media that conversations are about.
         form: data.format.
 
     Raises:
-        DataError: The chat template writes none of these.
+        DataError: The chat template writes no such media.
     """
 
     kind: ClassVar[type[MediaRow]] = MediaRow
@@ -332,19 +341,19 @@ class MediaEncoder(RowEncoder):
 
     def __init__(
         self,
-        asked: Asked,
+        media_processor: MediaProcessor,
         needed: type[Media],
         template: str | None,
         form: Any,
         *,
         max_length: int,
     ) -> None:
-        self._told = (template, form, asked.limits, max_length)
+        self._settings = (template, form, media_processor.limits, max_length)
         self._form, self._max_length = form, max_length
-        self.asked, self._processor = asked, asked.processor
-        self._tokenizer = asked.processor.tokenizer
-        self._template = MediaTemplate(asked.processor, asked.marks, needed, template)
-        self._given = template
+        self.media_processor, self._processor = media_processor, media_processor.processor
+        self._tokenizer = self._processor.tokenizer
+        self._template = MediaTemplate(self._processor, media_processor.marks, needed, template)
+        self._custom_template = template
         self._chat = Chat(self._tokenizer, self._template.chat_template, self._template)
         self._encoder = Encoder(self._tokenizer, self._template.chat_template)
         self.num_off_prompt = 0
@@ -352,8 +361,8 @@ class MediaEncoder(RowEncoder):
 
     def key(self, where: str) -> object:
         folder, processor = str(Path(where).absolute().parent), self._processor
-        known = (type(processor).__name__, processor.to_json_string(), processor.chat_template)
-        return (folder, *tokenizer_key(processor.tokenizer), *known, *self._told)
+        names = (type(processor).__name__, processor.to_json_string(), processor.chat_template)
+        return (folder, *tokenizer_key(processor.tokenizer), *names, *self._settings)
 
     def read(self, records: Sequence[Record], where: str) -> Read:
         return parse_with_media(records, self._form, where=where)
@@ -363,9 +372,9 @@ class MediaEncoder(RowEncoder):
         counts = Counter[str]()
         before, style = self.num_off_prompt, self.style(parsed.examples[0])
         rows: list[MediaRow | Dropped] = []
-        for example, own in zip(parsed.examples, media, strict=True):
+        for example, its_media in zip(parsed.examples, media, strict=True):
             agreed_style(style, self.style(example), example.source)
-            row = self._cut(self.encode(example, own), counts)
+            row = self._cut(self.encode(example, its_media), counts)
             rows.append(row)
             if isinstance(row, MediaRow):
                 counts.update({"without": not row.media, "targets": row.num_targets})
@@ -376,56 +385,51 @@ class MediaEncoder(RowEncoder):
         return EncodedRows(rows, agreed, counts, parsed.unused)
 
     def _cut(self, row: MediaRow, counts: Counter[str]) -> MediaRow | Dropped:
-        """Return a row of at most max_length tokens; none where it would be cut in media."""
+        """Cut a row to max_length tokens; drop it where that loses media."""
         if row.num_targets == 0:
             return Dropped(row.source, NOTHING)
         if len(row.input_ids) <= self._max_length:
             return row
         cut = cut_document(row, self._max_length)
-        lost = self.asked.media_ids.intersection(row.input_ids[self._max_length :])
+        lost = self.media_processor.media_ids.intersection(row.input_ids[self._max_length :])
         if cut.num_targets == 0 or lost:
             return Dropped(row.source, TOO_LONG)
         counts["cut"] += 1
         return cut
 
     def style(self, example: Example) -> Style:
-        """Return how generation has to prompt a model that learnt from such an example.
+        """Return how generation has to prompt a model that trained on such an example.
 
         Raises:
             DataError: A conversation, and no chat template, nor a processor of prompt and answer.
         """
         if isinstance(example, Completion) or (
-            self.asked.takes_suffix and not self._template.chat_template
+            self.media_processor.takes_suffix and not self._template.chat_template
         ):
             return Style("plain")
         require_template(self._processor, self._template.chat_template)
-        return Style("chat", self._given)
+        return Style("chat", self._custom_template)
 
     def encode(self, example: Example, media: Sequence[Media]) -> MediaRow:
-        """Return an example's tokens, uncut; no label counts where there is nothing to learn.
+        """Return an example's tokens, uncut; without targets where there is nothing to learn.
 
         Raises:
             DataError: A medium does not decode, the template or the processor refuses the row, or
-                its learnt tokens cannot be told for certain.
+                its targets cannot be found for certain.
         """
-        self.asked.check(media, example.source)
+        self.media_processor.check(media, example.source)
         if isinstance(example, Instruction):
-            turns = (
-                {"role": "user", "content": example.request},
-                {"role": "assistant", "content": example.output},
-            )
-            example = Conversation(turns, (1,), (), example.source)
+            example = example.conversation
         if isinstance(example, Conversation) and self.style(example).kind == "plain":
             example = _as_completion(example)
         if isinstance(example, Completion):
             return self._completion(example, media)
         assert isinstance(example, Conversation)
-        # what stands after the last learnt turn is seen by nothing that is learnt
-        stop = example.learnt[-1] + 1 if example.learnt else len(example.messages)
-        used = sum(marks_in(m.get("content") or "") for m in example.messages[:stop])
-        messages = example.messages[:stop]
-        example = Conversation(messages, example.learnt, example.tools, example.source)
-        rendered = self._chat.spans(example)
+        # no target sees what comes after the last one
+        targets = example.target_turns
+        messages = example.messages[: targets[-1] + 1] if targets else example.messages
+        used = sum(marks_in(message.get("content") or "") for message in messages)
+        rendered = self._chat.spans(replace(example, messages=messages))
         self.num_off_prompt += not rendered.as_generated
         return self._row(rendered, media[:used], example.source, ends=True)
 
@@ -433,7 +437,7 @@ class MediaEncoder(RowEncoder):
         """Return the text that generation starts from, with the processor's marks.
 
         Args:
-            prompt: What the user says, or a conversation; their texts have the marks of media.
+            prompt: The user's text, or a conversation; with the marks of media.
 
         Raises:
             DataError: The template cannot write it.
@@ -442,7 +446,7 @@ class MediaEncoder(RowEncoder):
             if not isinstance(prompt, str):
                 raise DataError(
                     "Cannot put a conversation to this model.",
-                    found="Its adapter learnt from single prompts.",
+                    found="Its adapter was trained on single prompts.",
                     fix="Give one prompt as text.",
                 )
             return self._begun(prompt)
@@ -451,76 +455,72 @@ class MediaEncoder(RowEncoder):
         return self._chat.render(messages, (), "the prompt", generation=True)
 
     def prompt_row(self, prompt: str, style: Style, source: str) -> MediaRow:
-        """Return a prompt without media as a row with nothing to learn."""
+        """Return a prompt without media as a row without targets."""
         text = self.prompt(prompt, style)
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         row = row_of(ids, [False] * len(ids), source)
         return self._with_media(row, (), (), (), 0, (text, text))
 
     def stop_ids(self, style: Style) -> list[int]:
-        """Return the tokens that end an answer: what a row teaches last, and eos."""
+        """Return the tokens that end an answer: the last target of a row, and eos."""
         eos = self._tokenizer.eos_token_id
-        found = set() if eos is None else {int(eos)}
+        stops = set() if eos is None else {int(eos)}
         if style.kind == "chat":
-            turns = [{"role": role, "content": "Hello"} for role in ("user", "assistant")]
-            example = Conversation(tuple(turns), (1,), (), "the chat template")
-            found.add(self.encode(example, ()).labels[-1])
-        return sorted(found)
+            hello = Instruction("Hello", "", "Hello", "the chat template")
+            stops.add(self.encode(hello, ()).labels[-1])
+        return sorted(stops)
 
-    def generated(self, texts: Sequence[str], media: Sequence[Sequence[Media]]) -> Any:
-        """Return what the model is given to go on from some texts, padded on the left.
+    def generation_inputs(self, texts: Sequence[str], media: Sequence[Sequence[Media]]) -> Any:
+        """Return the model's inputs to continue some texts, padded on the left.
 
         Args:
             media: Of each text. Either all texts have some of a kind or none.
         """
         for text, row in zip(texts, media, strict=True):
-            self.asked.check(row, "the prompt", text)
-        read = [self.asked.read(row) for row in media]
-        made = self.asked.made(texts, read, "the prompt", padding_side="left")
-        return {name: value for name, value in made.items() if name != "labels"}
+            self.media_processor.check(row, "the prompt", text)
+        read = [self.media_processor.read(row) for row in media]
+        inputs = self.media_processor.process(texts, read, "the prompt", padding_side="left")
+        return {name: value for name, value in inputs.items() if name != "labels"}
 
     def inputs(self, rows: Sequence[MediaRow], width: int) -> dict[str, Tensor]:
-        """Return what goes into the model beside tokens and mask, for rows padded to a width.
+        """Return the model's inputs except tokens and mask, for rows padded to a width.
 
-        Inputs that go along with the tokens (B, T, ...) go on after the processor's last one as
-        they were there: over what of an answer it was not asked for.
+        Inputs aligned with the tokens (B, T, ...) repeat their last value over tokens of an answer
+        that the processor did not get.
 
         Raises:
             DataError: The processor makes other tokens of a row than it was encoded with.
         """
-        read = [self.asked.read(row.media) for row in rows]
+        read = [self.media_processor.read(row.media) for row in rows]
         suffix = {"suffix": [row.suffix for row in rows]} if rows[0].suffix is not None else {}
         sources = ", ".join(row.source for row in rows)
-        made = self.asked.made(
-            [row.text for row in rows],
-            read,
-            sources,
-            padding_side="right",
-            **suffix,
+        processed = self.media_processor.process(
+            [row.text for row in rows], read, sources, padding_side="right", **suffix
         )
-        found: dict[str, Tensor] = {}
-        shared = [
-            _common(row, ids, mask, self.asked.media_ids)
-            for row, ids, mask in zip(rows, made["input_ids"], made["attention_mask"], strict=True)
+        pairs = zip(processed["input_ids"], processed["attention_mask"], strict=True)
+        num_common = [
+            _num_common(row, ids[mask.bool()].tolist(), self.media_processor.media_ids)
+            for row, (ids, mask) in zip(rows, pairs, strict=True)
         ]
-        for name, value in made.items():
+        inputs: dict[str, Tensor] = {}
+        for name, value in processed.items():
             if name in ("input_ids", "attention_mask", "labels"):
                 continue
-            if name not in self.asked.of_tokens:
-                found[name] = value
+            if name not in self.media_processor.token_inputs:
+                inputs[name] = value
                 continue
-            carried = value.new_zeros(len(rows), width, *value.shape[2:])
-            for number, (row, same) in enumerate(zip(rows, shared, strict=True)):
+            aligned = value.new_zeros(len(rows), width, *value.shape[2:])
+            for number, (row, common) in enumerate(zip(rows, num_common, strict=True)):
                 length = len(row.input_ids)
-                carried[number, :same] = value[number, :same]
-                carried[number, same:length] = value[number, max(same - 1, 0)]
-            found[name] = carried
-        return found
+                aligned[number, :common] = value[number, :common]
+                aligned[number, common:length] = value[number, max(common - 1, 0)]
+            inputs[name] = aligned
+        return inputs
 
     # ------------------------------------------------------------------- one row
 
     def _completion(self, example: Completion, media: Sequence[Media]) -> MediaRow:
-        if self.asked.takes_suffix:
+        if self.media_processor.takes_suffix:
             return self._with_suffix(self._template.bare(example.prompt), example, media)
         prompt = self._begun(example.prompt)
         text = prompt + example.completion
@@ -528,8 +528,8 @@ class MediaEncoder(RowEncoder):
         return self._row(Rendered(text, spans, True), media, example.source, ends=True)
 
     def _begun(self, prompt: str) -> str:
-        """Return a prompt with the processor's marks, and what its tokenizer begins a text with."""
-        if self.asked.takes_suffix:
+        """Return a prompt with the processor's marks, after its tokenizer's beginning of a text."""
+        if self.media_processor.takes_suffix:
             return self._template.bare(prompt)
         bare = self._tokenizer("a", add_special_tokens=False)["input_ids"]
         lead = with_bos(self._tokenizer, "a")[: -len(bare)]
@@ -537,33 +537,34 @@ class MediaEncoder(RowEncoder):
         return text + self._template.bare(prompt)
 
     def _with_suffix(self, prompt: str, example: Completion, media: Sequence[Media]) -> MediaRow:
-        """Encode with a processor that is told the answer; its second segment is what is learnt."""
-        self.asked.check(media, example.source, prompt)
-        read = self.asked.read(media)
-        made = self.asked.made([prompt], [read], example.source, suffix=[example.completion])
-        ids, kinds = made["input_ids"][0].tolist(), made["token_type_ids"][0].tolist()
-        learnt = [kind == 1 and bool(example.completion.strip()) for kind in kinds]
-        row = row_of(ids, learnt, example.source)
-        each = sum(token in self.asked.media_ids for token in ids) // max(len(media), 1)
-        tokens, patches = (each,) * len(media), self.asked.patches(made)
+        """Encode with a processor that takes the answer apart: its second segment is the target."""
+        processor = self.media_processor
+        processor.check(media, example.source, prompt)
+        read = processor.read(media)
+        inputs = processor.process([prompt], [read], example.source, suffix=[example.completion])
+        ids, segments = inputs["input_ids"][0].tolist(), inputs["token_type_ids"][0].tolist()
+        is_target = [segment == 1 and bool(example.completion.strip()) for segment in segments]
+        row = row_of(ids, is_target, example.source)
+        each = sum(token in processor.media_ids for token in ids) // max(len(media), 1)
+        tokens, patches = (each,) * len(media), processor.patches(inputs)
         return self._with_media(row, media, read, tokens, patches, (prompt, prompt), example)
 
     def _row(
         self, rendered: Rendered, media: Sequence[Media], source: str, *, ends: bool
     ) -> MediaRow:
-        text = rendered.text
-        self.asked.check(media, source, text)
-        read = self.asked.read(media)
-        written, num_patches = self.asked.written(text, read, source)
-        whole = expanded(rendered, self.asked.any_mark, written)
+        text, processor = rendered.text, self.media_processor
+        processor.check(media, source, text)
+        read = processor.read(media)
+        replacements, num_patches = processor.replacements(text, read, source)
+        whole = expanded(rendered, processor.any_mark, replacements)
         row = self._encoder.rendered(whole, source, ends=ends)
-        tokens = self.asked.tokens_in(written)
-        found = sum(token in self.asked.media_ids for token in row.input_ids)
-        if sum(tokens) != found or self.asked.media_ids.intersection(row.labels):
+        tokens = processor.tokens_in(replacements)
+        number = sum(token in processor.media_ids for token in row.input_ids)
+        if sum(tokens) != number or processor.media_ids.intersection(row.labels):
             raise DataError(
                 f"Cannot tell which tokens of {source} are those of its media.",
-                found=f"They are {sum(tokens)} tokens, and the row has {found} of that kind.",
-                fix=f"Take {' '.join(self.asked.marks.values())} out of its texts.",
+                found=f"They are {sum(tokens)} tokens, and the row has {number} of that kind.",
+                fix=f"Take {' '.join(processor.marks.values())} out of its texts.",
             )
         prompt = text[: rendered.spans[-1].start] if rendered.spans else text
         return self._with_media(row, media, read, tokens, num_patches, (text, prompt))
@@ -586,7 +587,7 @@ class MediaEncoder(RowEncoder):
             text=texts[0],
             suffix=None if example is None else example.completion,
             media=tuple(media),
-            sizes=tuple(kind.told(one, self.asked.limits) for kind, one in read),
+            sizes=tuple(kind.describe(one, self.media_processor.limits) for kind, one in read),
             media_tokens=tokens,
             num_patches=num_patches,
             prompt=texts[1],
@@ -596,25 +597,25 @@ class MediaEncoder(RowEncoder):
 def _as_completion(example: Conversation) -> Completion:
     """Return a question and its answer as prompt and completion, for a model without turns."""
     roles = [message["role"] for message in example.messages]
-    if roles != ["user", "assistant"] or example.tools or example.learnt != (1,):
+    if roles != ["user", "assistant"] or example.tools or example.target_turns != (1,):
         raise DataError(
             f"Cannot write the conversation of {example.source} for this base.",
             found="Its processor has no chat template; it takes one prompt and one answer.",
             fix="Give rows of one question and one answer, or set data.chat_template.",
         )
-    asked, said = (message.get("content", "") for message in example.messages)
-    return Completion(asked, said, example.source)
+    question, answer = (message.get("content", "") for message in example.messages)
+    return Completion(question, answer, example.source)
 
 
-def _common(row: MediaRow, ids: Tensor, mask: Tensor, media_ids: Collection[int]) -> int:
-    """Return how many tokens a row begins with that the processor makes of it too."""
-    made, own = ids[mask.bool()].tolist(), list(row.input_ids)
-    pairs = zip(made, own, strict=False)
-    same = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(made), len(own)))
-    if any(token in media_ids for token in (*own[same:], *made[same:])):
+def _num_common(row: MediaRow, ids: list[int], media_ids: Collection[int]) -> int:
+    """Return how many tokens a row and the processor's tokens of it begin with in common."""
+    pairs = zip(ids, row.input_ids, strict=False)
+    shorter = min(len(ids), len(row.input_ids))
+    common = next((n for n, (theirs, ours) in enumerate(pairs) if theirs != ours), shorter)
+    if any(token in media_ids for token in (*row.input_ids[common:], *ids[common:])):
         raise DataError(
             f"The processor makes other tokens of {row.source} than its text has.",
-            found=f"They differ from token {same} on, before its last medium.",
+            found=f"They differ from token {common} on, before its last medium.",
             fix="Take what looks like a special token out of the row, or mend the chat template.",
         )
-    return same
+    return common

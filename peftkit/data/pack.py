@@ -1,6 +1,6 @@
-"""Rows of tokens: how long they are, several packed into one, several collated into a batch.
+"""Rows of tokens: their length, packing of several into one, batches.
 
-Shapes: B rows, T tokens of the longest row, rounded up, n learnt tokens of the whole batch.
+Shapes: B rows, T tokens of the longest row, rounded up, n targets of the whole batch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Annotated, Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 IGNORE = -100
 MULTIPLE = 8
-"""Rows are padded to a multiple of this: few different shapes, which matrix products like."""
+"""Rows are padded to a multiple of this: few shapes, good for matrix products."""
 Labels = Annotated[tuple[int, ...], "the input_ids of targets, elsewhere IGNORE"]
 
 
@@ -27,10 +27,10 @@ class Row:
 
     Args:
         input_ids: Tokens.
-        labels: The same tokens where they are learnt, IGNORE elsewhere; a document's first token is
-            never learnt, since nothing of its own stands before it.
+        labels: The same tokens where they are targets, IGNORE elsewhere; a document's first token
+            is never a target, since no token of its own comes before it.
         lengths: Tokens of each document.
-        source: Where it came from: "train.jsonl:7", or "train.jsonl:7,12,31" for several.
+        source: "train.jsonl:7", or "train.jsonl:7,12,31" for several.
     """
 
     input_ids: tuple[int, ...]
@@ -43,16 +43,15 @@ class Row:
 
     @property
     def num_targets(self) -> int:
-        """Tokens that are learnt."""
+        """Tokens that the loss counts."""
         return sum(label != IGNORE for label in self.labels)
 
     @property
     def documents(self) -> tuple[Row, ...]:
         """Each document as a row."""
-        starts = accumulate(self.lengths, initial=0)
-        parts = [slice(at, at + n) for at, n in zip(starts, self.lengths, strict=False)]
         ids, labels = self.input_ids, self.labels
-        return tuple(Row(ids[p], labels[p], (p.stop - p.start,), self.source) for p in parts)
+        bounds = pairwise(accumulate(self.lengths, initial=0))
+        return tuple(Row(ids[a:b], labels[a:b], (b - a,), self.source) for a, b in bounds)
 
 
 AnyRow = TypeVar("AnyRow", bound=Row)
@@ -71,11 +70,11 @@ def cut_document(row: AnyRow, max_length: int) -> AnyRow:
 
 
 def packing(lengths: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
-    """Return which documents of these lengths (n,) share a row of at most `max_length` tokens.
+    """Pack documents of these lengths (n,) into rows of at most `max_length` tokens.
 
     Best-fit decreasing: the longest first, each where it leaves the least room. No document is
-    split, none is lost, and the same rows give the same packing; within a row, and between the
-    first documents of the rows, the order given is kept. Takes 16 bytes a document.
+    split or lost, and the same lengths give the same packing. Documents of a row, and rows by their
+    first documents, stay in the order given. Takes 16 bytes a document.
 
     Returns:
         The numbers of all documents (n,), row by row; and how many each row has (rows,).
@@ -116,14 +115,14 @@ _AT_ONCE = 1 << 16
 def collate(rows: Sequence[Row], pad_id: int, limit: int | None = None) -> dict[str, Tensor]:
     """Return a batch, padded on the right.
 
-    input_ids and labels (B, T); attention_mask (B, T), 1 where a token is; position_ids (B, T),
-    restarting at each document and at the padding; target_index (n,), where in the flattened
-    (B * T) hidden states the next token is a learnt one; targets (n,), those tokens. The last two
-    are made here, on the CPU, so that the loss never waits for the GPU to count labels. Which token
-    pads does not matter: labels are masked by position, and no real token attends to the right.
+    input_ids and labels (B, T); attention_mask (B, T), 1 for a token; position_ids (B, T),
+    restarting at each document and at the padding; target_index (n,), the positions in the
+    flattened (B * T) hidden states whose next token is a target; targets (n,), those tokens. The
+    last two are made here, on the CPU, so that the loss never waits for the GPU to count labels.
+    Any token may pad: labels are masked by position, and no real token attends to the right.
 
     Args:
-        limit: T is rounded up to this at most: as many positions as the model has.
+        limit: T is rounded up to this at most: the model's number of positions.
     """
     longest = max(len(row.input_ids) for row in rows)
     rounded = -(-longest // MULTIPLE) * MULTIPLE
@@ -137,21 +136,21 @@ def collate(rows: Sequence[Row], pad_id: int, limit: int | None = None) -> dict[
         input_ids[number, :length] = torch.tensor(row.input_ids)
         labels[number, :length] = torch.tensor(row.labels)
         attention_mask[number, :length] = 1
-        pieces = [*row.lengths, width - length]
-        position_ids[number] = torch.cat([torch.arange(piece) for piece in pieces])
-    learnt = labels[:, 1:] != IGNORE  # (B, T - 1): does position t predict a learnt token?
+        segments = [*row.lengths, width - length]
+        position_ids[number] = torch.cat([torch.arange(segment) for segment in segments])
+    is_target = labels[:, 1:] != IGNORE  # (B, T - 1): of the token after position t
     return {
         "input_ids": input_ids,
         "attention_mask": attention_mask,
         "position_ids": position_ids,
         "labels": labels,
-        "target_index": torch.nn.functional.pad(learnt, (0, 1)).flatten().nonzero().flatten(),
-        "targets": labels[:, 1:][learnt],
+        "target_index": torch.nn.functional.pad(is_target, (0, 1)).flatten().nonzero().flatten(),
+        "targets": labels[:, 1:][is_target],
     }
 
 
 def padded_rows(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Return rows of tokens padded on the right (B, T), and a mask: 1 where a token is."""
+    """Return rows of tokens padded on the right (B, T), and their mask: 1 for a token."""
     ids = torch.full((len(rows), max(map(len, rows))), pad)
     mask = torch.zeros_like(ids)
     for number, row in enumerate(rows):
@@ -161,7 +160,7 @@ def padded_rows(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor
 
 
 def last_answer(tokenizer: Any, row: Row) -> tuple[list[int], str]:
-    """Return what comes before a document's last learnt answer, and the answer's text."""
+    """Return the tokens before a document's last answer, and the answer's text."""
     stop = max(n for n, label in enumerate(row.labels) if label != IGNORE) + 1
     start = stop
     while start > 0 and row.labels[start - 1] != IGNORE:
@@ -170,12 +169,14 @@ def last_answer(tokenizer: Any, row: Row) -> tuple[list[int], str]:
     return list(row.input_ids[:start]), str(answer)
 
 
-def labelled_pieces(row: Row, text: Callable[[list[int]], str], name: str) -> list[tuple[str, str]]:
-    """Return a row's text in pieces, each learnt one with a name before it, others with ""."""
+def labelled_segments(
+    row: Row, text: Callable[[list[int]], str], name: str
+) -> list[tuple[str, str]]:
+    """Return a row's text in segments: targets with a name before them, others with ""."""
     pairs = zip(row.input_ids, row.labels, strict=True)
     return [
-        (name if learnt else "", text([token for token, _ in some]))
-        for learnt, some in groupby(pairs, key=lambda pair: pair[1] != IGNORE)
+        (name if is_target else "", text([token for token, _ in some]))
+        for is_target, some in groupby(pairs, key=lambda pair: pair[1] != IGNORE)
     ]
 
 
@@ -199,7 +200,7 @@ def _joined_sources(sources: Sequence[str]) -> str:
 
 
 def num_tokens(row: Any) -> int:
-    """Return a row's length in tokens, the decoder's beside the encoder's; 0 if it does not say."""
+    """Return a row's length in tokens, of encoder and decoder; 0 if it has none."""
     return sum(_lengths(row))
 
 
@@ -214,21 +215,18 @@ def tokens_of_each(rows: Sequence[Any]) -> Tensor:
 def padded(*rows: Any) -> int:
     """Return how many tokens each of the rows takes in one batch, at least one.
 
-    Encoder-decoder: the longer side, which sets the number of rows of a matrix product.
+    Encoder-decoder: of the longer side, which sets the size of matrix products.
     """
     longest = map(max, zip(*map(_lengths, rows), strict=True))
     return max(rounded_up(max(longest)), 1)
 
 
 def rounded_up(length: int) -> int:
-    """Return how many tokens a row of this length takes."""
+    """Return how many tokens a row of this length takes in a batch."""
     return -(-length // MULTIPLE) * MULTIPLE
 
 
 def _lengths(row: Any) -> tuple[int, int]:
-    """Return how many tokens the model reads of a row, and how many a decoder of its own does.
-
-    A row without tokens may say how many positions an encoder takes of it.
-    """
+    """Return a row's tokens, or positions of an encoder, and the tokens of a separate decoder."""
     tokens = len(getattr(row, "input_ids", ())) or getattr(row, "num_encoder_tokens", 0)
     return tokens, getattr(row, "num_decoder_tokens", 0)

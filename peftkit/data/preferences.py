@@ -1,4 +1,4 @@
-"""Rows of comparisons: what is preferred to what, or what is wanted.
+"""Rows of comparisons: pairs of answers, or single answers with a verdict.
 
 | rows     | fields                                                                            |
 | pairs    | chosen, rejected; the prompt before both as prompt, as instruction (question,     |
@@ -54,8 +54,8 @@ class Pair:
     """Two answers to one prompt.
 
     Args:
-        shared: Whether the prompt is what both texts begin with, in tokens.
-        margin: By how much the chosen one is better, if the row says it.
+        shared: Whether both texts begin with the prompt, which ends where their tokens differ.
+        margin: By how much the chosen answer is better, if the row has it.
     """
 
     chosen: Example
@@ -87,10 +87,10 @@ def read_pair(record: Record, margin: str | None = None) -> tuple[Pair | Dropped
     """
     if _is_useless(record):
         return Dropped(record.source, USELESS), ()
-    pair, own = _pair(record)
+    pair, used = _pair(record)
     if margin is None:
-        return pair, [*own]
-    return replace(pair, margin=_number(record.fields, margin)), [*own, margin]
+        return pair, [*used]
+    return replace(pair, margin=_number(record.fields, margin)), [*used, margin]
 
 
 def read_pairs_of(
@@ -117,8 +117,8 @@ def read_verdicts(
         fields = dict(record.fields)
         value = fields.pop(LABEL, None)
         if not isinstance(value, bool):
-            found = "missing" if LABEL not in record.fields else f"found {value!r:.40}"
-            raise WrongField(LABEL, f"expected true or false, {found}")
+            there = "missing" if LABEL not in record.fields else f"found {value!r:.40}"
+            raise WrongField(LABEL, f"expected true or false, {there}")
         return Record(fields, record.source), set()
 
     bare, _ = read_each(records, without_label, "answers with a label", where)
@@ -130,7 +130,7 @@ def read_verdicts(
                 f"Cannot use {record.source}: a text alone has no prompt and no answer."
             )
         if isinstance(example, Conversation) and parsed.format != "prompt_completion":
-            example = replace(example, learnt=example.learnt[-1:])
+            example = replace(example, target_turns=example.target_turns[-1:])
         verdicts.append(Verdict(example, record.fields[LABEL], record.source))
     return verdicts, parsed.unused, parsed.format
 
@@ -150,7 +150,7 @@ def check_both_labels(where: str, wanted: int, unwanted: int) -> None:
 
 
 def _is_useless(record: Record) -> bool:
-    """Tell whether both answers are there, and one is empty or equal to the other."""
+    """Return whether both answers are there, and one is empty or equal to the other."""
     sides = [record.fields.get(side) for side in SIDES]
     if any(side is None for side in sides):
         return False
@@ -189,9 +189,9 @@ def _of_texts(record: Record) -> tuple[Pair, set[str]]:
     question = next((key for key in QUESTIONS if key in fields), None)
     if question is None:
         return Pair(Text(chosen, source), Text(rejected, source), True, source), {*SIDES}
-    asked = full_text(fields, question)
-    given = text_of(fields, "input") if question != "input" and fields.get("input") else ""
-    answers = [Instruction(asked, given, text, source) for text in (chosen, rejected)]
+    request = full_text(fields, question)
+    material = text_of(fields, "input") if question != "input" and fields.get("input") else ""
+    answers = [Instruction(request, material, text, source) for text in (chosen, rejected)]
     return Pair(answers[0], answers[1], False, source), {question, "input", *SIDES}
 
 
@@ -201,19 +201,18 @@ def _of_messages(record: Record, key: str) -> tuple[Pair, set[str]]:
     prompt = fields[key]
     if not isinstance(prompt, list) or not prompt:
         raise WrongField(key, "expected a list of turns")
-    found = []
+    examples = []
     for side in SIDES:
         answer = _as_list(fields[side])
-        given = prompt
         if isinstance(answer[0], Mapping) and _role(answer[0]) not in ANSWERERS:
             if answer[: len(prompt)] != prompt:
                 raise WrongField(side, f"{key} is not what it begins with")
             answer = answer[len(prompt) :]
             if not answer:
                 raise WrongField(side, f"there is nothing after {key}")
-        messages, learnt = completion_messages({key: given, side: answer}, key, side)
-        found.append(_conversation(messages, learnt, record, side))
-    return Pair(found[0], found[1], False, record.source), {key, *SIDES, "tools", "system"}
+        messages, targets = completion_messages({key: prompt, side: answer}, key, side)
+        examples.append(_conversation(messages, targets, record, side))
+    return Pair(examples[0], examples[1], False, record.source), {key, *SIDES, "tools", "system"}
 
 
 def _of_conversations(record: Record) -> tuple[Pair, set[str]]:
@@ -226,47 +225,44 @@ def _of_conversations(record: Record) -> tuple[Pair, set[str]]:
         if prompt is not None and _role(answer[0]) in ANSWERERS:
             answer = [{"role": "user", "content": prompt}, *answer]
         messages, _ = parse_messages(answer, side)
-        asked = [message.get("content") for message in messages if message["role"] == "user"]
-        if prompt is not None and prompt not in asked:
+        questions = [message.get("content") for message in messages if message["role"] == "user"]
+        if prompt is not None and prompt not in questions:
             raise WrongField("prompt", f"{side} does not begin with it")
         sides.append(messages)
     common = 0
     while common < min(map(len, sides)) and sides[0][common] == sides[1][common]:
         common += 1
-    found = []
+    examples = []
     for side, messages in zip(SIDES, sides, strict=True):
         if common >= len(messages):
             raise WrongField(side, "there is nothing after what both begin with")
         if messages[common]["role"] != "assistant":
             raise WrongField(side, f"turn {common} is {messages[common]['role']}'s: not one prompt")
-        learnt = [n for n, m in enumerate(messages) if n >= common and m["role"] == "assistant"]
-        found.append(_conversation(messages, learnt, record, side))
+        turns = range(common, len(messages))
+        targets = [turn for turn in turns if messages[turn]["role"] == "assistant"]
+        examples.append(_conversation(messages, targets, record, side))
     used = {*SIDES, "tools", "system"} | ({"prompt"} if prompt is not None else set())
-    return Pair(found[0], found[1], False, record.source), used
+    return Pair(examples[0], examples[1], False, record.source), used
 
 
 def _conversation(
-    messages: Sequence[Message],
-    learnt: Sequence[int],
-    record: Record,
-    side: str,
+    messages: Sequence[Message], targets: Sequence[int], record: Record, side: str
 ) -> Conversation:
-    turns = [messages[turn] for turn in learnt]
+    turns = [messages[turn] for turn in targets]
     if not any(t.get("tool_calls") or str(t.get("content") or "").strip() for t in turns):
         raise WrongField(side, "empty")
-    return conversation_of(record, messages, learnt)
+    return conversation_of(record, messages, targets)
 
 
 def _as_list(value: Any) -> list[Any]:
-    """Return an answer as messages: a text is the assistant's, a message stands alone."""
+    """Return an answer, a text or a message, as messages; a text is the assistant's."""
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]
     return value if isinstance(value, list) else [value]
 
 
 def _role(turn: Any) -> str:
-    found = turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
-    return str(found)
+    return str(turn.get("role", turn.get("from"))) if isinstance(turn, Mapping) else ""
 
 
 def _number(fields: Mapping[str, Any], name: str) -> float:

@@ -1,4 +1,4 @@
-"""What rows ask, with or without an answer: for tasks whose answers are made by a model."""
+"""Prompts of rows, with or without an answer: for tasks whose answers a model writes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from peftkit.data.load import FormatName, Record
 from peftkit.errors import DataError
 
 OPEN = "\ue000"
-"""What stands in place of an answer that a row does not have."""
+"""Placeholder of an answer that a row does not have."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a row asks for its last answer.
+class PromptExample:
+    """A row's prompt for its last answer.
 
     Attributes:
-        prompt: What the user says, or a conversation up to there.
-        reference: The row's own answer, where it has one.
+        prompt: The user's text, or a conversation up to the answer.
+        reference: The row's own answer, if it has one.
         tools: Functions that the assistant may call.
     """
 
@@ -45,60 +45,61 @@ class Asked:
     @property
     def messages(self) -> tuple[Message, ...]:
         """The prompt as a conversation."""
-        is_text = isinstance(self.prompt, str)
-        return ({"role": "user", "content": self.prompt},) if is_text else tuple(self.prompt)  # type: ignore[arg-type]
+        if isinstance(self.prompt, str):
+            return ({"role": "user", "content": self.prompt},)
+        return self.prompt
 
 
 def read_prompts(
     records: Sequence[Record], name: Literal["auto"] | FormatName = "auto", *, where: str
-) -> tuple[list[Asked], ParsedRow]:
-    """Return what records ask, in any format of conversations, questions or prompts.
+) -> tuple[list[PromptExample], ParsedRow]:
+    """Return the prompts of records in any format of conversations, questions or prompts.
 
     Raises:
-        DataError: As `parse`; or a record is a text, which asks nothing.
+        DataError: As `parse`; or a record is a text, without a prompt.
     """
     parsed = parse([_with_answer(record) for record in records], name, where=where)
-    return [_asked(example) for example in parsed.examples], parsed
+    return [_prompt(example) for example in parsed.examples], parsed
 
 
-def _asked(example: Example) -> Asked:
+def _prompt(example: Example) -> PromptExample:
     if isinstance(example, Text):
         raise DataError(
             f"{example.source} asks nothing.",
             found="It is a text (format 'text').",
             fix="Give rows with a prompt, a question or messages.",
         )
+    prompt: str | tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
     if isinstance(example, Conversation):
-        turns = [n for n, turn in enumerate(example.messages) if turn["role"] == "assistant"]
-        prompt, answer = example.messages[: turns[-1]], example.messages[turns[-1]]
-        said = answer.get("content") or ""
-        return Asked(prompt, _known(said), example.tools, example.source)
-    if isinstance(example, Instruction):
-        return Asked(example.request, _known(example.output), (), example.source)
-    return Asked(example.prompt, _known(example.completion), (), example.source)
-
-
-def _known(answer: str) -> str | None:
-    return answer if answer.strip() and answer != OPEN else None
+        last = max(n for n, turn in enumerate(example.messages) if turn["role"] == "assistant")
+        prompt, tools = example.messages[:last], example.tools
+        answer = example.messages[last].get("content") or ""
+    elif isinstance(example, Instruction):
+        prompt, answer = example.request, example.output
+    else:
+        prompt, answer = example.prompt, example.completion
+    reference = answer if answer.strip() and answer != OPEN else None
+    return PromptExample(prompt, reference, tools, example.source)
 
 
 def _with_answer(record: Record) -> Record:
-    """Return a record that has an answer, if only one that is left open."""
+    """Return a record that has an answer: its own, or the placeholder."""
     fields = dict(record.fields)
     turns = first_of(fields, TURNS)
-    question = turns or first_of(fields, ("prompt", *QUESTIONS))
-    if question is None:
+    key = turns or first_of(fields, ("prompt", *QUESTIONS))
+    if key is None:
         return record
-    asked = fields[question]
+    question = fields[key]
     if turns is not None:
-        fields[turns] = _with_turn(asked)
+        fields[turns] = _with_turn(question)
     else:
-        name = first_of(fields, [name for name in ANSWERS if name != question]) or "completion"
+        name = first_of(fields, [name for name in ANSWERS if name != key]) or "completion"
         answer = fields.get(name) or fields.get("reference") or OPEN
-        if isinstance(asked, list) and not isinstance(answer, list):
+        if isinstance(question, list) and not isinstance(answer, list):
             answer = [{"role": "assistant", "content": answer}]
-        is_known_kind = isinstance(answer, str) or isinstance(asked, list)
-        fields[name] = answer if is_known_kind else json.dumps(answer)
+        is_readable = isinstance(answer, str) or isinstance(question, list)
+        fields[name] = answer if is_readable else json.dumps(answer)
     return replace(record, fields=fields)
 
 

@@ -1,4 +1,4 @@
-"""What is in a file of rows, before any model is loaded."""
+"""Statistics of a file of rows, without a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TASKS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("videos",), ("image_text",)),
     (("video",), ("image_text",)),
 )
-"""What rows with these fields are for, the first that fits; see docs/data.md."""
+"""Tasks by the fields of their rows; the first that fits counts (docs/data.md)."""
 OF_FORMATS: dict[FormatName | None, tuple[str, ...]] = {
     None: (),
     "text": ("causal_lm", "masked_lm"),
@@ -43,10 +43,10 @@ OF_FORMATS: dict[FormatName | None, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class FieldFacts:
-    """A field of rows: in how many it is, how many of these are empty, and how long it is.
+    """A field: how many rows have it, how many of these are empty, and its mean length.
 
     Attributes:
-        mean_chars: Of texts; of others as JSON.
+        mean_chars: Of texts; of other values as JSON.
     """
 
     name: str
@@ -57,13 +57,13 @@ class FieldFacts:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What is in a file of rows.
+    """Statistics of a file of rows.
 
     Attributes:
-        format: As causal_lm reads them, by the first row; None where it does not.
-        tasks: That the first row's fields are for.
-        mixed: The first row whose fields make another format, and which; "" if there is none.
-        num_duplicates: Rows that are equal to one before.
+        format: Of the first row, as causal_lm reads it; None if it does not.
+        tasks: That take the first row's fields.
+        num_duplicates: Rows equal to an earlier one.
+        mixed: The first row of another format, and which; "" if there is none.
     """
 
     where: str
@@ -76,38 +76,37 @@ class Survey:
 
 
 def survey(where: str) -> Survey:
-    """Look at every row of a file or data set.
+    """Read every row of a file or data set once.
 
     Raises:
         DataError: Rows cannot be read.
     """
     seen = array("q")  # a number for each row, equal for equal ones
-    number, found, tasks, mixed = 0, None, tuple[str, ...](), ""
+    number, format_name, tasks, mixed = 0, None, tuple[str, ...](), ""
     counts: dict[str, list[int]] = {}  # of each field: rows, empty ones, characters
     for record in iterate_records(where):
         if number == 0:
-            found = detect(record.fields)
-            tasks = _tasks_of(record.fields, found)
-        elif not mixed and (own := detect(record.fields)) != found:
-            mixed = f"{record.source} has the format {own or 'of none known'}"
+            format_name = detect(record.fields)
+            tasks = _tasks_of(record.fields, format_name)
+        elif not mixed and (other := detect(record.fields)) != format_name:
+            mixed = f"{record.source} has the format {other or 'of none known'}"
         whole = json.dumps(record.fields, sort_keys=True, default=str)
         digest = hashlib.blake2b(whole.encode("utf-8", "replace"), digest_size=8).digest()
         seen.append(int.from_bytes(digest, "little", signed=True))
         for name, value in record.fields.items():
             text = value if isinstance(value, str) else json.dumps(value, default=str)
-            known = counts.setdefault(name, [0, 0, 0])
-            known[0] += 1
-            known[1] += value in (None, [], {}) or not text.strip()
-            known[2] += len(text)
+            count = counts.setdefault(name, [0, 0, 0])
+            count[0] += 1
+            count[1] += value in (None, [], {}) or not text.strip()
+            count[2] += len(text)
         number += 1
     fields = [
         FieldFacts(name, rows, empty, chars / rows) for name, (rows, empty, chars) in counts.items()
     ]
     duplicates = number - len(torch.tensor(seen).unique())
-    return Survey(where, number, found, tasks, fields, duplicates, mixed)
+    return Survey(where, number, format_name, tasks, fields, duplicates, mixed)
 
 
 def _tasks_of(fields: Mapping[str, Any], name: FormatName | None) -> tuple[str, ...]:
-    """Return the tasks that rows with these fields are for."""
     named = (tasks for names, tasks in TASKS if fields.keys() >= set(names))
     return next(named, OF_FORMATS.get(name, ("causal_lm", "seq2seq")))

@@ -44,7 +44,7 @@ def generate_with_media(
         DataError: A file cannot be decoded; the prompt is empty or fills the context.
     """
     task = media_task(opened)
-    task.encoder.asked.check(media, "the prompt")
+    task.encoder.media_processor.check(media, "the prompt")
     text = task.encoder.prompt("".join(one.mark for one in media) + prompt, opened.style)
     (ids,) = complete(opened.base.model, task, [MediaPrompt(text, tuple(media))], **settings)
     return decoded(task.tokenizer, ids)
@@ -101,5 +101,5 @@ def complete(
 
 def inputs_of(model: Any, task: MediaText, prompts: Sequence[MediaPrompt]) -> dict[str, Tensor]:
     """Return the model's inputs for prompts, padded on the left."""
-    encoded = task.encoder.generated([p.text for p in prompts], [p.media for p in prompts])
+    encoded = task.encoder.generation_inputs([p.text for p in prompts], [p.media for p in prompts])
     return task.inputs(model, encoded)

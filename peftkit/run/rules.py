@@ -75,7 +75,7 @@ def _of_base(r: Any) -> Iterator[Told]:
 
 
 def _of_data(r: Any) -> Iterator[Told]:
-    if r.packs_beside_virtual_tokens and r.data.asks_to_pack:
+    if r.packs_beside_virtual_tokens and r.data.packing_is_explicit:
         yield (
             f"data.packing does not go with method.type: {r.method.type}.",
             "Every row of text wants virtual tokens of its own before it.",
@@ -87,7 +87,7 @@ def _of_data(r: Any) -> Iterator[Told]:
         found = f"The task is {r.task.type}; tasks that it goes with: {tasks}."
     elif r.method.acts_on_input:
         found = f"method.type: {r.method.type} puts virtual tokens before each row."
-    elif r.data.asks_to_pack:
+    elif r.data.packing_is_explicit:
         found = "data.packing is true, and rows in parts hold one document each."
     if r.train.context_parallel > 1 and found:
         asked = f"train.context_parallel: {r.train.context_parallel} does not go with this."

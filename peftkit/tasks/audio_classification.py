@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from peftkit.base.purpose import Processor
-from peftkit.data.media import MediaClass, Sound
+from peftkit.data.media import Audio, MediaClass
 from peftkit.tasks.classified_media import (
     ClassifiedEncoder,
     ClassifiedMedia,
@@ -28,7 +28,7 @@ class SoundRow:
         num_samples: As it is heard. num_encoder_tokens: Positions that the encoder takes of it.
     """
 
-    media: Sound
+    media: Audio
     num_samples: int
     num_encoder_tokens: int
     label: int
@@ -49,7 +49,7 @@ class AudioClassification(ClassifiedMedia):
         super().build(model)
         hearing = self.hearing = Hearing(model, self.processor, self.config.max_seconds)
 
-        def made(media: Sound, label: int) -> SoundRow:
+        def made(media: Audio, label: int) -> SoundRow:
             (heard,) = hearing.decoded([media])
             number = len(heard)
             if (positions := hearing.positions(number)) < hearing.fewest:
@@ -58,7 +58,7 @@ class AudioClassification(ClassifiedMedia):
 
         self.row_encoder = ClassifiedEncoder(SoundRow, self.config, self.labels, made, hearing.key)
 
-    def inputs(self, media: Sequence[Sound]) -> dict[str, Tensor]:
+    def inputs(self, media: Sequence[Audio]) -> dict[str, Tensor]:
         """Return what the model hears."""
         return self.hearing.features(self.hearing.decoded(media))
 
@@ -73,7 +73,7 @@ class AudioClassification(ClassifiedMedia):
 class AudioClassificationConfig(ClassifiedMediaConfig):
     """Audio classification: one label for each sound."""
 
-    media: ClassVar[MediaClass] = Sound
+    media: ClassVar[MediaClass] = Audio
     field_setting: ClassVar[str] = "audio"
     auto_class: ClassVar[str] = "AutoModelForAudioClassification"
     task: ClassVar[Callable[..., Task]] = AudioClassification

@@ -68,7 +68,7 @@ class CausalLM(AnswerTask):
         try:
             check_packing(model)
         except PeftkitError as error:
-            if self.data.asks_to_pack:
+            if self.data.packing_is_explicit:
                 raise
             self.data = self.data.without_packing()
             found = error.found or str(error)
@@ -123,7 +123,7 @@ class CausalLMConfig(AnswerConfig):
     @property
     def fields(self) -> FieldNames | None:
         """The two named fields."""
-        return FieldNames.given(prompt=self.prompt, completion=self.completion)
+        return FieldNames.of(prompt=self.prompt, completion=self.completion)
 
     @staticmethod
     def task(

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, Processor, Purpose
 from peftkit.data.load import DataConfig, iterate_records
-from peftkit.data.media import Sound
+from peftkit.data.media import Audio
 from peftkit.data.rows import StoredRows, tokenizer_key
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, ignore
@@ -65,7 +65,7 @@ class CTC(Task):
         data: DataConfig,
         **more: Any,
     ) -> None:
-        Sound.require()
+        Audio.require()
         super().__init__(model, processor, config, data, **more)
         whole = unwrapped(model)
         self.hearing = Hearing(whole, processor, config.max_seconds)
@@ -159,7 +159,7 @@ class CTC(Task):
         """
         device, texts = next(model.parameters()).device, []
         for path in paths:
-            (heard,) = self.hearing.decoded([Sound(path, str(path))])
+            (heard,) = self.hearing.decoded([Audio(path, str(path))])
             batch = self.hearing.features([heard])
             logits = self.logits(model, {name: batch[name].to(device) for name in batch})
             texts += self._texts(logits, torch.tensor([self.hearing.positions(len(heard))]))
@@ -215,7 +215,7 @@ class CTCConfig(TaskConfig):
     """Longest sound, longer ones are dropped; null: 30."""
 
     def resolve(self, data: DataConfig) -> CTCConfig:
-        Sound.require()
+        Audio.require()
         if self.tokens or self.vocabulary == "base":
             return self
         found = set[str]()

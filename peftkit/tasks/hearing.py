@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftkit.data.media import Sound
+from peftkit.data.media import Audio
 from peftkit.errors import BaseError, DataError
 from peftkit.tasks.loss import unwrapped
 
@@ -92,12 +92,12 @@ class Hearing:
         """Return how long a sound lasts, for people."""
         return f"{num_samples / self.rate:.2f} s at {self.rate:,} Hz"
 
-    def decoded(self, sounds: Sequence[Sound]) -> list[Any]:
+    def decoded(self, sounds: Sequence[Audio]) -> list[Any]:
         """Return sounds as arrays of samples.
 
         Raises:
             ShortSound: One is too short to be heard.
-            DataError: See `Sound.decode`.
+            DataError: See `Audio.decode`.
         """
         found = [sound.decode(self.rate, self.max_seconds) for sound in sounds]
         for sound, heard in zip(sounds, found, strict=True):

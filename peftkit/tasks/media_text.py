@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from peftkit.base.purpose import Processor
 from peftkit.data.load import CHAT, DataConfig
-from peftkit.data.media import KINDS, Limits, Media, MediaClass, Picture, Sound
-from peftkit.data.media_processor import Asked, media_id
+from peftkit.data.media import KINDS, Audio, Limits, Media, MediaClass, Picture
+from peftkit.data.media_processor import MediaProcessor, media_id
 from peftkit.data.media_text import MediaEncoder, MediaRow
 from peftkit.data.pack import IGNORE
 from peftkit.data.rows import StoredRows
@@ -54,9 +54,15 @@ class MediaText(AnswerTask):
         patch = getattr(getattr(settings, "vision_config", None), "patch_size", 14)
         patch = patch if isinstance(patch, int) else int(patch[0])
         limits = _limits(self.processor, config)
-        asked = Asked(self.processor, settings, config.media, limits, patch_size=patch)
+        media_processor = MediaProcessor(
+            self.processor, settings, config.media, limits, patch_size=patch
+        )
         self.encoder = self.row_encoder = MediaEncoder(
-            asked, config.media, self.template, self.data.format, max_length=self.max_length
+            media_processor,
+            config.media,
+            self.template,
+            self.data.format,
+            max_length=self.max_length,
         )
 
     @property
@@ -95,7 +101,7 @@ class MediaText(AnswerTask):
         found = []
         for kind in KINDS:
             count = sum(isinstance(one, kind) for one in media)
-            nested = kind is Picture and self.encoder.asked.is_nested
+            nested = kind is Picture and self.encoder.media_processor.is_nested
             found.append(str(count if nested else min(count, 1)))
         return " ".join(found)
 
@@ -121,8 +127,8 @@ class MediaText(AnswerTask):
         }
 
     def spans(self, row: MediaRow) -> list[tuple[str, str]]:
-        """Return a row's text in pieces, "learnt" or "" before each, media as their sizes."""
-        return row.pieces(self.encoder.asked.media_ids, self._text)
+        """Return a row's text in segments, "learnt" or "" before each, media as their sizes."""
+        return row.segments(self.encoder.media_processor.media_ids, self._text)
 
     def prompt_row(self, text: str, where: str) -> MediaRow:
         """Return a prompt as a row; its answer is not known."""
@@ -168,7 +174,7 @@ def _check_model(model: nn.Module, needed: type[Media]) -> None:
 
 def _limits(processor: Any, config: MediaTextConfig) -> Limits:
     """Return how media are read, as the recipe says and the processor takes them."""
-    reader = next((getattr(processor, n) for n in Sound.readers if hasattr(processor, n)), None)
+    reader = next((getattr(processor, n) for n in Audio.readers if hasattr(processor, n)), None)
     at_once = getattr(reader, "chunk_length", None) or MAX_SECONDS
     return Limits(
         max_pixels=config.max_pixels,
@@ -219,7 +225,7 @@ class ImageTextConfig(MediaTextConfig):
 class AudioTextConfig(MediaTextConfig):
     """Conversations with sounds: what the assistant says of what it hears."""
 
-    media: ClassVar[MediaClass] = Sound
+    media: ClassVar[MediaClass] = Audio
     auto_class: ClassVar[str] = "AutoModelForMultimodalLM"
     command: ClassVar[str] = "peftkit generate {folder} --audio FILE --prompt TEXT"
 

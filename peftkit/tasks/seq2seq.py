@@ -322,7 +322,7 @@ class Seq2SeqConfig(TaskConfig):
     @property
     def fields(self) -> FieldNames | None:
         """The two named fields."""
-        return FieldNames.given(source=self.source, target=self.target)
+        return FieldNames.of(source=self.source, target=self.target)
 
 
 def decoder_start(model: Any, task: str) -> int:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from peftkit.data.format import WrongField, read_each, text_of
 from peftkit.data.load import Record
-from peftkit.data.media import LongSound, SilentSound, Sound, media_of
+from peftkit.data.media import Audio, LongAudio, SilentAudio, media_of
 from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import DataError
 from peftkit.tasks.hearing import Hearing, ShortSound
@@ -20,7 +20,7 @@ from peftkit.tasks.hearing import Hearing, ShortSound
 METADATA = ("metadata.jsonl", "metadata.csv")
 """A folder of sounds says with one of these files what is said in them."""
 NO_TEXT, MANY, SILENT, LONG, SHORT = range(5)
-UNHEARD = {SilentSound: SILENT, LongSound: LONG, ShortSound: SHORT}
+UNHEARD = {SilentAudio: SILENT, LongAudio: LONG, ShortSound: SHORT}
 TASKS = ("transcribe", "translate")
 
 
@@ -39,7 +39,7 @@ class SpeechRow:
         source: "train.jsonl:7".
     """
 
-    sound: Sound
+    sound: Audio
     num_samples: int
     num_encoder_tokens: int
     labels: tuple[int, ...]
@@ -53,7 +53,7 @@ class SpeechRow:
 class Utterance:
     """A record as it was read."""
 
-    sound: Sound
+    sound: Audio
     text: str
     language: str | None
     task: str | None
@@ -239,7 +239,7 @@ def _utterance(
     audio = names[0] if names[0] in fields else "file_name"
     if audio not in fields:
         raise WrongField(names[0], "missing")
-    sound = media_of(Sound, fields[audio], record, where)
+    sound = media_of(Audio, fields[audio], record, where)
     if sound is None:
         raise WrongField(audio, f"expected a path or bytes of a sound, found {fields[audio]!r:.40}")
     text = text_of(fields, names[1])

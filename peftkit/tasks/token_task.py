@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.data.encode import Style
-from peftkit.data.pack import IGNORE, Row, collate, labelled_pieces, last_answer, rounded_up
+from peftkit.data.pack import IGNORE, Row, collate, labelled_segments, last_answer, rounded_up
 from peftkit.events import Listener, ignore
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.model.modes import adapters_off
@@ -184,7 +184,7 @@ class AnswerTask(TokenTask):
         return {"input_ids": batch["input_ids"]}
 
     def spans(self, row: Any) -> list[tuple[str, str]]:
-        return labelled_pieces(row, self._text, "learnt")
+        return labelled_segments(row, self._text, "learnt")
 
     def answer_text(self, ids: Sequence[int]) -> str:
         """Return tokens that a model made as text."""

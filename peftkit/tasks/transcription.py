@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from peftkit.base.purpose import Processor
 from peftkit.data.load import DataConfig
-from peftkit.data.media import Sound
+from peftkit.data.media import Audio
 from peftkit.data.pack import padded_rows
 from peftkit.data.rows import StoredRows
 from peftkit.events import Listener, Progress, ignore
@@ -63,7 +63,7 @@ class Transcription(EncoderDecoder):
         data: DataConfig,
         **more: Any,
     ) -> None:
-        Sound.require()
+        Audio.require()
         whole = unwrapped(model)
         self._start = decoder_start(whole, "transcription")
         self.hearing = Hearing(whole, processor, config.max_seconds)
@@ -194,7 +194,7 @@ class Transcription(EncoderDecoder):
             DataError: One cannot be heard, or the base has to be told a language.
         """
         labels, num_prefix = self._labels("a", None, None, "the sounds")
-        sounds = [Sound(path, str(path)) for path in paths]
+        sounds = [Audio(path, str(path)) for path in paths]
         rows = [
             SpeechRow(sound, 0, 0, labels, num_prefix, len(labels), "", sound.source)
             for sound in sounds
@@ -252,7 +252,7 @@ class TranscriptionConfig(TaskConfig):
     """Longest sound, longer ones are dropped; null: what the base hears at once, 30 of Whisper."""
 
     def resolve(self, data: DataConfig) -> TranscriptionConfig:
-        Sound.require()
+        Audio.require()
         return self
 
     def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:

@@ -136,7 +136,7 @@ def test_openai_tool_calls_keep_ids_and_lose_the_json_in_their_arguments() -> No
     ]
     (example,) = parsed({"messages": turns}).examples
     assert isinstance(example, Conversation)
-    assert example.learnt == (2, 6)
+    assert example.target_turns == (2, 6)
     made = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}, "id": "c1"}
     assert list(example.messages) == [
         {"role": "developer", "content": "s"},
@@ -168,7 +168,7 @@ def test_alpaca_with_system_and_history_is_a_conversation() -> None:
     (example,) = parsed(row).examples
     assert isinstance(example, Conversation)
     assert [message["content"] for message in example.messages] == ["s", "q1", "a1", "q2", "a2"]
-    assert example.learnt == (2, 4)
+    assert example.target_turns == (2, 4)
 
 
 @pytest.mark.parametrize(

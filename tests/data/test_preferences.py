@@ -58,7 +58,7 @@ def test_messages_are_one_prompt_and_two_answers(row: dict[str, Any]) -> None:
     for side, answer in ((pair.chosen, "the fox"), (pair.rejected, "the dog")):
         found = conversation(side)
         assert [m["content"] for m in found.messages] == ["who?", answer]
-        assert found.learnt == (1,)
+        assert found.target_turns == (1,)
     assert (unused, pair.shared) == ((), False)
 
 
@@ -83,7 +83,7 @@ def test_systems_tools_and_turns_after_a_call_belong_to_the_answer() -> None:
         "rejected": [USER, BAD],
     }
     (pair,), _ = read_pairs_of(records(row), "a.jsonl")
-    assert conversation(pair.chosen).learnt == (2, 4)
+    assert conversation(pair.chosen).target_turns == (2, 4)
     assert conversation(pair.rejected).messages[0] == {"role": "system", "content": "Be kind."}
     assert conversation(pair.chosen).tools[0]["function"]["name"] == "find"
 
@@ -148,7 +148,7 @@ def test_verdicts_are_examples_with_a_label() -> None:
     turns = [USER, BAD, USER, GOOD]
     talks = [{"messages": turns, "label": True}, {"messages": [USER, BAD], "label": False}]
     verdicts, _, _ = read_verdicts(records(*talks), "a.jsonl")
-    assert conversation(verdicts[0].example).learnt == (3,)  # the last answer alone is judged
+    assert conversation(verdicts[0].example).target_turns == (3,)  # the last answer alone is judged
 
 
 @pytest.mark.parametrize(

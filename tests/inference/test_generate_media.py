@@ -22,7 +22,7 @@ from peftkit.adapter import attach
 from peftkit.base.config import BaseConfig
 from peftkit.base.load import load_base
 from peftkit.data.load import DataConfig
-from peftkit.data.media import Media, Picture, Sound
+from peftkit.data.media import Audio, Media, Picture
 from peftkit.errors import AdapterError, DataError
 from peftkit.events import Event, RunStarted, Sampled
 from peftkit.formats.exchange import export_adapter
@@ -81,7 +81,7 @@ CASES = {
     ),
     "qwen2_audio": Case(
         "qwen2_audio",
-        Sound,
+        Audio,
         {"low": encoded(tones(300)), "high": encoded(tones(3000, seconds=0.2))},
         {"low": "0.10 s", "high": "0.20 s"},
     ),
@@ -243,7 +243,7 @@ def test_what_cannot_be_asked_is_refused(run_folder: Path, tmp_path: Path) -> No
     with pytest.raises(DataError, match=r"Cannot decode the image of gone(.|\n)*gone.png"):
         generate_with_media(opened, "what?", [Picture(tmp_path / "gone.png", "gone")])
     with pytest.raises(DataError, match=r"the sound of a.wav(.|\n)*takes no sounds"):
-        generate_with_media(opened, "what?", [Sound(tmp_path / "a.wav", "a.wav")])
+        generate_with_media(opened, "what?", [Audio(tmp_path / "a.wav", "a.wav")])
     with pytest.raises(AdapterError, match=r"runs\d*/colours(.|\n)*image_text"):
         open_bank({"a": run_folder})
     for to in ("gguf", "mlx"):

@@ -62,7 +62,7 @@ def rows_of(task: MediaText, name: str, folder: Path) -> list[MediaRow]:
 
 
 def _image_id(task: MediaText) -> int:
-    (found,) = task.encoder.asked.media_ids
+    (found,) = task.encoder.media_processor.media_ids
     return found
 
 
@@ -122,7 +122,7 @@ def test_answers_alone_are_learnt_token_by_token(name: str, folder: Path) -> Non
                 if start <= begin < at:
                     expected[number] = row.input_ids[number]
         assert list(row.labels) == expected
-        assert not set(row.labels) & task.encoder.asked.media_ids
+        assert not set(row.labels) & task.encoder.media_processor.media_ids
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -211,7 +211,7 @@ def test_rows_of_a_batch_lose_what_they_lose_alone(name: str, folder: Path) -> N
     assert together == pytest.approx(alone, rel=1e-5)
     assert sum(map(len, parts)) == len(rows)
     if name in CHATTING:
-        alone = task.encoder.asked.is_nested or name in ("gemma4_hearing", "qwen2_5_omni")
+        alone = task.encoder.media_processor.is_nested or name in ("gemma4_hearing", "qwen2_5_omni")
         assert len(parts) == (3 if alone else 2)
 
 

@@ -23,7 +23,7 @@ from peftkit import recipe
 from peftkit.adapter import attach
 from peftkit.base.load import BaseConfig, load_base
 from peftkit.data.load import DataConfig
-from peftkit.data.media import Sound
+from peftkit.data.media import Audio
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Notice
 from peftkit.formats.open_adapter import open_adapter
@@ -119,7 +119,7 @@ def test_a_row_names_its_own_language_and_task(tmp_path: Path) -> None:
 def test_formats_rates_and_channels_are_heard_alike(kind: str) -> None:
     there = tones(440.0, seconds=0.5, rate=44_100)
     stereo = np.stack([there, there], axis=1)
-    heard = Sound(encoded(stereo, 44_100, kind), "a:1").decode(RATE, 2.0)
+    heard = Audio(encoded(stereo, 44_100, kind), "a:1").decode(RATE, 2.0)
     wanted = tones(440.0, seconds=0.5)
     middle = slice(2_000, 6_000)
     spectrum = [np.abs(np.fft.rfft(one[middle])) for one in (heard, wanted)]

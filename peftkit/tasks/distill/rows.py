@@ -19,13 +19,13 @@ from peftkit.data.encode import (
 from peftkit.data.format import Conversation, ParsedRow
 from peftkit.data.load import DataConfig, Record
 from peftkit.data.pack import IGNORE, Row
-from peftkit.data.prompts import Asked, read_prompts
+from peftkit.data.prompts import PromptExample, read_prompts
 from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, tokenizer_key
 from peftkit.tasks.distill.prompt import TeacherPrompt
 
 TOO_LONG = 2
 """Number of the last one of `DistillEncoder.drops`."""
-Read = tuple[list[Asked], ParsedRow]
+Read = tuple[list[PromptExample], ParsedRow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,10 @@ class Distilled(Row):
 
 
 def distilled(
-    student: Sequence[int], teacher: Sequence[int], answer: Sequence[int], asked: Asked | Distilled
+    student: Sequence[int],
+    teacher: Sequence[int],
+    answer: Sequence[int],
+    asked: PromptExample | Distilled,
 ) -> Distilled:
     """Return the row of two prompts and an answer."""
     ids, labels, said = list[int](), list[int](), tuple(answer)
@@ -111,7 +114,7 @@ class DistillEncoder(RowEncoder):
         agreed = {"format": str(parsed.format), "style": self.style.kind}
         return EncodedRows(rows, agreed, counts, parsed.unused)
 
-    def _row(self, asked: Asked, counts: Counter[str]) -> Distilled | Dropped:
+    def _row(self, asked: PromptExample, counts: Counter[str]) -> Distilled | Dropped:
         student, teacher = (
             prompt_ids(self._tokenizer, messages, self.style, asked.tools)
             for messages in (asked.messages, self._prompt.before(asked.messages))
@@ -127,7 +130,7 @@ class DistillEncoder(RowEncoder):
             return Dropped(asked.source, TOO_LONG)
         return distilled(student, teacher, answer[:room], asked)
 
-    def _answer(self, asked: Asked) -> list[int]:
+    def _answer(self, asked: PromptExample) -> list[int]:
         """Return the tokens of a row's own answer, with the one that ends it."""
         turns = (*asked.messages, {"role": "assistant", "content": asked.reference or ""})
         whole = Conversation(turns, (len(turns) - 1,), asked.tools, asked.source)

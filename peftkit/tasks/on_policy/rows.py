@@ -13,7 +13,7 @@ from torch import Tensor
 from peftkit.data.encode import Style, prompt_ids
 from peftkit.data.load import Record
 from peftkit.data.pack import IGNORE, Row
-from peftkit.data.prompts import Asked, read_prompts
+from peftkit.data.prompts import PromptExample, read_prompts
 from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, tokenizer_key
 
 
@@ -84,12 +84,12 @@ class PromptEncoder(RowEncoder):
         style = (self._style.kind, self._style.chat_template)
         return (*tokenizer_key(self._tokenizer), *style, self._max_prompt)
 
-    def read(self, records: Sequence[Record], where: str) -> list[tuple[Asked, str]]:
+    def read(self, records: Sequence[Record], where: str) -> list[tuple[PromptExample, str]]:
         found, _ = read_prompts(records, where=where)
         known = (json.dumps(record.fields, default=str) for record in records)
         return list(zip(found, known, strict=True))
 
-    def rows(self, read: list[tuple[Asked, str]]) -> EncodedRows:
+    def rows(self, read: list[tuple[PromptExample, str]]) -> EncodedRows:
         rows: list[Prompt | Dropped] = []
         for one, known in read:
             ids = tuple(prompt_ids(self._tokenizer, one.prompt, self._style, one.tools))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.data.load import Record
-from peftkit.data.pack import IGNORE, Row, labelled_pieces
+from peftkit.data.pack import IGNORE, Row, labelled_segments
 from peftkit.data.preferences import Pair, read_pairs_of
 from peftkit.data.rows import Dropped, EncodedRows, StoredRows
 from peftkit.tasks.preference.losses import Answers, pair_losses, rewards
@@ -91,7 +91,7 @@ class Preference(DocumentTask):
 
     def _spans(self, row: Compared, names: Sequence[str]) -> list[tuple[str, str]]:
         pairs = zip(row.documents, names, strict=False)
-        return [piece for d, name in pairs for piece in labelled_pieces(d, self._text, name)]
+        return [piece for d, name in pairs for piece in labelled_segments(d, self._text, name)]
 
 
 def summed(tokens: Tensor, document: Tensor, count: int) -> Tensor:
