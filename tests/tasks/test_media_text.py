@@ -72,7 +72,7 @@ def images_of(row: MediaRow) -> list[Any]:
 
 
 def sounds_of(row: MediaRow) -> list[Any]:
-    paths = [one.data for one in row.media if one.kind == "sound"]
+    paths = [one.data for one in row.media if one.kind == "audio clip"]
     return [soundfile.read(path, dtype="float32")[0] for path in paths]
 
 
@@ -407,13 +407,13 @@ def test_rows_with_any_number_of_sounds_share_a_batch(folder: Path) -> None:
     assert [row.num_patches for row in rows] == [50, 100, 0, 50]
     assert task.num_positions([rows[0]]) == 32 + 50
     pieces = [text for _, text in task.spans(rows[1])]
-    assert "see <|audio_bos|>[sound 0.35 s: 9 tokens]<|audio_eos|>" in pieces[0]
+    assert "see <|audio_bos|>[audio clip 0.35 s: 9 tokens]<|audio_eos|>" in pieces[0]
 
 
 def test_images_and_sounds_of_one_row_are_both_given(folder: Path) -> None:
     task = task_of("gemma4_hearing")
     row = rows_of(task, "gemma4_hearing", folder)[3]
-    assert [one.kind for one in row.media] == ["image", "sound"]
+    assert [one.kind for one in row.media] == ["image", "audio clip"]
     batch = task.collate([row])
     assert {"pixel_values", "input_features"} <= batch.keys()
     assert set(batch["mm_token_type_ids"].unique().tolist()) == {0, 1, 3}
@@ -435,11 +435,11 @@ def test_silence_is_heard(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sound", "words"),
     [
-        (b"no sound at all", "sound 1 of .*rows.jsonl:1(.|\n)*wav, flac"),
+        (b"no sound at all", "audio clip 1 of .*rows.jsonl:1(.|\n)*wav, flac"),
         (encoded(tones(300, seconds=1.5)), r"rows.jsonl:1(.|\n)*1.5 s, more than 1 s"),
         (None, r"rows.jsonl:1(.|\n)*it.wav"),
         (encoded(tones(300)[:0]), "empty"),
-        (encoded(tones(300)[:100]), "sound 1 of .*rows.jsonl:1(.|\\n)*0.006 s, less than 0.1"),
+        (encoded(tones(300)[:100]), "audio clip 1 of .*rows.jsonl:1(.|\\n)*0.006 s, less than 0.1"),
     ],
 )
 def test_bad_sounds_are_named(sound: bytes | None, words: str, tmp_path: Path) -> None:
@@ -449,9 +449,9 @@ def test_bad_sounds_are_named(sound: bytes | None, words: str, tmp_path: Path) -
 
 def test_sounds_are_refused_where_none_are_heard(tmp_path: Path) -> None:
     path = spoken(tmp_path, encoded(tones(300)))
-    with pytest.raises(DataError, match=r"sound 1 of .*rows.jsonl:1(.|\n)*takes no sounds"):
+    with pytest.raises(DataError, match=r"audio clip 1 of .*rows.jsonl:1(.|\n)*takes no audio clips"):
         task_of("llava").load(path)
-    with pytest.raises(BaseError, match="no token for sounds"):
+    with pytest.raises(BaseError, match="no token for audio clips"):
         AudioTextConfig().on(model_of("llava"), processor_of("llava"), ANY_LENGTH)
 
 
