@@ -143,7 +143,7 @@ def special_texts(tokenizer: Any) -> list[str]:
 
 
 class Chat:
-    """Renders conversations with a chat template, and finds their target turns.
+    """Renderer of conversations with a chat template; finds their target turns.
 
     Args:
         template: Used instead of the tokenizer's own.

@@ -109,7 +109,7 @@ def stop_ids(tokenizer: Any, style: Style) -> list[int]:
 
 
 class Encoder:
-    """Makes a row of tokens of each example, one document each.
+    """Encoder of examples as rows of tokens, one document each.
 
     Args:
         template: A chat template's text, used instead of the tokenizer's own.
@@ -395,7 +395,7 @@ NOTHING, BEYOND = 0, 1
 
 
 class DocumentEncoder(RowEncoder):
-    """Makes a row of each record for causal language modelling: one document, cut to a length.
+    """Encoder of records for causal language modelling: one document each, cut to a length.
 
     Args:
         template, reasoning: See `Encoder`.

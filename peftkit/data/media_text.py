@@ -179,7 +179,7 @@ class _Listed:
 
 
 class _Row:
-    """Takes the media out of a record, and puts marks in their places.
+    """A record whose media are taken out, with marks in their places.
 
     Attributes:
         media: In the order of their marks.
@@ -318,7 +318,7 @@ Read = tuple[ParsedRow, list[tuple[Media, ...]]]
 
 
 class MediaEncoder(RowEncoder):
-    """Makes rows of examples with media, and a model's inputs of rows.
+    """Encoder of examples with media as rows, and of rows as a model's inputs.
 
     No pixels or samples are stored. Each medium is decoded once, so that a damaged one is found
     now. Processors compute with torch, which forked processes cannot.

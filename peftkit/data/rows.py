@@ -93,7 +93,7 @@ class EncodedRows:
 
 
 class RowEncoder(ABC):
-    """Makes a task's rows of records; the part of a task that needs no model.
+    """Encoder of records as a task's rows; needs no model.
 
     Attributes:
         kind: The rows' dataclass, with a `source`.

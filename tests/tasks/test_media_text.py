@@ -449,7 +449,9 @@ def test_bad_sounds_are_named(sound: bytes | None, words: str, tmp_path: Path) -
 
 def test_sounds_are_refused_where_none_are_heard(tmp_path: Path) -> None:
     path = spoken(tmp_path, encoded(tones(300)))
-    with pytest.raises(DataError, match=r"audio clip 1 of .*rows.jsonl:1(.|\n)*takes no audio clips"):
+    with pytest.raises(
+        DataError, match=r"audio clip 1 of .*rows.jsonl:1(.|\n)*takes no audio clips"
+    ):
         task_of("llava").load(path)
     with pytest.raises(BaseError, match="no token for audio clips"):
         AudioTextConfig().on(model_of("llava"), processor_of("llava"), ANY_LENGTH)
