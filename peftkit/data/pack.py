@@ -1,21 +1,27 @@
-"""Rows of tokens: their length, packing of several into one, batches.
+"""Rows of tokens: packing, batches, and sequences that make their rows on demand.
 
 Shapes: B rows, T tokens of the longest row, rounded up, n targets of the whole batch.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import hashlib
+from bisect import bisect_right
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import accumulate, groupby, pairwise
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 IGNORE = -100
+RECENT_TOKENS = 1 << 19
+"""Tokens of rows that stay in memory as Python objects: those of the next steps."""
+OBJECT_TOKENS = 64
+"""What a row object takes beside its tokens, in tokens."""
 MULTIPLE = 8
 """Rows are padded to a multiple of this: few shapes, good for matrix products."""
 Labels = Annotated[tuple[int, ...], "the input_ids of targets, elsewhere IGNORE"]
@@ -230,3 +236,131 @@ def _lengths(row: Any) -> tuple[int, int]:
     """Return a row's tokens, or positions of an encoder, and the tokens of a separate decoder."""
     tokens = len(getattr(row, "input_ids", ())) or getattr(row, "num_encoder_tokens", 0)
     return tokens, getattr(row, "num_decoder_tokens", 0)
+
+
+# ------------------------------------------------------------------- rows on demand
+
+
+class LazyRows(Sequence[Any]):
+    """Rows made on demand; those used last are the same objects when they are used again.
+
+    Attributes:
+        num_tokens: Of each row (rows,), int32.
+        fingerprint: Of the rows' content.
+    """
+
+    num_tokens: Tensor
+    fingerprint: str
+
+    def __init__(self, num_tokens: Tensor, *contents: object) -> None:
+        self.num_tokens = num_tokens
+        self.fingerprint = fingerprint_of(*contents)
+        self._recent: OrderedDict[int, Any] = OrderedDict()
+        self._recent_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self.num_tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            places = range(len(self))[index]
+            return View([self], torch.arange(len(places)) * places.step + places.start)
+        place = range(len(self))[index]
+        row = self._recent.get(place)
+        if row is None:
+            row = self._recent[place] = self.row(place)
+            self._recent_tokens += OBJECT_TOKENS + num_tokens(row)
+            while self._recent_tokens > RECENT_TOKENS and len(self._recent) > 1:
+                _, oldest = self._recent.popitem(last=False)
+                self._recent_tokens -= OBJECT_TOKENS + num_tokens(oldest)
+        return row
+
+    def row(self, place: int) -> Any:
+        """Make a row."""
+        raise NotImplementedError
+
+    def values(self, name: str) -> Tensor:
+        """Return a field of numbers, of all rows one after the other."""
+        raise NotImplementedError
+
+
+class View(LazyRows):
+    """Rows of other sequences in an order of its own: a slice, a split, several files as one.
+
+    Args:
+        parts: The other sequences.
+        places: Of the rows in all parts, one part after the other; None: all rows.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Any]], places: Tensor | None = None) -> None:
+        self._parts, self._stops = parts, [*accumulate(map(len, parts))]
+        self._places = torch.arange(self._stops[-1]) if places is None else places
+        contents = [part.fingerprint for part in parts if isinstance(part, LazyRows)]
+        tokens = self._chosen([tokens_of_each(part) for part in parts])
+        super().__init__(tokens, *contents, self._places)
+
+    def row(self, place: int) -> Any:
+        index = int(self._places[place])
+        part = bisect_right(self._stops, index)
+        return self._parts[part][index - (self._stops[part - 1] if part else 0)]
+
+    def values(self, name: str) -> Tensor:
+        """Return a field of one number of each row."""
+        parts = [part for part in self._parts if isinstance(part, LazyRows)]
+        return self._chosen([part.values(name) for part in parts])
+
+    def _chosen(self, of_parts: list[Tensor]) -> Tensor:
+        return (torch.cat(of_parts) if len(of_parts) > 1 else of_parts[0])[self._places]
+
+
+class PackedRows(LazyRows):
+    """Documents packed into rows of at most `max_length` tokens; see `packing`."""
+
+    def __init__(self, rows: LazyRows, max_length: int) -> None:
+        self.documents = rows
+        self._members, sizes = packing(rows.num_tokens, max_length)
+        self._stops = sizes.cumsum(0)
+        stops = torch.cat([torch.zeros(1, dtype=torch.int64), self._stops])
+        tokens = rows.num_tokens[self._members].cumsum(0)
+        lengths = torch.cat([torch.zeros(1, dtype=torch.int64), tokens])[stops].diff()
+        super().__init__(lengths.int(), f"{rows.fingerprint} in rows of {max_length}")
+
+    @property
+    def document_lengths(self) -> Tensor:
+        """Tokens of each document."""
+        return self.documents.num_tokens
+
+    def row(self, place: int) -> Any:
+        start, stop = int(self._stops[place - 1]) if place else 0, int(self._stops[place])
+        members = self._members[start:stop].tolist()
+        return joined([self.documents.row(member) for member in members])
+
+
+def weighted(parts: Sequence[tuple[LazyRows, float]]) -> LazyRows:
+    """Return rows of several files as one, each file's as often as its weight says.
+
+    A weight of 2.5 has each row twice, and every second one a third time.
+    """
+    if [weight for _, weight in parts] == [1.0]:
+        return parts[0][0]
+    places, start = [], 0
+    for rows, weight in parts:
+        number = max(1, round(weight * len(rows))) if len(rows) else 0
+        places.append(start + torch.arange(number) * len(rows) // max(number, 1))
+        start += len(rows)
+    return View([rows for rows, _ in parts], torch.cat(places))
+
+
+def fingerprint_of(*contents: object) -> str:
+    """Return a hash of texts and tensors."""
+    digest = hashlib.sha256()
+    for content in contents:
+        if isinstance(content, Tensor):
+            digest.update(content.numpy().tobytes())
+        else:
+            digest.update(str(content).encode())
+    return f"sha256:{digest.hexdigest()[:32]}"

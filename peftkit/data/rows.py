@@ -1,6 +1,7 @@
 """Encoded rows: made once of a file's records, stored as Arrow, mapped into memory.
 
-    records -> RowEncoder.read, .rows -> dataclass rows -> columns -> StoredRows -> View, PackedRows
+    records (load) -> examples (format) -> rows (encode) -> Arrow columns -> StoredRows
+        -> View, PackedRows, batches (pack)
 
 `encoded` returns the rows of a file. They are stored in the cache of Hugging Face datasets, in a
 folder named by a hash of all that they depend on: the bytes of the file, the tokenizer, the
@@ -27,25 +28,24 @@ import tempfile
 import warnings
 from abc import ABC, abstractmethod
 from array import array
-from bisect import bisect_right
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib.metadata import version
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 from pathlib import Path
 from types import MappingProxyType, NoneType
-from typing import Any, ClassVar, get_args, get_origin, get_type_hints, overload
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 from peftkit.data import load
 from peftkit.data.load import Part, Record
-from peftkit.data.pack import IGNORE, Labels, joined, num_tokens, packing, tokens_of_each
+from peftkit.data.pack import IGNORE, Labels, LazyRows, View, num_tokens
 from peftkit.errors import DataError, RunError
 from peftkit.events import Listener, Notice, Progress, ignore
 from peftkit.files.disk import alone
@@ -58,10 +58,6 @@ POOL_PARTS = 16
 MAX_PROCESSES = 16
 REREAD_BYTES = 256 << 20
 """A larger file with wrong rows is not read again to count them all."""
-RECENT_TOKENS = 1 << 19
-"""Tokens of rows that stay in memory as Python objects: those of the next steps."""
-OBJECT_TOKENS = 64
-"""What a row object takes beside its tokens, in tokens."""
 ENCODING_PACKAGES = ("transformers", "tokenizers")
 
 # ------------------------------------------------------------------- what a task defines
@@ -627,106 +623,7 @@ def _numbers(column: Any) -> Tensor:
     return torch.tensor(column.to_numpy())
 
 
-# ------------------------------------------------------------------- rows on demand
-
-
-class LazyRows(Sequence[Any]):
-    """Rows made on demand; those used last are the same objects when they are used again.
-
-    Attributes:
-        num_tokens: Of each row (rows,), int32.
-        fingerprint: Of the rows' content.
-    """
-
-    num_tokens: Tensor
-    fingerprint: str
-
-    def __init__(self, num_tokens: Tensor, *contents: object) -> None:
-        self.num_tokens = num_tokens
-        self.fingerprint = fingerprint_of(*contents)
-        self._recent: OrderedDict[int, Any] = OrderedDict()
-        self._recent_tokens = 0
-
-    def __len__(self) -> int:
-        return len(self.num_tokens)
-
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            places = range(len(self))[index]
-            return View([self], torch.arange(len(places)) * places.step + places.start)
-        place = range(len(self))[index]
-        row = self._recent.get(place)
-        if row is None:
-            row = self._recent[place] = self.row(place)
-            self._recent_tokens += OBJECT_TOKENS + num_tokens(row)
-            while self._recent_tokens > RECENT_TOKENS and len(self._recent) > 1:
-                _, oldest = self._recent.popitem(last=False)
-                self._recent_tokens -= OBJECT_TOKENS + num_tokens(oldest)
-        return row
-
-    def row(self, place: int) -> Any:
-        """Make a row."""
-        raise NotImplementedError
-
-    def values(self, name: str) -> Tensor:
-        """Return a field of numbers, of all rows one after the other."""
-        raise NotImplementedError
-
-
-class View(LazyRows):
-    """Rows of other sequences in an order of its own: a slice, a split, several files as one.
-
-    Args:
-        parts: The other sequences.
-        places: Of the rows in all parts, one part after the other; None: all rows.
-    """
-
-    def __init__(self, parts: Sequence[Sequence[Any]], places: Tensor | None = None) -> None:
-        self._parts, self._stops = parts, [*accumulate(map(len, parts))]
-        self._places = torch.arange(self._stops[-1]) if places is None else places
-        contents = [part.fingerprint for part in parts if isinstance(part, LazyRows)]
-        tokens = self._chosen([tokens_of_each(part) for part in parts])
-        super().__init__(tokens, *contents, self._places)
-
-    def row(self, place: int) -> Any:
-        index = int(self._places[place])
-        part = bisect_right(self._stops, index)
-        return self._parts[part][index - (self._stops[part - 1] if part else 0)]
-
-    def values(self, name: str) -> Tensor:
-        """Return a field of one number of each row."""
-        parts = [part for part in self._parts if isinstance(part, LazyRows)]
-        return self._chosen([part.values(name) for part in parts])
-
-    def _chosen(self, of_parts: list[Tensor]) -> Tensor:
-        return (torch.cat(of_parts) if len(of_parts) > 1 else of_parts[0])[self._places]
-
-
-class PackedRows(LazyRows):
-    """Documents packed into rows of at most `max_length` tokens; see `packing`."""
-
-    def __init__(self, rows: LazyRows, max_length: int) -> None:
-        self.documents = rows
-        self._members, sizes = packing(rows.num_tokens, max_length)
-        self._stops = sizes.cumsum(0)
-        stops = torch.cat([torch.zeros(1, dtype=torch.int64), self._stops])
-        tokens = rows.num_tokens[self._members].cumsum(0)
-        lengths = torch.cat([torch.zeros(1, dtype=torch.int64), tokens])[stops].diff()
-        super().__init__(lengths.int(), f"{rows.fingerprint} in rows of {max_length}")
-
-    @property
-    def document_lengths(self) -> Tensor:
-        """Tokens of each document."""
-        return self.documents.num_tokens
-
-    def row(self, place: int) -> Any:
-        start, stop = int(self._stops[place - 1]) if place else 0, int(self._stops[place])
-        members = self._members[start:stop].tolist()
-        return joined([self.documents.row(member) for member in members])
+# ------------------------------------------------------------------- stored rows
 
 
 class StoredRows(LazyRows):
@@ -803,33 +700,7 @@ class StoredRows(LazyRows):
         return View([self], (~is_out).nonzero().flatten()), View([self], is_out.nonzero().flatten())
 
 
-def weighted(parts: Sequence[tuple[LazyRows, float]]) -> LazyRows:
-    """Return rows of several files as one, each file's as often as its weight says.
-
-    A weight of 2.5 has each row twice, and every second one a third time.
-    """
-    if [weight for _, weight in parts] == [1.0]:
-        return parts[0][0]
-    places, start = [], 0
-    for rows, weight in parts:
-        number = max(1, round(weight * len(rows))) if len(rows) else 0
-        places.append(start + torch.arange(number) * len(rows) // max(number, 1))
-        start += len(rows)
-    return View([rows for rows, _ in parts], torch.cat(places))
-
-
 def is_held_out(digest: int, share: float) -> bool:
     """Return whether a row of this digest is held out; equal rows are all or none of them."""
     drawn = hashlib.blake2b(str(digest).encode(), digest_size=8).digest()
     return int.from_bytes(drawn, "little") < share * 2**64
-
-
-def fingerprint_of(*contents: object) -> str:
-    """Return a hash of texts and tensors."""
-    digest = hashlib.sha256()
-    for content in contents:
-        if isinstance(content, Tensor):
-            digest.update(content.numpy().tobytes())
-        else:
-            digest.update(str(content).encode())
-    return f"sha256:{digest.hexdigest()[:32]}"

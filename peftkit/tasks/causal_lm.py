@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from peftkit.data.encode import DocumentEncoder
 from peftkit.data.format import FieldNames
 from peftkit.data.load import CHAT, DataConfig
-from peftkit.data.rows import LazyRows, PackedRows
+from peftkit.data.pack import LazyRows, PackedRows
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice
 from peftkit.kernels.context import Context

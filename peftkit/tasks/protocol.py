@@ -23,8 +23,8 @@ from peftkit.config.schema import Config
 from peftkit.data.chat import choose_template
 from peftkit.data.encode import STYLES, Style, agreed_style
 from peftkit.data.load import DataConfig, Record
-from peftkit.data.pack import padded
-from peftkit.data.rows import LazyRows, RowEncoder, StoredRows, encoded, weighted
+from peftkit.data.pack import LazyRows, padded, weighted
+from peftkit.data.rows import RowEncoder, StoredRows, encoded
 from peftkit.errors import DataError
 from peftkit.events import Listener, Notice, Stage, Table, ignore
 from peftkit.execution.plan import ExecutionPlan

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from peftkit.base.sharding import is_sharded
-from peftkit.data.rows import View
+from peftkit.data.pack import View
 from peftkit.errors import PeftkitError, RunError
 from peftkit.events import (
     Event,

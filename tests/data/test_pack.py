@@ -7,8 +7,7 @@ import random
 import pytest
 import torch
 
-from peftkit.data.pack import IGNORE, Row, collate
-from peftkit.data.rows import PackedRows, View
+from peftkit.data.pack import IGNORE, PackedRows, Row, View, collate
 
 
 def pack(rows: list[Row], max_length: int) -> list[Row]:

@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from peftkit.data.load import DataConfig
-from peftkit.data.pack import IGNORE, Row
-from peftkit.data.rows import PackedRows, View
+from peftkit.data.pack import IGNORE, PackedRows, Row, View
 from peftkit.errors import BaseError, DataError
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.isolation import check_causal, check_packing

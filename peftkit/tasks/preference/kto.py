@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.data.load import Record
-from peftkit.data.pack import cut_document
+from peftkit.data.pack import LazyRows, cut_document
 from peftkit.data.preferences import Verdict, check_both_labels, read_verdicts
-from peftkit.data.rows import Dropped, EncodedRows, LazyRows, StoredRows
+from peftkit.data.rows import Dropped, EncodedRows, StoredRows
 from peftkit.tasks.preference.losses import kto_losses
 from peftkit.tasks.preference.rows import AnswerEncoder, Compared, Judged, answer_start
 from peftkit.tasks.preference.task import Preference, summed

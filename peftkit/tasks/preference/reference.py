@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peftkit.data.pack import tokens_of_each
-from peftkit.data.rows import View, row_digest
+from peftkit.data.pack import View, tokens_of_each
+from peftkit.data.rows import row_digest
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice, Progress, Stage
 from peftkit.execution.out_of_memory import release_memory
