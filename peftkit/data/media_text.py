@@ -356,8 +356,6 @@ class MediaEncoder(RowEncoder):
         self._custom_template = template
         self._chat = Chat(self._tokenizer, self._template.chat_template, self._template)
         self._encoder = Encoder(self._tokenizer, self._template.chat_template)
-        self.num_off_prompt = 0
-        """Conversations whose last turn begins otherwise than the generation prompt ends."""
 
     def key(self, where: str) -> object:
         folder, processor = str(Path(where).absolute().parent), self._processor
@@ -369,8 +367,8 @@ class MediaEncoder(RowEncoder):
 
     def rows(self, read: Read) -> EncodedRows:
         parsed, media = read
-        counts = Counter[str]()
-        before, style = self.num_off_prompt, self.style(parsed.examples[0])
+        counts, style = self._encoder.counts, self.style(parsed.examples[0])
+        counts.clear()
         rows: list[MediaRow | Dropped] = []
         for example, its_media in zip(parsed.examples, media, strict=True):
             agreed_style(style, self.style(example), example.source)
@@ -380,9 +378,8 @@ class MediaEncoder(RowEncoder):
                 counts.update({"without": not row.media, "targets": row.num_targets})
                 for one, number in zip(row.media, row.media_tokens, strict=True):
                     counts.update({f"{one.kind}s": 1, f"tokens of {one.kind}s": number})
-        counts["off_prompt"] = self.num_off_prompt - before
         agreed = {"format": str(parsed.format), "style": str(style.kind)}
-        return EncodedRows(rows, agreed, counts, parsed.unused)
+        return EncodedRows(rows, agreed, Counter(counts), parsed.unused)
 
     def _cut(self, row: MediaRow, counts: Counter[str]) -> MediaRow | Dropped:
         """Cut a row to max_length tokens; drop it where that loses media."""
@@ -430,7 +427,7 @@ class MediaEncoder(RowEncoder):
         messages = example.messages[: targets[-1] + 1] if targets else example.messages
         used = sum(marks_in(message.get("content") or "") for message in messages)
         rendered = self._chat.spans(replace(example, messages=messages))
-        self.num_off_prompt += not rendered.as_generated
+        self._encoder.counts["off_prompt"] += not rendered.as_generated
         return self._row(rendered, media[:used], example.source, ends=True)
 
     def prompt(self, prompt: str | Sequence[Message], style: Style) -> str:
