@@ -13,7 +13,7 @@ import typer
 
 from peftkit.errors import AdapterError, DataError, neighbours
 from peftkit.formats.find_adapter import adapter_folder
-from peftkit.formats.hub_id import is_hub_id
+from peftkit.formats.folders import is_hub_id
 from peftkit_cli.arguments import Adapter, Base, Force, Json, note
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from peftkit.base.load import Base
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.events import Table
 from peftkit.files.disk import write_text
+from peftkit.formats.folders import CARD
 from peftkit.formats.peft.targets import refused_by_peft
 from peftkit.formats.serving import vllm_serve
 from peftkit.methods.protocol import AdapterModule
@@ -21,7 +22,6 @@ from peftkit.model.places import is_linear, linear_shape, stacked_shape
 from peftkit.model.roles import ALL_LINEAR
 from peftkit.quant.audit import Audit
 
-CARD = "README.md"
 SMALL_REACH = 0.5
 """all-linear is reported if it reaches less than this share of the base's matrices."""
 

@@ -19,9 +19,9 @@ from peftkit.events import Listener, Notice, ignore
 from peftkit.files.disk import sha256_of
 from peftkit.files.tensors import read_tensors, write_tensors
 from peftkit.formats.find_adapter import adapter_folder
+from peftkit.formats.folders import TENSORS
 from peftkit.formats.open_adapter import task_of
 from peftkit.formats.peft.folder import (
-    TENSORS,
     AdapterFile,
     load_adapter,
     named_tensors,

@@ -1,17 +1,18 @@
-"""Where an adapter is: a folder on this machine, or a repository on the hub."""
+"""Where an adapter is: a folder on this machine, or a repository on the hub.
+
+Only names of files are looked at, without torch, so that a misspelt path is answered at once.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from peftkit.errors import AdapterError, first_few, neighbours
-from peftkit.formats.hub_id import is_hub_id
+from peftkit.formats.folders import CONFIG, TENSORS, is_hub_id
 
 
 def adapter_folder(adapter: str | Path) -> Path:
     """Return the folder of an adapter; one on the hub is fetched first.
-
-    Only names are looked at, without torch, so that a misspelt path is answered at once.
 
     Raises:
         AdapterError: There is no such folder or no adapter in it; or the hub does not have it, or
@@ -19,9 +20,9 @@ def adapter_folder(adapter: str | Path) -> Path:
     """
     text = str(adapter)
     folder = Path(text).expanduser()
-    if folder.name in ("adapter_config.json", "adapter_model.safetensors"):
+    if folder.name in (CONFIG, TENSORS):
         folder = folder.parent
-    right = "Give the folder that holds adapter_config.json."
+    right = f"Give the folder that holds {CONFIG}."
     if is_hub_id(text):
         from peftkit.formats.hub import fetch
 
@@ -33,15 +34,15 @@ def adapter_folder(adapter: str | Path) -> Path:
         )
     if not folder.is_dir():
         raise AdapterError(f"'{text}' is a file, and an adapter is a folder.", fix=right)
-    if not (folder / "adapter_config.json").is_file():
+    if not (folder / CONFIG).is_file():
         names = sorted(path.name for path in folder.iterdir())
-        inside = sorted(str(path.parent) for path in folder.glob("*/adapter_config.json"))
+        inside = sorted(str(path.parent) for path in folder.glob(f"*/{CONFIG}"))
         if inside:
             right = f"Give one of the adapters in it: {first_few(inside, 8, ', ')}"
         elif "checkpoints" in names:
             right = "The run has not finished: go on with peftkit train RECIPE.yaml --resume"
         raise AdapterError(
-            f"'{text}' holds no adapter_config.json.",
+            f"'{text}' holds no {CONFIG}.",
             found=f"It holds: {first_few(names, 8, ', ') or 'nothing'}.",
             fix=right,
         )

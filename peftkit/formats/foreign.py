@@ -1,19 +1,37 @@
-"""Adapters of other tools: recognised by content, and refused by name where they are unusable."""
+"""Adapters of other tools: recognised by content, refused by name, or written as PEFT's folders."""
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from peftkit.errors import AdapterError, first_few
-from peftkit.formats.guard import check_safetensors, read_json, what_is
-from peftkit.formats.mlx import MLX_TENSORS
-from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS
-from peftkit.methods.lora_format import check_layout
+from torch import nn
 
+from peftkit.base.load import load_base
+from peftkit.base.locate import Location, locate
+from peftkit.base.skeleton import skeleton
+from peftkit.errors import AdapterError, first_few
+from peftkit.events import Listener, Saved, Stage, ignore
+from peftkit.files import disk
+from peftkit.files.tensors import write_tensors
+from peftkit.formats.folders import CONFIG, NOTES, TENSORS, check_free, new_adapter_folder
+from peftkit.formats.gguf.header import read_header
+from peftkit.formats.guard import check_safetensors, read_json, what_is
+from peftkit.formats.mlx import MLX_TENSORS, read_mlx
+from peftkit.formats.peft.folder import PREFIX, load_adapter, named_tensors, save_adapter
+from peftkit.formats.peft.low_rank import LowRank, misfits, read_low_rank, save_low_rank
+from peftkit.formats.peft.notes import Provenance
+from peftkit.formats.peft.targets import shortest_endings
+from peftkit.methods.lora_format import check_layout
+from peftkit.model.places import is_conv1d, is_linear
+
+_REPO_URL = "general.base_model.0.repo_url"
+"""Key of GGUF files that names the base's page."""
 GGUF = "a GGUF file"
 _SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 _MERGED = "Merge it in the tool that made it, or ask for it as a PEFT LoRA."
@@ -38,12 +56,61 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """An adapter from another program, and its format there."""
+
+    folder: Path
+    source: Literal["peft", "gguf", "mlx"]
+
+
 class Found(NamedTuple):
     """An adapter that was found: its kind, its folder, and the file with the tensors."""
 
     kind: Literal["peft", "mlx", "gguf"]
     folder: Path
     file: Path
+
+
+def import_adapter(
+    path: str | Path,
+    out: str | Path,
+    *,
+    base: str | None = None,
+    force: bool = False,
+    on_event: Listener = ignore,
+) -> Imported:
+    """Write an adapter of another program as a folder that peftkit and PEFT load.
+
+    Args:
+        path: A folder of mlx-lm or PEFT, or a GGUF file; told apart by their content.
+        out: The new folder.
+        base: What it was trained on: hub id, folder or short name; by default what the adapter
+            names. Only its config is read.
+        force: Replace the adapter in `out`.
+
+    Raises:
+        AdapterError: Not an adapter, of a kind that is refused, or it does not fit the base: each
+            layer in question is listed.
+        OutputError: `out` is taken or cannot be written.
+    """
+    path, out = Path(path).expanduser(), Path(out).expanduser()
+    found = recognise(path)
+    check_free(out, force=force, sources=[found.folder])
+    base = base or _base_named_by(found)
+    on_event(Stage(f"Importing {path}"))
+    model = skeleton(base)
+    with new_adapter_folder(out, force=force, sources=[found.folder]) as folder:
+        if found.kind == "peft":
+            _import_peft(found, folder, base, model, on_event)
+        else:
+            modules = _updates_of(found, model, base)
+            location = locate(base)
+            commit = getattr(model.config, "_commit_hash", None)
+            origin = Provenance(location.name, revision=commit)
+            _save(modules, folder, origin, location, model, path)
+    on_event(Saved("adapter", out))
+    return Imported(out, found.kind)
 
 
 def recognise(path: Path) -> Found:
@@ -120,3 +187,102 @@ def peft_folder(found: Found, scratch: Path) -> Path:
     shutil.copyfile(found.file, scratch / TENSORS)
     shutil.copyfile(found.folder / CONFIG, scratch / CONFIG)
     return scratch
+
+
+def _updates_of(found: Found, model: nn.Module, base: str) -> dict[str, LowRank]:
+    """Read an adapter of mlx-lm or llama.cpp."""
+    if found.kind == "mlx":
+        return read_mlx(found.folder, found.file.name)
+    from peftkit.formats.gguf.convert import read_gguf
+
+    return read_gguf(found.file, model, base)
+
+
+def _base_named_by(found: Found) -> str:
+    """Return the base that an adapter of another program says it was trained on.
+
+    Raises:
+        AdapterError: It says none.
+    """
+    if found.kind == "gguf":
+        with disk.open_regular(found.file) as file:
+            address = str(read_header(found.file, file).keys.get(_REPO_URL, ""))
+        base = address.removeprefix("https://huggingface.co/")
+    else:
+        fields = read_json(found.folder / CONFIG)
+        base = fields.get("base_model_name_or_path") or fields.get("model") or ""
+    if not isinstance(base, str) or not base:
+        raise AdapterError(
+            f"{found.file} does not say which base it belongs to",
+            fix="Name the base it was trained on with --base MODEL.",
+        )
+    return base
+
+
+def _import_peft(
+    found: Found, folder: Path, base: str, model: nn.Module, on_event: Listener
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="peftkit-") as scratch:
+        source = peft_folder(found, Path(scratch))
+        init = read_json(source / CONFIG).get("init_lora_weights")
+        if init in ("pissa", "olora"):  # what it subtracts is made from the base's weights
+            loaded = load_base(base, device="cpu", dtype="fp32", on_event=on_event)
+            adapter = load_adapter(loaded.model, source)
+            adapter.method = adapter.method.model_copy(update={"targets": tuple(adapter.own)})
+            origin = Provenance(loaded.name, loaded.hub_id, loaded.revision, loaded.fingerprint)
+            save_adapter(adapter, folder, origin)
+            return
+        if read_json(source / CONFIG).get("target_parameters"):
+            _keep(source, folder, model, locate(base), Path(scratch))
+            return
+        file, modules = read_low_rank(source)
+        _save(modules, folder, file.provenance, locate(base), model, found.folder)
+
+
+def _keep(source: Path, folder: Path, model: nn.Module, location: Location, scratch: Path) -> None:
+    """Write an adapter of stacked experts, whose layout is the same here.
+
+    Args:
+        model: The base's skeleton, on which it must fit.
+    """
+    bare = scratch / "bare"  # without our notes: what they say of roles needs the base's values
+    bare.mkdir()
+    for name in (CONFIG, TENSORS):
+        shutil.copyfile(source / name, bare / name)
+    load_adapter(model, bare).detach()
+    if (source / NOTES).is_file():
+        for name in (TENSORS, NOTES):
+            shutil.copyfile(source / name, folder / name)
+    else:
+        tensors = {PREFIX + name: tensor for name, tensor in named_tensors(bare).items()}
+        write_tensors(tensors, folder / TENSORS, {"format": "pt"})
+    named = {"base_model_name_or_path": location.hub_id or location.name}
+    disk.write_json(read_json(source / CONFIG) | named, folder / CONFIG)
+
+
+def _save(
+    modules: Mapping[str, LowRank],
+    folder: Path,
+    known: Provenance,
+    location: Location,
+    model: nn.Module,
+    source: Path,
+) -> None:
+    """Write updates that fit the model, together with what is known of their origin."""
+    linears = {path: module for path, module in model.named_modules() if is_linear(module)}
+    if problems := misfits(modules, linears):
+        raise AdapterError(
+            f"{source} does not fit {location.name}",
+            found=first_few(problems, 20),
+            fix="Name the base that it was trained on with --base MODEL.",
+        )
+    origin = _origin(known, location)
+    transposed = any(is_conv1d(linears[path]) for path in modules)
+    targets = shortest_endings(modules, linears.keys() - modules.keys())
+    save_low_rank(modules, folder, origin, targets=targets, transposed=transposed)
+
+
+def _origin(known: Provenance, location: Location) -> Provenance:
+    """Return what is known of an adapter's origin, with the base that was asked for."""
+    revision = known.revision if known.base == location.name else None
+    return replace(known, base=location.name, hub_id=location.hub_id, revision=revision)

@@ -36,12 +36,19 @@ from peftkit.errors import AdapterError, OutputError, PeftkitError, RunError, fi
 from peftkit.events import Listener, Notice, Stage, ignore
 from peftkit.files.disk import write_json
 from peftkit.files.strict_json import shown
-from peftkit.formats.card import CARD, Card, adapter_usage, render_card
+from peftkit.formats.card import Card, adapter_usage, render_card
+from peftkit.formats.folders import (
+    CARD,
+    CONFIG,
+    NOTES,
+    ORIGIN,
+    TENSORS,
+    new_adapter_folder,
+    parse_hub_id,
+)
 from peftkit.formats.guard import MAX_PAYLOAD_BYTES, check_safetensors, read_tensors
-from peftkit.formats.hub_id import parse_hub_id
-from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS, AdapterFile, read_adapter
+from peftkit.formats.peft.folder import AdapterFile, read_adapter
 from peftkit.formats.serving import served_rank
-from peftkit.formats.staged import ORIGIN, new_adapter_folder
 
 FILES = (CONFIG, TENSORS, CARD, NOTES, "recipe.yaml")
 NEEDED = (CONFIG, TENSORS)

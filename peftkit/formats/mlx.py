@@ -11,58 +11,64 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from peftkit.base.request import DTYPES
 from peftkit.errors import AdapterError, first_few
+from peftkit.events import Listener
 from peftkit.files.disk import write_json
 from peftkit.files.tensors import write_tensors
+from peftkit.formats.folders import CONFIG, new_adapter_folder
 from peftkit.formats.guard import read_json, read_tensors
-from peftkit.formats.peft.folder import CONFIG, AdapterFile
-from peftkit.formats.peft.low_rank import LowRank, by_module, uniform
+from peftkit.formats.peft.folder import AdapterFile
+from peftkit.formats.peft.low_rank import LowRank, by_module, read_low_rank, uniform
 
 MLX_TENSORS = "adapters.safetensors"
 _A, _B, _M = "lora_a", "lora_b", "m"
 _BLOCK = re.compile(r"model\.layers\.\d+\.(?P<key>.+)")
 
 
-def write_mlx(
-    file: AdapterFile,
-    modules: Mapping[str, LowRank],
-    folder: Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    """Write an adapter as mlx-lm reads it; the folder exists.
+def export_mlx(
+    source: Path, out: Path, *, base: str | None, dtype: str, force: bool, on_event: Listener
+) -> dict[str, str]:
+    """Write an adapter folder that mlx-lm reads.
 
     Raises:
         AdapterError: It adapts modules that mlx-lm lacks, or names differently.
+        OutputError: `out` is taken or cannot be written.
     """
-    _check_names(file, modules)
-    even, rank, scaling = uniform(modules)
-    with_magnitude = any(module.magnitude is not None for module in even.values())
-    tensors: dict[str, Tensor] = {}
-    for path, module in even.items():
-        tensors[f"{path}.{_A}"] = module.a.T.contiguous()
-        tensors[f"{path}.{_B}"] = module.b.T.contiguous()
-        if module.magnitude is not None:
-            tensors[f"{path}.{_M}"] = module.magnitude
-    write_tensors({name: t.to(dtype) for name, t in tensors.items()}, folder / MLX_TENSORS)
-    keys = {match["key"] for path in even if (match := _BLOCK.fullmatch(path))}
-    config = {
-        "fine_tune_type": "dora" if with_magnitude else "lora",
-        "model": file.provenance.hub_id or file.provenance.base,
-        "num_layers": -1,  # all of them
-        "lora_parameters": {
-            "rank": rank,
-            "scale": scaling,
-            "dropout": 0.0,
-            "keys": sorted(keys),
-        },
-    }
-    write_json(config, folder / CONFIG)
+    with new_adapter_folder(out, force=force, sources=[source]) as folder:
+        file, modules = read_low_rank(source)
+        _check_names(file, modules)
+        even, rank, scaling = uniform(modules)
+        tensors: dict[str, Tensor] = {}
+        for path, module in even.items():
+            tensors[f"{path}.{_A}"] = module.a.T.contiguous()
+            tensors[f"{path}.{_B}"] = module.b.T.contiguous()
+            if module.magnitude is not None:
+                tensors[f"{path}.{_M}"] = module.magnitude
+        cast = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
+        write_tensors(cast, folder / MLX_TENSORS)
+        keys = {match["key"] for path in even if (match := _BLOCK.fullmatch(path))}
+        has_magnitude = any(name.endswith(f".{_M}") for name in tensors)
+        name = file.provenance.hub_id or file.provenance.base
+        config = {
+            "fine_tune_type": "dora" if has_magnitude else "lora",
+            "model": name,
+            "num_layers": -1,  # all of them
+            "lora_parameters": {
+                "rank": rank,
+                "scale": scaling,
+                "dropout": 0.0,
+                "keys": sorted(keys),
+            },
+        }
+        write_json(config, folder / CONFIG)
+    model, path = quote(base or name or "BASE"), quote(str(out))
+    return {"mlx-lm": f'mlx_lm.generate --model {model} --adapter-path {path} --prompt "..."'}
 
 
 def _check_names(file: AdapterFile, modules: Mapping[str, LowRank]) -> None:

@@ -20,15 +20,9 @@ from peftkit.errors import AdapterError
 from peftkit.events import Listener, Stage, ignore
 from peftkit.files.strict_json import shown
 from peftkit.formats.find_adapter import adapter_folder
+from peftkit.formats.folders import CONFIG, NOTES, TENSORS
 from peftkit.formats.guard import check_safetensors
-from peftkit.formats.peft.folder import (
-    CONFIG,
-    NOTES,
-    TENSORS,
-    AdapterFile,
-    load_adapter,
-    read_adapter,
-)
+from peftkit.formats.peft.folder import AdapterFile, load_adapter, read_adapter
 from peftkit.tasks.causal_lm import CausalLMConfig
 from peftkit.tasks.media_text import MediaTextConfig
 from peftkit.tasks.protocol import TaskConfig

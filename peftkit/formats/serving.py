@@ -1,4 +1,4 @@
-"""PEFT folders for inference servers (vLLM 0.33; LoRAX reads the same).
+"""PEFT folders for other programs; for inference servers (vLLM 0.33; LoRAX reads the same).
 
 vLLM takes plain LoRA on linear layers, up to a maximum rank set when it starts. It refuses anything
 else when the adapter is loaded, perhaps in production; here it is refused beforehand.
@@ -7,16 +7,21 @@ Source: vllm/lora/peft_helper.py, vllm/lora/utils.py, vllm/config/lora.py.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from peftkit.base.published import ROUNDED
+from peftkit.base.request import DTYPES
 from peftkit.errors import AdapterError, first_few
-from peftkit.formats.guard import check_safetensors, read_json
-from peftkit.formats.peft.folder import CONFIG, TENSORS
-from peftkit.formats.peft.low_rank import A, B
+from peftkit.events import Listener, Notice
+from peftkit.files.tensors import write_tensors
+from peftkit.formats.folders import CARD, CONFIG, NOTES, TENSORS, new_adapter_folder
+from peftkit.formats.guard import check_safetensors, read_json, read_tensors
+from peftkit.formats.peft.folder import AdapterFile, read_adapter
+from peftkit.formats.peft.low_rank import A, B, own_targets, read_low_rank, save_low_rank, uniform
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import Method
 
@@ -80,6 +85,54 @@ def served_over(stored: str) -> str:
     else:
         told += " vLLM computes with the same weights; take its --dtype from the base's config."
     return told
+
+
+def export_peft(
+    source: Path, out: Path, *, base: str | None, dtype: str, force: bool, on_event: Listener
+) -> dict[str, str]:
+    """Write an adapter folder that PEFT reads; with our notes where no tensor changes."""
+    tensors, wanted = read_tensors(source / TENSORS), DTYPES[dtype]
+    names = [CONFIG, CARD]
+    with new_adapter_folder(out, force=force, sources=[source]) as folder:
+        file = read_adapter(source)
+        if all(tensor.dtype == wanted for tensor in tensors.values()):
+            names += [TENSORS, NOTES]
+        else:
+            cast = {name: tensor.to(wanted) for name, tensor in tensors.items()}
+            write_tensors(cast, folder / TENSORS, {"format": "pt"})
+        for name in names:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+    return _served_by(file, largest_rank(file.fields), out, base)
+
+
+def export_for_server(
+    source: Path, out: Path, *, base: str | None, dtype: str, force: bool, on_event: Listener
+) -> dict[str, str]:
+    """Write the PEFT folder that vLLM accepts: one rank and one alpha for all layers."""
+    with new_adapter_folder(out, force=force, sources=[source]) as folder:
+        check_serving(source)
+        file, modules = read_low_rank(source)
+        even, rank, _ = uniform(modules)  # older servers ignore patterns and rsLoRA silently
+        save_low_rank(
+            even,
+            folder,
+            file.provenance,
+            targets=own_targets(file, modules),
+            transposed=bool(file.fields.get("fan_in_fan_out")),
+            dtype=DTYPES[dtype],
+        )
+    if stored := str(file.provenance.loading.get("stored", "")):
+        on_event(Notice(served_over(stored)))
+    return _served_by(file, rank, out, base)
+
+
+def _served_by(file: AdapterFile, rank: int, out: Path, base: str | None) -> dict[str, str]:
+    """Return the command that serves a folder with vLLM; none where vLLM cannot."""
+    if not 0 < rank <= MAX_LORA_RANKS[-1]:
+        return {}
+    model = quote(base or file.provenance.hub_id or file.provenance.base or "BASE")
+    return {"vLLM": vllm_serve(model, rank, f"{out.resolve().name}={out}")}
 
 
 def check_serving(folder: Path) -> None:

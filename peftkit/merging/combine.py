@@ -18,10 +18,10 @@ from peftkit.errors import AdapterError, did_you_mean, first_few
 from peftkit.events import Listener, Notice, Progress, Saved, ignore
 from peftkit.formats.card import Card, adapter_usage, write_card
 from peftkit.formats.find_adapter import adapter_folder
+from peftkit.formats.folders import check_free, new_adapter_folder
 from peftkit.formats.peft.folder import AdapterFile
 from peftkit.formats.peft.low_rank import LowRank, own_targets, read_low_rank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
-from peftkit.formats.staged import check_free, new_adapter_folder
 from peftkit.kernels import svd
 from peftkit.merging.blend import EXACT, PRUNING, RULES, Blended, Settings, blend
 

@@ -27,8 +27,9 @@ from transformers import PreTrainedModel
 from peftkit.adapter import Adapter, attach
 from peftkit.errors import PeftkitError
 from peftkit.files.tensors import write_tensors
+from peftkit.formats.folders import NOTES, TENSORS
 from peftkit.formats.guard import read_json, read_tensors
-from peftkit.formats.peft.folder import NOTES, TENSORS, load_adapter, save_adapter
+from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import AdapterModule

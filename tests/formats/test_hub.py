@@ -15,8 +15,8 @@ import pytest
 from peftkit.errors import AdapterError, OutputError
 from peftkit.events import Event, Notice
 from peftkit.formats.find_adapter import adapter_folder
+from peftkit.formats.folders import HubId, is_hub_id, parse_hub_id
 from peftkit.formats.hub import FILES, pull_adapter, push_adapter
-from peftkit.formats.hub_id import HubId, is_hub_id, parse_hub_id
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank, save_low_rank
 from peftkit.formats.peft.notes import Provenance

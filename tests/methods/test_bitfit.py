@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, TargetError
-from peftkit.formats.peft.folder import CONFIG, TENSORS, load_adapter
+from peftkit.formats.folders import CONFIG, TENSORS
+from peftkit.formats.peft.folder import load_adapter
 from peftkit.methods.own_parameters import BitFit
 from tests.kinds import outputs
 from tests.methods.cell import built, moved, saved, trained

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, TargetError
 from peftkit.formats.exchange import export_adapter
-from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS, load_adapter
+from peftkit.formats.folders import CONFIG, NOTES, TENSORS
+from peftkit.formats.peft.folder import load_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.merging.combine import combine
 from peftkit.methods.lora import LoRA

@@ -14,7 +14,8 @@ from peftkit.adapter import attach
 from peftkit.base.load import Base, load_base
 from peftkit.base.new_tokens import add_tokens, restore_tokens, save_tokenizer, token_rows
 from peftkit.errors import AdapterError, DataError, TargetError
-from peftkit.formats.peft.folder import CONFIG, TENSORS, load_adapter
+from peftkit.formats.folders import CONFIG, TENSORS
+from peftkit.formats.peft.folder import load_adapter
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
 from peftkit.methods.protocol import Method

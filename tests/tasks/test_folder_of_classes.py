@@ -16,8 +16,8 @@ from peftkit import recipe
 from peftkit.config.schema import json_schema
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Event, Table
+from peftkit.formats.folders import NOTES
 from peftkit.formats.open_adapter import Opened, open_adapter
-from peftkit.formats.peft.folder import NOTES
 from peftkit.inference.evaluate import evaluate
 from peftkit.inference.predict import predict
 from peftkit.merging.merge import merge

@@ -11,27 +11,25 @@ Facts of the format: src/llama-adapter.cpp and conversion/ of llama.cpp.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from peftkit.base.skeleton import skeleton
-from peftkit.errors import AdapterError, OutputError, did_you_mean, first_few
+from peftkit.errors import AdapterError, BaseError, OutputError, did_you_mean, first_few
+from peftkit.events import Listener, Notice, ignore
 from peftkit.files import disk
 from peftkit.files.strict_json import shown
 from peftkit.files.tensors import non_finite
 from peftkit.formats.gguf.header import GGUFHeader, read_header, read_values
-from peftkit.formats.gguf.names import (
-    Architecture,
-    GGUFLayer,
-    architecture_of,
-    find_places,
-    require_gguf,
-    rotary_rows,
-)
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, uniform
+from peftkit.model.places import is_linear, linear_shape
 
 DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 ALPHA = "adapter.lora.alpha"
@@ -40,37 +38,34 @@ A, B = ".lora_a", ".lora_b"
 
 
 def export_gguf(
-    folder: str | Path,
-    out: str | Path,
+    source: Path,
+    out: Path,
     *,
     base: str | None = None,
     dtype: str = "fp32",
     force: bool = False,
-) -> str:
+    on_event: Listener = ignore,
+) -> dict[str, str]:
     """Write an adapter folder as a GGUF file with which llama.cpp computes the same.
 
     Args:
-        folder: Of a LoRA, made here or by PEFT.
+        source: Of a LoRA, made here or by PEFT.
         base: Where its base is; by default the one recorded. Only its config is read.
         dtype: "fp32", "fp16", "bf16" or "q8_0".
         force: Replace a file that is there.
-
-    Returns:
-        A note for the user, or "".
 
     Raises:
         AdapterError: The format cannot hold it; lists every layer concerned.
         BaseError: The base is not found, or its architecture is not supported.
         OutputError: There is such a file already, or it cannot be written.
     """
-    out = Path(out).expanduser()
     require_gguf()
     if out.is_dir() or (out.exists() and not force):
         found = "It is a folder." if out.is_dir() else "It exists."
         raise OutputError(
             f"cannot write {out}", found=found, fix="Choose a new file, or add --force."
         )
-    file, modules = read_low_rank(folder)
+    file, modules = read_low_rank(source)
     name, revision = file.base_or(base)
     model = skeleton(name, revision=revision)
     architecture = architecture_of(model, name)
@@ -89,7 +84,11 @@ def export_gguf(
         tensors[place.name + B] = rotary_rows(module.b, place.heads)
     assert len(tensors) == 2 * len(modules), "two layers of one name"
     disk.writable_folder(out.parent)
-    return _write(out, tensors, scaling * rank, architecture, dtype, file.provenance.hub_id)
+    hub_id = file.provenance.hub_id
+    if num_wider := _write(out, tensors, scaling * rank, architecture, dtype, hub_id):
+        shares = f"{num_wider} of {len(tensors)} tensors are in fp16"
+        on_event(Notice(f"{shares}: {dtype} takes rows of a multiple of 32 numbers."))
+    return {"llama.cpp": f"llama-server -m BASE.gguf --lora {quote(str(out))}"}
 
 
 def read_gguf(path: Path, model: nn.Module, base: str) -> dict[str, LowRank]:
@@ -155,8 +154,8 @@ def _write(
     architecture: Architecture,
     dtype: str,
     hub_id: str | None,
-) -> str:
-    """Write the file whole or not at all; return a note if some tensors are not in `dtype`."""
+) -> int:
+    """Write the file whole or not at all; return the number of tensors wider than `dtype`."""
     import gguf
 
     asked, plain = gguf.GGMLQuantizationType[DTYPES[dtype]], gguf.GGMLQuantizationType.F16
@@ -187,10 +186,7 @@ def _write(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
-    if not num_wider:
-        return ""
-    told = f"{num_wider} of {len(tensors)} tensors are in fp16"
-    return f"{told}: {dtype} takes rows of a multiple of {per_block} numbers."
+    return num_wider
 
 
 def _check_range(name: str, tensor: Tensor, kind: str) -> None:
@@ -266,3 +262,114 @@ def _misplaced(stem: str, header: GGUFHeader, place: GGUFLayer) -> str:
     if (b[0], a[1]) != place.shape:
         return f"for a layer of shape {(b[0], a[1])}; this base's is {place.shape}"
     return place.refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How llama.cpp's converter treats an architecture.
+
+    Attributes:
+        name: Its general.architecture.
+        rotary: The rows of q_proj and k_proj are permuted, head by head.
+        moved: The rows of this tensor are permuted in a way that is not supported here.
+    """
+
+    name: str
+    rotary: bool = False
+    moved: str = "\0"
+
+
+# transformers' model_type -> what it is there. Each row was read in llama.cpp's conversion/: one
+# that moves rows and is not marked so would turn an adapter into noise without any error.
+ARCHITECTURES: dict[str, Architecture] = {
+    **{name: Architecture("llama", rotary=True) for name in ("llama", "mistral", "mixtral")},
+    "granite": Architecture("granite", rotary=True),
+    "smollm3": Architecture("smollm3", rotary=True),
+    **{name: Architecture(name) for name in ("qwen2", "qwen3", "gemma", "gemma2", "phi3", "gpt2")},
+    **{name: Architecture(name) for name in ("starcoder2", "olmo2", "stablelm")},
+    "qwen2_moe": Architecture("qwen2moe"),
+    "qwen3_moe": Architecture("qwen3moe"),
+    "gemma3": Architecture("gemma3"),
+    "gemma3_text": Architecture("gemma3"),
+    "phi": Architecture("phi2"),
+    "cohere": Architecture("command-r"),
+    "gpt_neox": Architecture("gptneox", moved=".attn_qkv."),
+    "falcon": Architecture("falcon", moved=".attn_qkv."),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFLayer:
+    """A linear layer of the base as llama.cpp knows it.
+
+    Attributes:
+        name: Of its weight there; "" if it has none.
+        shape: (out, in). heads: Whose rows are permuted; 0: none are.
+        refusal: Why it cannot have a LoRA there.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    heads: int = 0
+    refusal: str = ""
+
+
+def architecture_of(model: Any, name: str) -> Architecture:
+    """Return how llama.cpp's converter treats a model; BaseError if that is not known."""
+    model_type = model.config.model_type
+    if model_type not in ARCHITECTURES:
+        raise BaseError(
+            f"cannot tell how llama.cpp lays out {name}.",
+            found=f"It is of type {model_type!r}. Known are {', '.join(sorted(ARCHITECTURES))}.",
+            fix="Merge the adapter, and convert the merged model: peftkit merge",
+        )
+    return ARCHITECTURES[model_type]
+
+
+def find_places(model: Any, architecture: Architecture) -> dict[str, GGUFLayer]:
+    """Return each linear layer of a model as llama.cpp knows it, by module path."""
+    import gguf
+
+    config = model.config.get_text_config()
+    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
+    known = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    counts = {"q_proj": config.num_attention_heads}
+    counts["k_proj"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    places = {}
+    for path, module in model.named_modules():
+        if not is_linear(module):
+            continue
+        key = f"{path}.weight".replace("language_model.", "")
+        name = known.get_name(key, try_suffixes=(".weight",)) or ""
+        heads = counts.get(path.rpartition(".")[2], 0) if architecture.rotary else 0
+        num_in, num_out = linear_shape(module)
+        refusal = ""
+        if not name:
+            refusal = f"llama.cpp's {architecture.name} has no name for it"
+        elif name == "output.weight" and config.tie_word_embeddings:
+            refusal = "the base ties it to its embedding, so llama.cpp has no such tensor"
+        elif architecture.moved in name:
+            refusal = "a fused layer whose rows llama.cpp orders otherwise"
+        elif heads and num_out % (2 * heads):
+            refusal = f"its {num_out} rows are no {heads} heads"
+        places[path] = GGUFLayer(name, (num_out, num_in), heads, refusal)
+    return places
+
+
+def rotary_rows(b: Tensor, heads: int, *, back: bool = False) -> Tensor:
+    """Move rows (out, r) from two halves of each head to pairs of one row of each, or back."""
+    if not heads:
+        return b
+    half = b.shape[0] // heads // 2
+    parts = (heads, half, 2) if back else (heads, 2, half)
+    return b.reshape(*parts, -1).transpose(1, 2).reshape(b.shape)
+
+
+def require_gguf() -> None:
+    """Raise AdapterError with the pip command if the gguf library is missing."""
+    if importlib.util.find_spec("gguf") is None:
+        raise AdapterError(
+            "GGUF files need the package gguf",
+            found="It is not installed.",
+            fix='pip install "gguf>=0.17"',
+        )

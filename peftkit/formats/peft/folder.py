@@ -22,6 +22,7 @@ from peftkit.adapter import Adapter, attach
 from peftkit.errors import AdapterError, TargetError
 from peftkit.files.disk import write_json
 from peftkit.files.tensors import write_tensors
+from peftkit.formats.folders import CONFIG, NOTES, TENSORS
 from peftkit.formats.guard import CONVERT, check_safetensors, read_json, read_tensors
 from peftkit.formats.peft.notes import OLDEST_FIELDS, Provenance, read_notes, write_notes
 from peftkit.formats.peft.targets import (
@@ -37,9 +38,6 @@ from peftkit.methods.table import format_of, method_from_peft
 from peftkit.methods.virtual import NAME as PROMPT
 from peftkit.model.places import is_conv1d
 
-CONFIG = "adapter_config.json"
-TENSORS = "adapter_model.safetensors"
-NOTES = "peftkit.json"
 FINGERPRINT = "base_fingerprint"
 """Of the tensor file's metadata, for where peftkit.json is lost."""
 PREFIX = "base_model.model."

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, OutputError
-from peftkit.formats.exchange import import_adapter
+from peftkit.events import Event, Notice
+from peftkit.formats.foreign import import_adapter
 from peftkit.formats.gguf.convert import export_gguf
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
@@ -168,7 +169,9 @@ def test_narrower_types_lose_no_more_than_their_precision(
     dtype: str, tolerance: float, tmp_path: Path
 ) -> None:
     folder, base, _ = saved(tmp_path, "llama", LoRA(rank=32, alpha=6, targets=("q", "down")))
-    assert not export_gguf(folder, tmp_path / "a.gguf", dtype=dtype)
+    notes: list[Event] = []
+    export_gguf(folder, tmp_path / "a.gguf", dtype=dtype, on_event=notes.append)
+    assert not notes
     import_gguf(tmp_path / "a.gguf", tmp_path / "back", base=str(base))
     _, ours = read_low_rank(folder)
     for path, module in read_low_rank(tmp_path / "back")[1].items():
@@ -179,8 +182,10 @@ def test_narrower_types_lose_no_more_than_their_precision(
 
 def test_rows_too_short_for_blocks_stay_in_f16_and_are_told(tmp_path: Path) -> None:
     folder, _, _ = saved(tmp_path, "llama", LoRA(rank=4, targets=("q",)))
-    note = export_gguf(folder, tmp_path / "a.gguf", dtype="q8_0")
-    assert note == "2 of 4 tensors are in fp16: q8_0 takes rows of a multiple of 32 numbers."
+    notes: list[Event] = []
+    export_gguf(folder, tmp_path / "a.gguf", dtype="q8_0", on_event=notes.append)
+    text = "2 of 4 tensors are in fp16: q8_0 takes rows of a multiple of 32 numbers."
+    assert notes == [Notice(text)]
     _, tensors = as_llama_cpp_reads(tmp_path / "a.gguf")
     kinds = {name.rpartition(".")[2]: t.tensor_type.name for name, t in tensors.items()}
     assert kinds == {"lora_a": "Q8_0", "lora_b": "F16"}

@@ -1,16 +1,21 @@
-"""Adapter folders that are written completely or not at all, and replaced only with `force`."""
+"""Adapter folders: names of their files and of repositories on a hub; new ones written whole."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
-from peftkit.errors import OutputError, first_few
+from peftkit.errors import AdapterError, OutputError, first_few
 from peftkit.files.disk import new_folder
-from peftkit.formats.peft.folder import CONFIG, NOTES, TENSORS
 
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+NOTES = "peftkit.json"
+CARD = "README.md"
 RUN_FILES = ("checkpoints", "recipe.yaml", "metrics.jsonl")
 """Files of a training run beside its adapter, which would not fit another adapter."""
 ORIGIN = "pulled.json"
@@ -18,9 +23,47 @@ ORIGIN = "pulled.json"
 
 ADAPTER_FILES = (
     *(TENSORS, "adapters.safetensors", NOTES),
-    *("README.md", "recipe.yaml", ORIGIN),
+    *(CARD, "recipe.yaml", ORIGIN),
 )
 """Files that belong to the adapter that is replaced, in any format."""
+
+
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
+_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9][A-Za-z0-9._/-]*))?")
+_MAX_LENGTH = 96
+
+
+class HubId(NamedTuple):
+    """A repository, and the branch, tag or commit that is meant; None is its main branch."""
+
+    repo: str
+    revision: str | None = None
+
+
+def parse_hub_id(text: str) -> HubId:
+    """Read USER/NAME or USER/NAME@REVISION.
+
+    Raises:
+        AdapterError: It is neither.
+    """
+    match = _ID.fullmatch(text)
+    if not match or ".." in text or "--" in match["repo"] or len(match["repo"]) > _MAX_LENGTH:
+        raise AdapterError(
+            f"{text!r} is not the name of a repository on the hub",
+            found="A name is USER/NAME of letters, digits and single - _ . between them.",
+            fix="Write it as on its page: USER/NAME, or USER/NAME@REVISION.",
+        )
+    return HubId(match["repo"], match["revision"])
+
+
+def is_hub_id(text: str) -> bool:
+    """True if this names a hub repository rather than a path.
+
+    An existing path is a path; so is one whose first folder exists, which is then misspelt.
+    """
+    if not _ID.fullmatch(text) or ".." in text:
+        return False
+    return not Path(text).exists() and not Path(text.partition("/")[0]).exists()
 
 
 @contextmanager
