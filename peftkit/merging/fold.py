@@ -5,17 +5,25 @@ Shapes: every weight here is (out, in), as the module multiplies; a Conv1D keeps
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import math
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from peftkit.adapter import Adapter
-from peftkit.errors import MergeError
+from peftkit.errors import MergeError, RunError
+from peftkit.events import Listener, Notice, Stage
+from peftkit.files import disk
+from peftkit.files.tensors import non_finite
+from peftkit.formats.open_adapter import Opened
 from peftkit.methods.protocol import AdapterModule, Method
 from peftkit.model.places import is_conv1d, is_linear
 from peftkit.quant.layers import weight_of
@@ -259,3 +267,47 @@ def check_original(method: Method, from_quantized: bool) -> None:
             found=f"Before any training {method.fresh_changes}, and they were not quantised.",
             fix="Merge with --from-quantized, into the weights that it was trained over.",
         )
+
+
+def write_in_memory(
+    opened: Opened, folder: Path, dtype: torch.dtype, tally: Tally, on_event: Listener
+) -> None:
+    """Merge in memory and save as transformers does, every float tensor in `dtype`.
+
+    Raises:
+        MergeError: The method has no merged form, or a weight is shared.
+        RunError: A weight does not fit the dtype, or the disk is full.
+    """
+    on_event(Stage("Merging the whole model in memory"))
+    kind = opened.base.audit.quantized_as
+    if kind == "none":
+        model: Any = merge_into(opened.adapter, tally=tally, dtype=dtype).to(dtype)
+    else:
+        on_event(Notice(cost_of(kind)))
+        model = merge_dequantized(opened.adapter, dtype, tally=tally)
+    if bad := non_finite(model.state_dict()):
+        raise RunError(
+            f"cannot write {len(bad)} weights in {dtype}",
+            found=f"they hold NaN, Infinity, or numbers too large for it, as {bad[0]}",
+            fix="Write bf16 or fp32.",
+        )
+    parameters = model.parameters()
+    disk.check_space(folder, sum(p.numel() * p.element_size() for p in parameters))
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
+            model.save_pretrained(folder, max_shard_size="5GB")
+        opened.base.processor.save_pretrained(folder)
+    except (OSError, SafetensorError) as problem:
+        free = disk.free_bytes(folder)
+        found = f"{problem}\n{free:,} bytes are free on the disk."
+        raise RunError(f"cannot write {folder}", found=found) from problem
+    for path in folder.iterdir():  # the library writes them for their owner alone
+        path.chmod((folder / "config.json").stat().st_mode)
+
+
+def cost_of(kind: str) -> str:
+    """Return a note for the user on what merging into quantised weights costs."""
+    return (
+        f"Merged into the {kind} weights of the base, dequantised: that is what the adapter was "
+        "trained over. The model takes 16 bits for each weight or more, and keeps their rounding."
+    )

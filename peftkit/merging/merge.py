@@ -2,18 +2,21 @@
 
 By default into the original 16- or 32-bit weights: W' = method.merged_weight(W) in float32, one
 tensor at a time over the base's files (over_files.py). Where these cannot be merged into, the model
-is loaded and saved whole (in_memory.py). Either way the result is loaded again and compared with
+is loaded and saved whole (fold.py). Either way the result is loaded again and compared with
 base and adapter on a few prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
+
+import torch
 
 from peftkit.base.load import local_folder
 from peftkit.base.locate import locate
@@ -23,15 +26,15 @@ from peftkit.base.request import DTYPES
 from peftkit.base.skeleton import read_config, skeleton
 from peftkit.errors import MergeError, OutputError, first_few
 from peftkit.events import Listener, Saved, Stage, Table, ignore
+from peftkit.execution.environment import free_now
 from peftkit.execution.out_of_memory import release_memory
 from peftkit.files.disk import new_folder
 from peftkit.formats.card import Card, write_card
 from peftkit.formats.find_adapter import adapter_folder
-from peftkit.formats.open_adapter import open_adapter, task_of
+from peftkit.formats.open_adapter import Opened, open_adapter, task_of
 from peftkit.formats.peft.folder import AdapterFile, read_adapter
-from peftkit.merging.fold import Tally, check_mergeable, check_original
-from peftkit.merging.in_memory import cost_of, open_whole, write_in_memory
-from peftkit.merging.over_files import changes_of, files_of, write_over_files
+from peftkit.merging.fold import Tally, check_mergeable, check_original, cost_of, write_in_memory
+from peftkit.merging.over_files import FLOATS, Shards, changes_of, files_of, write_over_files
 from peftkit.merging.verify import (
     PROMPTS,
     Agreement,
@@ -122,7 +125,7 @@ def merge(
                 del opened
             write_over_files(files, folder, changes, dtype=stored, on_event=on_event)
         else:
-            opened, usual = open_whole(load, files, from_quantized, into_codes)
+            opened, usual = _open_whole(load, files, from_quantized, into_codes)
             reference = reference_of(opened, prompts) if verify else None
             write_in_memory(opened, folder, stored or usual, tally, on_event)
             del opened
@@ -140,6 +143,54 @@ def merge(
     on_event(Table("The merged model", ("", ""), tuple(_facts(merged).items())))
     on_event(Saved("merged model", out))
     return merged
+
+
+def _open_whole(
+    load: Callable[..., Opened], files: Shards | None, from_quantized: bool, into_codes: bool
+) -> tuple[Opened, torch.dtype]:
+    """Load base and adapter to merge; return them, and the dtype of most of the base's weights.
+
+    Args:
+        load: Makes them. files: The base's, if they are on this machine.
+        from_quantized: Into the base as it was loaded for training.
+        into_codes: Into the dequantised weights of a quantised base: so, or because its files are.
+
+    Raises:
+        MergeError: The base is quantised, and that was not asked for; or the reverse.
+    """
+    # quantised weights as they were trained over; others in float32, to round only once
+    how = {} if from_quantized else {"quantize": "none", "dtype": "fp32", "device": "cpu"}
+    opened = load(**how)
+    _check_kind(opened, into_codes)
+    usual = opened.base.model.dtype if from_quantized else _usual_dtype(files)
+    if not free_now(opened.base.device).on_gpu:
+        opened.base.model.float()  # also what comes out of quantised weights
+    return opened, usual
+
+
+def _usual_dtype(shards: Shards | None) -> torch.dtype:
+    sizes: Counter[str] = Counter()
+    for entry in shards.entries.values() if shards else ():
+        sizes[entry.dtype] += entry.end - entry.start
+    return next((FLOATS[d] for d, _ in sizes.most_common() if d in FLOATS), torch.float32)
+
+
+def _check_kind(opened: Opened, from_quantized: bool) -> None:
+    kind = opened.base.audit.quantized_as
+    if (kind != "none") == from_quantized:
+        return
+    if from_quantized:
+        raise MergeError(
+            "there are no quantised weights to merge into",
+            found=f"the adapter was trained over {opened.base.name} in 16 or 32 bits",
+            fix="Merge without --from-quantized.",
+        )
+    raise MergeError(
+        f"the base {opened.base.name} has no 16-bit weights to merge into",
+        found=f"its weights are stored in {kind}",
+        fix="Name its original with --base MODEL. Or merge with --from-quantized: the model then "
+        "takes 16 bits for each weight or more, and keeps the rounding of the quantised ones.",
+    )
 
 
 def _check_no_gguf(file: AdapterFile, base: str, revision: str | None) -> None:

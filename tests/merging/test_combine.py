@@ -18,8 +18,17 @@ from peftkit.errors import AdapterError, OutputError
 from peftkit.events import Event, Notice, Saved
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
-from peftkit.merging.blend import EXACT, PRUNING, RULES, Settings, blend, drop, trim
-from peftkit.merging.combine import Combined, combine
+from peftkit.merging.combine import (
+    EXACT,
+    PRUNING,
+    RULES,
+    Combined,
+    Settings,
+    blend,
+    combine,
+    drop,
+    trim,
+)
 
 ROUNDING = 2e-6
 """Of sums of products of order one in float32, stored as factors of order one."""
