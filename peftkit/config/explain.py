@@ -36,8 +36,8 @@ def problems_of(
 ) -> list[Problem]:
     """Translate pydantic's errors: one problem per key, with the place it was written."""
     groups: dict[Key, list[Mapping[str, Any]]] = {}
-    for found in error.errors(include_url=False):
-        groups.setdefault(_key(found, data), []).append(found)
+    for detail in error.errors(include_url=False):
+        groups.setdefault(_key(detail, data), []).append(detail)
     problems = []
     for key, group in groups.items():
         if any(other[: len(key)] == key != other for other in groups):
@@ -65,16 +65,16 @@ def sections_of(field: FieldInfo) -> list[type[BaseModel]]:
     return [one for one in options if isinstance(one, type) and issubclass(one, BaseModel)]
 
 
-def _key(found: Mapping[str, Any], data: Any) -> Key:
+def _key(detail: Mapping[str, Any], data: Any) -> Key:
     key: Key = ()
-    for part in found["loc"]:
+    for part in detail["loc"]:
         inside: Any = data.__dict__ if isinstance(data, BaseModel) else data
         in_list = isinstance(inside, list | tuple) and isinstance(part, int)
         if in_list or (isinstance(inside, Mapping) and part in inside):
             key, data = (*key, part), inside[part]
-    if found["type"] == "missing":
-        return (*key, found["loc"][-1])
-    return (*key, "type") if found["type"].startswith("union_tag") else key
+    if detail["type"] == "missing":
+        return (*key, detail["loc"][-1])
+    return (*key, "type") if detail["type"].startswith("union_tag") else key
 
 
 def _told(root: type[BaseModel], group: list[Mapping[str, Any]]) -> str:
@@ -88,7 +88,7 @@ def _told(root: type[BaseModel], group: list[Mapping[str, Any]]) -> str:
     if kind in {"value_error", "assertion_error"}:
         error = first["ctx"]["error"]
         return " ".join(str(error).split())
-    text = " or ".join(dict.fromkeys(found["msg"] for found in group)).replace(" or Input", " or")
+    text = " or ".join(dict.fromkeys(detail["msg"] for detail in group)).replace(" or Input", " or")
     for pattern, words in _WORDS.items():
         text = re.sub(pattern, words, text)
     if kind == "union_tag_invalid":

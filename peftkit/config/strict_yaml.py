@@ -101,21 +101,21 @@ def parse(text: str, place: Callable[[int], SourceLocation]) -> ParsedYaml:
     Args:
         place: Maps a line number, from 1, to the place to name in a problem.
     """
-    found = ParsedYaml()
+    parsed = ParsedYaml()
     try:
         node = _Loader(text).get_single_node()
-        found.data = None if node is None else _value(node, (), found, place)
+        parsed.data = None if node is None else _value(node, (), parsed, place)
     except yaml.MarkedYAMLError as error:
         opened = error.context_mark
         context = f"{error.context} from line {opened.line + 1}" if opened else error.context
         words = f"not valid YAML: {', '.join(filter(None, (context, error.problem)))}"
-        found.problems.append(Problem(place(_line(error.problem_mark)), (), words))
+        parsed.problems.append(Problem(place(_line(error.problem_mark)), (), words))
     except yaml.YAMLError as error:
         words = f"not valid YAML: {' '.join(str(error).split())}"
-        found.problems.append(Problem(place(1), (), words))
+        parsed.problems.append(Problem(place(1), (), words))
     except RecursionError:
-        found.problems.append(Problem(place(1), (), "nested too deeply"))
-    return found
+        parsed.problems.append(Problem(place(1), (), "nested too deeply"))
+    return parsed
 
 
 def written_values(text: str) -> list[str]:
@@ -148,27 +148,27 @@ class _Loader(yaml.SafeLoader):
 
 
 def _value(
-    node: yaml.Node, key: Key, found: ParsedYaml, place: Callable[[int], SourceLocation]
+    node: yaml.Node, key: Key, parsed: ParsedYaml, place: Callable[[int], SourceLocation]
 ) -> object:
     """Return what a node means; notes where each key of it was written."""
-    found.places.setdefault(key, place(_line(node.start_mark)))
+    parsed.places.setdefault(key, place(_line(node.start_mark)))
     if isinstance(node, yaml.ScalarNode):
         return plain_value(node.value) if node.style is None else node.value
     if isinstance(node, yaml.SequenceNode):
-        return [_value(item, (*key, n), found, place) for n, item in enumerate(node.value)]
+        return [_value(item, (*key, n), parsed, place) for n, item in enumerate(node.value)]
     values: dict[str, object] = {}
     for name, inner in node.value:
         line = _line(name.start_mark)
         if not isinstance(name, yaml.ScalarNode):
             words = "a list or a section cannot be a key"
             raise yaml.composer.ComposerError(None, None, words, name.start_mark)
-        own = (*key, name.value)
+        inner_key = (*key, name.value)
         if name.style is None and not isinstance(plain_value(name.value), str):
             words = f"a key must be text; put it in quotes: '{name.value}'"
-            found.problems.append(Problem(place(line), own, words))
+            parsed.problems.append(Problem(place(line), inner_key, words))
         if name.value in values:
-            words = f"is given twice, first at line {found.places[own].line}; keep one"
-            found.problems.append(Problem(place(line), own, words))
-        found.places[own] = place(line)
-        values[name.value] = _value(inner, own, found, place)
+            words = f"is given twice, first at line {parsed.places[inner_key].line}; keep one"
+            parsed.problems.append(Problem(place(line), inner_key, words))
+        parsed.places[inner_key] = place(line)
+        values[name.value] = _value(inner, inner_key, parsed, place)
     return values

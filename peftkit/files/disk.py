@@ -27,20 +27,20 @@ MAX_JSON_BYTES = 1 << 20
 
 def open_regular(path: Path, *, error: ErrorType = AdapterError) -> BinaryIO:
     """Open a regular file, or a symlink to one, for reading; anything else raises `error`."""
-    asked = f"cannot read {path}"
+    message = f"cannot read {path}"
     try:
         mode = os.stat(path).st_mode  # before open: opening a fifo would wait for a writer
         # SIM115: the caller closes it
         file = open(path, "rb") if stat.S_ISREG(mode) else None  # noqa: SIM115
     except FileNotFoundError:
         broken = os.path.islink(path)
-        found = "It is a symbolic link to nothing." if broken else "There is no such file."
-        raise error(asked, found=found) from None
+        reason = "It is a symbolic link to nothing." if broken else "There is no such file."
+        raise error(message, found=reason) from None
     except (OSError, ValueError) as problem:  # ValueError: a NUL in the name
-        raise error(asked, found=str(problem)) from None
+        raise error(message, found=str(problem)) from None
     if file is None:
         kind = "a folder" if stat.S_ISDIR(mode) else "a fifo, socket or device"
-        raise error(asked, found=f"It is {kind}.", fix="Give a regular file.")
+        raise error(message, found=f"It is {kind}.", fix="Give a regular file.")
     return file
 
 
@@ -59,10 +59,10 @@ def read_json(
     """Read a JSON object, strictly (see `parse_json`); anything that is not one raises `error`."""
     with open_regular(path, error=error) as file:
         data = file.read(max_bytes + 1)
-    asked = f"cannot read {path} as JSON"
+    message = f"cannot read {path} as JSON"
     if len(data) > max_bytes:
-        raise error(asked, found=f"It is larger than {max_bytes:,} bytes.")
-    return parse_json(data, asked, error=error)
+        raise error(message, found=f"It is larger than {max_bytes:,} bytes.")
+    return parse_json(data, message, error=error)
 
 
 def fsync_file(path: Path) -> None:
@@ -102,7 +102,7 @@ def check_space(folder: Path, num_bytes: int) -> None:
 
 def writable_folder(folder: Path) -> Path:
     """Create a folder if needed and check that it is writable; OutputError otherwise."""
-    asked = f"cannot write into {folder}"
+    message = f"cannot write into {folder}"
     fix = "Choose another output folder."
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -110,9 +110,9 @@ def writable_folder(folder: Path) -> Path:
         probe.touch(exist_ok=False)
         probe.unlink()
     except (FileExistsError, NotADirectoryError):
-        raise OutputError(asked, found="There is a file of that name.", fix=fix) from None
+        raise OutputError(message, found="There is a file of that name.", fix=fix) from None
     except OSError as problem:
-        raise OutputError(asked, found=str(problem), fix=fix) from None
+        raise OutputError(message, found=str(problem), fix=fix) from None
     return folder
 
 
@@ -136,10 +136,10 @@ def replacing(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
     and on any exception of the block, what was there stays and no partial file is left. A symbolic
     link at `path` is refused: following it would write elsewhere, replacing it would lose it.
     """
-    asked = f"cannot write {path}"
+    message = f"cannot write {path}"
     if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):
         kind = "a symbolic link" if os.path.islink(path) else "not a regular file"
-        raise OutputError(asked, found=f"It exists and is {kind}.", fix="Remove it first.")
+        raise OutputError(message, found=f"It exists and is {kind}.", fix="Remove it first.")
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     try:
         # "x": never through a link that someone put there; permissions are left to the umask
@@ -153,19 +153,19 @@ def replacing(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             temporary.unlink()
         if isinstance(problem, OSError):
-            raise _write_error(problem, asked, path.parent, num_bytes) from problem
+            raise _write_error(problem, message, path.parent, num_bytes) from problem
         raise
 
 
-def _write_error(problem: OSError, asked: str, folder: Path, num_bytes: int) -> PeftkitError:
+def _write_error(problem: OSError, message: str, folder: Path, num_bytes: int) -> PeftkitError:
     if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        found = f"The disk is full: {num_bytes:,} bytes needed, {free_bytes(folder):,} free."
+        reason = f"The disk is full: {num_bytes:,} bytes needed, {free_bytes(folder):,} free."
         if problem.errno != errno.ENOSPC:
-            found += f"\nThe system says: {problem.strerror} (a quota, or ulimit -f)."
-        return RunError(asked, found=found, fix="Make room, or choose another output folder.")
+            reason += f"\nThe system says: {problem.strerror} (a quota, or ulimit -f)."
+        return RunError(message, found=reason, fix="Make room, or choose another output folder.")
     if problem.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR):
-        return OutputError(asked, found=str(problem), fix="Choose another output folder.")
-    return RunError(asked, found=str(problem))
+        return OutputError(message, found=str(problem), fix="Choose another output folder.")
+    return RunError(message, found=str(problem))
 
 
 def write_bytes_atomic(data: bytes, path: Path) -> None:

@@ -60,13 +60,13 @@ def fullmatches(
     Raises:
         PeftkitError: Of the class `error`: the pattern is invalid, too long, or takes too long.
     """
-    asked = f"cannot use the pattern {shown(pattern)}"
+    message = f"cannot use the pattern {shown(pattern)}"
     if len(pattern) > MAX_LENGTH:
-        raise error(asked, found=f"it is longer than {MAX_LENGTH:,} characters")
+        raise error(message, found=f"it is longer than {MAX_LENGTH:,} characters")
     try:
         matcher = re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as problem:
-        raise error(asked, found=f"it is no regular expression: {problem}") from None
+        raise error(message, found=f"it is no regular expression: {problem}") from None
     if is_simple(pattern):
         return [name for name in names if matcher.fullmatch(name)]
     try:
@@ -80,8 +80,8 @@ def fullmatches(
         )
     except subprocess.TimeoutExpired:
         fix = "Write it without repetitions inside repetitions."
-        raise error(asked, found=f"it takes more than {SECONDS:g} seconds", fix=fix) from None
+        raise error(message, found=f"it takes more than {SECONDS:g} seconds", fix=fix) from None
     except subprocess.CalledProcessError as problem:
-        raise error(asked, found=problem.stderr.strip().rpartition("\n")[2]) from None
-    found = set(json.loads(done.stdout))
-    return [name for name in names if name in found]
+        raise error(message, found=problem.stderr.strip().rpartition("\n")[2]) from None
+    matching = set(json.loads(done.stdout))
+    return [name for name in names if name in matching]

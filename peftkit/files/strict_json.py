@@ -36,17 +36,17 @@ def strict_decoder(parse_int: Callable[[str], int]) -> json.JSONDecoder:
 
 
 def parse_json(
-    data: bytes, asked: str, *, error: type[PeftkitError] = AdapterError
+    data: bytes, message: str, *, error: type[PeftkitError] = AdapterError
 ) -> dict[str, Any]:
-    """Parse a JSON object; anything else raises `error` with `asked` as its first sentence.
+    """Parse a JSON object; anything else raises `error` with `message` as its first sentence.
 
     Refused: duplicate keys, NaN and Infinity, numbers out of float64's range, integers beyond 64
     bits, a byte order mark, other encodings than UTF-8, unpaired surrogates, nesting deeper than
     MAX_DEPTH.
     """
 
-    def refuse(found: str) -> PeftkitError:
-        return error(asked, found=found, fix="Write it again as plain UTF-8 JSON.")
+    def refuse(reason: str) -> PeftkitError:
+        return error(message, found=reason, fix="Write it again as plain UTF-8 JSON.")
 
     text = _decoded(data, refuse)
     if _nesting_exceeds(text, MAX_DEPTH):

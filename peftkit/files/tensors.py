@@ -108,19 +108,19 @@ def read_header(
     Args:
         file: `path`, open at its beginning.
     """
-    asked = f"cannot read {path} as safetensors"
+    message = f"cannot read {path} as safetensors"
     status = os.fstat(file.fileno())
     if status.st_size < 8:
-        raise error(asked, found=f"It holds {status.st_size} bytes; a header length takes 8.")
+        raise error(message, found=f"It holds {status.st_size} bytes; a header length takes 8.")
     length = int.from_bytes(file.read(8), "little")
     if length > status.st_size - 8:
         raise error(
-            asked,
+            message,
             found=f"It promises a header of {length:,} bytes; the file has {status.st_size:,}.",
             fix="The file is cut short or is not safetensors: fetch or write it again.",
         )
     if length > max_bytes:
-        raise error(asked, found=f"Its header has {length:,} bytes; the limit is {max_bytes:,}.")
+        raise error(message, found=f"Its header has {length:,} bytes; the limit is {max_bytes:,}.")
     text = file.read(length)
     entries: dict[str, Entry] = {}
     metadata: Mapping[str, str] = {}
@@ -143,7 +143,7 @@ def read_header(
     except (SafetensorError, OSError) as refusal:  # the text may quote a tensor's name
         problem = shown(str(refusal).removeprefix("Error while deserializing header: "), 300)[1:-1]
     if problem:
-        raise error(asked, found=problem, fix="The file is damaged: fetch or write it again.")
+        raise error(message, found=problem, fix="The file is damaged: fetch or write it again.")
     return Header(entries, metadata, 8 + length)
 
 
@@ -237,12 +237,12 @@ def write_tensors(
 
     Raises RunError for no tensors and for non-finite ones, naming them; else as `replacing`.
     """
-    asked = f"cannot save {path}"
+    message = f"cannot save {path}"
     if not tensors:
-        raise RunError(asked, found="There are no tensors to save.")
+        raise RunError(message, found="There are no tensors to save.")
     if bad := non_finite(tensors):
         raise RunError(
-            asked,
+            message,
             found=f"{len(bad)} of {len(tensors)} tensors hold NaN or Infinity: "
             f"{first_few(bad, 3, ', ')}",
             fix="The run diverged: lower the learning rate, or go back to an earlier checkpoint.",

@@ -146,11 +146,11 @@ def small_reach(adapter: Adapter, base: Audit) -> str:
         base: Of the model without the adapter.
     """
     targets = adapter.method.targets
-    asked = [targets] if isinstance(targets, str) else targets
+    message = [targets] if isinstance(targets, str) else targets
     own = adapter.own.values()
     reached = sum(shape.numel() for module in own for shape in _matrices(module))
     share = reached / max(base.num_in_matrices, 1)
-    if ALL_LINEAR not in asked or share >= SMALL_REACH:
+    if ALL_LINEAR not in message or share >= SMALL_REACH:
         return ""
     return (
         f"{ALL_LINEAR} reaches {share:.0%} of the values in this base's matrices: the rest is in "

@@ -58,13 +58,13 @@ class Continued:
 
 def continue_adapter(
     base: Base,
-    asked: Method,
+    method: Method,
     quantize: str,
     *,
     auto_class: str = "AutoModelForCausalLM",
     on_event: Listener = ignore,
 ) -> Continued:
-    """Put the adapter that `asked.start_from` names on a base, to be trained on.
+    """Put the adapter that `method.start_from` names on a base, to be trained on.
 
     Args:
         quantize: How the base is quantised.
@@ -75,8 +75,8 @@ def continue_adapter(
         AdapterError: There is none, or it is of another base.
         ConfigError: What is asked of the method is not what the adapter is.
     """
-    file = read_adapter(adapter_folder(str(asked.start_from)))
-    _check_asked(asked, file)
+    file = read_adapter(adapter_folder(str(method.start_from)))
+    _check_settings(method, file)
     file.method.check_quantize(quantize)
     before = file.provenance.loading.get("quantize", quantize)
     if before != quantize:
@@ -95,7 +95,7 @@ def continue_adapter(
         file.folder,
         fingerprint=base.fingerprint if same_class else None,
         trainable=True,
-        dropout=getattr(asked, "dropout", None) if "dropout" in asked.model_fields_set else None,
+        dropout=getattr(method, "dropout", None) if "dropout" in method.model_fields_set else None,
         head=base.head,
     )
     start = {name: tensor.clone() for name, tensor in adapter.state().items()}
@@ -104,31 +104,31 @@ def continue_adapter(
 
 def _check_name(file: AdapterFile, base: Base) -> None:
     """Refuse a base of another name: its weights have another head, and cannot be compared."""
-    own = file.provenance.base
-    if own not in (base.name, base.hub_id, None):
+    recorded = file.provenance.base
+    if recorded not in (base.name, base.hub_id, None):
         raise AdapterError(
             f"{file.folder} may belong to another base",
-            found=f"It was trained on {own}; this base is {base.name}, and has another head, so "
-            "that their weights cannot be compared.",
-            fix=f"Set base.model: {own}.",
+            found=f"It was trained on {recorded}; this base is {base.name}, and has another head, "
+            "so that their weights cannot be compared.",
+            fix=f"Set base.model: {recorded}.",
         )
 
 
-def _check_asked(asked: Method, file: AdapterFile) -> None:
+def _check_settings(method: Method, file: AdapterFile) -> None:
     """Refuse what the folder's tensors cannot be."""
-    own, said = file.method, asked.model_fields_set - FREE
-    if asked.type != own.type and (said or asked.type != "lora"):
+    saved, given = file.method, method.model_fields_set - FREE
+    if method.type != saved.type and (given or method.type != "lora"):
         raise ConfigError(
-            f"method.type: {asked.type} is not what {file.folder} is.",
-            found=f"It is {own.type}.",
+            f"method.type: {method.type} is not what {file.folder} is.",
+            found=f"It is {saved.type}.",
             fix="Leave everything of the method out but start_from: it is the adapter's.",
         )
-    for name in sorted(said):
-        if getattr(asked, name) != getattr(own, name):
+    for name in sorted(given):
+        if getattr(method, name) != getattr(saved, name):
             raise ConfigError(
                 f"method.{name} is not what {file.folder} has.",
-                found=f"Asked for is {getattr(asked, name)!r}, the adapter has "
-                f"{getattr(own, name)!r}.",
+                found=f"Asked for is {getattr(method, name)!r}, the adapter has "
+                f"{getattr(saved, name)!r}.",
                 fix="Leave it out: the method is the adapter's, but for its dropout.",
             )
 
@@ -198,7 +198,7 @@ def read_side_adapter(path: str | Path, base: Base) -> SideAdapter:
     Raises:
         AdapterError: It is another kind of adapter, or of another base.
     """
-    file, found = read_low_rank(adapter_folder(path), with_head=True)
+    file, updates = read_low_rank(adapter_folder(path), with_head=True)
     origin = file.provenance
     if origin.fingerprint != base.fingerprint and origin.base != base.name:
         raise AdapterError(
@@ -214,9 +214,9 @@ def read_side_adapter(path: str | Path, base: Base) -> SideAdapter:
             found=f"it has more than a plain LoRA and a head: {', '.join(sorted(head)[:3])}",
             fix="Use a plain LoRA.",
         )
-    layers_of(file, found, base.model)
+    layers_of(file, updates, base.model)
     return SideAdapter(
-        {path: (one.a, one.scaling * one.b.float()) for path, one in found.items()},
+        {path: (one.a, one.scaling * one.b.float()) for path, one in updates.items()},
         {name.rpartition(".")[2]: tensor for name, tensor in head.items()},
         origin.task or {},
         origin.prompt_style,

@@ -79,8 +79,8 @@ def export_adapter(
             fix="Export with to='peft', or without serving.",
         )
     if to != "gguf" and dtype not in DTYPES:
-        known = ", ".join(DTYPES)
-        raise AdapterError(f"there is no dtype {dtype} in {to}", fix=f"One of: {known}.")
+        fix = f"One of: {', '.join(DTYPES)}."
+        raise AdapterError(f"there is no dtype {dtype} in {to}", fix=fix)
     if to != "peft" and isinstance(task_of(read_adapter(source)), MediaTextConfig):
         raise AdapterError(
             f"cannot export {source} to {to}",

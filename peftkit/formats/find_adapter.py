@@ -26,8 +26,8 @@ def adapter_folder(adapter: str | Path) -> Path:
     if is_hub_id(text):
         from peftkit.formats.hub import fetch
 
-        asked = f"there is no folder {text!r} here, and the adapter {text} cannot be had"
-        return fetch(text, f"{asked} from the hub").folder
+        message = f"there is no folder {text!r} here, and the adapter {text} cannot be had"
+        return fetch(text, f"{message} from the hub").folder
     if not folder.exists():
         raise AdapterError(
             f"there is no adapter folder '{text}'.", found=neighbours(folder), fix=right

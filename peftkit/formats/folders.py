@@ -88,14 +88,14 @@ def check_free(out: Path, *, force: bool, sources: Sequence[Path] = ()) -> None:
     Raises:
         OutputError: `out` is a file, is a source, or holds something that may not be replaced.
     """
-    asked = f"cannot write an adapter to {out}"
+    message = f"cannot write an adapter to {out}"
     other = "Choose another folder."
     if any(out.resolve() == source.resolve() for source in sources):
-        raise OutputError(asked, found="It is one of the source folders.", fix=other)
+        raise OutputError(message, found="It is one of the source folders.", fix=other)
     if not os.path.lexists(out):
         return
     if not out.is_dir():
-        raise OutputError(asked, found="It is not a folder.", fix=other)
+        raise OutputError(message, found="It is not a folder.", fix=other)
     names = sorted(path.name for path in out.iterdir())
     if not names:
         return
@@ -103,10 +103,10 @@ def check_free(out: Path, *, force: bool, sources: Sequence[Path] = ()) -> None:
         held = first_few(names, 5, ", ")
         if CONFIG in names:
             held = "a training run's " + ", ".join(run)
-        raise OutputError(asked, found=f"It holds {held}.", fix=other)
+        raise OutputError(message, found=f"It holds {held}.", fix=other)
     if not force:
         raise OutputError(
-            asked, found="It holds an adapter.", fix="Choose another folder, or add --force."
+            message, found="It holds an adapter.", fix="Choose another folder, or add --force."
         )
 
 

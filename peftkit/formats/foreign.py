@@ -64,8 +64,8 @@ class Imported:
     source: Literal["peft", "gguf", "mlx"]
 
 
-class Found(NamedTuple):
-    """An adapter that was found: its kind, its folder, and the file with the tensors."""
+class Foreign(NamedTuple):
+    """An adapter of another tool: its kind, its folder, and the file with the tensors."""
 
     kind: Literal["peft", "mlx", "gguf"]
     folder: Path
@@ -95,135 +95,135 @@ def import_adapter(
         OutputError: `out` is taken or cannot be written.
     """
     path, out = Path(path).expanduser(), Path(out).expanduser()
-    found = recognise(path)
-    check_free(out, force=force, sources=[found.folder])
-    base = base or _base_named_by(found)
+    foreign = recognise(path)
+    check_free(out, force=force, sources=[foreign.folder])
+    base = base or _base_named_by(foreign)
     on_event(Stage(f"Importing {path}"))
     model = skeleton(base)
-    with new_adapter_folder(out, force=force, sources=[found.folder]) as folder:
-        if found.kind == "peft":
-            _import_peft(found, folder, base, model, on_event)
+    with new_adapter_folder(out, force=force, sources=[foreign.folder]) as folder:
+        if foreign.kind == "peft":
+            _import_peft(foreign, folder, base, model, on_event)
         else:
-            modules = _updates_of(found, model, base)
+            modules = _updates_of(foreign, model, base)
             location = locate(base)
             commit = getattr(model.config, "_commit_hash", None)
             origin = Provenance(location.name, revision=commit)
             _save(modules, folder, origin, location, model, path)
     on_event(Saved("adapter", out))
-    return Imported(out, found.kind)
+    return Imported(out, foreign.kind)
 
 
-def recognise(path: Path) -> Found:
+def recognise(path: Path) -> Foreign:
     """Return what kind of adapter is at `path`, from the content of its files.
 
     Raises:
         AdapterError: There is none, there are several, or it is of a kind that is refused, by name.
     """
     path = path.expanduser()
-    asked = f"cannot import {path}"
+    message = f"cannot import {path}"
     if not path.exists():
-        raise AdapterError(asked, found="There is no such file or folder.")
-    file = path if path.is_file() else _only_file(path, asked)
+        raise AdapterError(message, found="There is no such file or folder.")
+    file = path if path.is_file() else _only_file(path, message)
     kind = what_is(file)
     if kind == GGUF:
-        return Found("gguf", file.parent, file)
+        return Foreign("gguf", file.parent, file)
     names = list(check_safetensors(file).tensors)
-    _refuse(names, asked)
+    _refuse(names, message)
     if any(name.endswith((".lora_a", ".lora_b")) for name in names):
-        found = Found("mlx", file.parent, file)
+        foreign = Foreign("mlx", file.parent, file)
     elif (file.parent / NOTES).is_file() or any(".lora_" in name for name in names):
-        found = Found("peft", file.parent, file)
+        foreign = Foreign("peft", file.parent, file)
         _refuse_experts(file.parent, names)
     else:
         raise AdapterError(
-            asked,
+            message,
             found=f"{file.name} holds no tensors of a LoRA, as {names[0]}",
             fix="Give an adapter of PEFT, mlx-lm or llama.cpp.",
         )
     if not (file.parent / CONFIG).is_file():
         raise AdapterError(
-            asked,
+            message,
             found=f"There is no {CONFIG} beside {file.name}; the scale is in it.",
             fix=f"Get {CONFIG} from the source of the tensors.",
         )
-    return found
+    return foreign
 
 
-def _only_file(folder: Path, asked: str) -> Path:
+def _only_file(folder: Path, message: str) -> Path:
     """Return the one file of a folder that holds tensors."""
     paths = sorted(path for path in folder.iterdir() if path.is_file())
     # mlx-lm's trainer leaves those of earlier steps beside its last
-    known = [path for path in paths if path.name in (TENSORS, MLX_TENSORS)]
-    usable = known or [path for path in paths if path.suffix in _SUFFIXES]
+    final = [path for path in paths if path.name in (TENSORS, MLX_TENSORS)]
+    usable = final or [path for path in paths if path.suffix in _SUFFIXES]
     if len(usable) == 1:
         return usable[0]
     names = first_few((path.name for path in usable or paths), 8, ", ")
     raise AdapterError(
-        asked,
+        message,
         found=f"It holds {'several' if usable else 'no tensors, only'}: {names or 'nothing'}.",
         fix="Give the path of the file of an adapter of PEFT, mlx-lm or llama.cpp.",
     )
 
 
-def _refuse(names: Iterable[str], asked: str) -> None:
+def _refuse(names: Iterable[str], message: str) -> None:
     for name in names:
         for pattern, what, fix in _REFUSED:
             if re.match(pattern, name):
-                raise AdapterError(asked, found=f"It is from {what}: {name}", fix=fix)
+                raise AdapterError(message, found=f"It is from {what}: {name}", fix=fix)
 
 
 def _refuse_experts(folder: Path, names: Iterable[str]) -> None:
     """Refuse stacked experts whose layout is ambiguous, whatever the config targets."""
-    found = (re.match(r".*\.experts(?=\.(base_layer\.)*lora_[AB]\.)", name) for name in names)
-    stacked = [match[0] for match in found if match]
+    matches = (re.match(r".*\.experts(?=\.(base_layer\.)*lora_[AB]\.)", name) for name in names)
+    stacked = [match[0] for match in matches if match]
     if stacked and (folder / CONFIG).is_file():
         check_layout(read_json(folder / CONFIG) | {"target_parameters": stacked})
 
 
-def peft_folder(found: Found, scratch: Path) -> Path:
+def peft_folder(foreign: Foreign, scratch: Path) -> Path:
     """Return a PEFT adapter's folder; a copy in `scratch`, where its file has another name."""
-    if found.file.name == TENSORS:
-        return found.folder
-    shutil.copyfile(found.file, scratch / TENSORS)
-    shutil.copyfile(found.folder / CONFIG, scratch / CONFIG)
+    if foreign.file.name == TENSORS:
+        return foreign.folder
+    shutil.copyfile(foreign.file, scratch / TENSORS)
+    shutil.copyfile(foreign.folder / CONFIG, scratch / CONFIG)
     return scratch
 
 
-def _updates_of(found: Found, model: nn.Module, base: str) -> dict[str, LowRank]:
+def _updates_of(foreign: Foreign, model: nn.Module, base: str) -> dict[str, LowRank]:
     """Read an adapter of mlx-lm or llama.cpp."""
-    if found.kind == "mlx":
-        return read_mlx(found.folder, found.file.name)
+    if foreign.kind == "mlx":
+        return read_mlx(foreign.folder, foreign.file.name)
     from peftkit.formats.gguf.convert import read_gguf
 
-    return read_gguf(found.file, model, base)
+    return read_gguf(foreign.file, model, base)
 
 
-def _base_named_by(found: Found) -> str:
+def _base_named_by(foreign: Foreign) -> str:
     """Return the base that an adapter of another program says it was trained on.
 
     Raises:
         AdapterError: It says none.
     """
-    if found.kind == "gguf":
-        with disk.open_regular(found.file) as file:
-            address = str(read_header(found.file, file).keys.get(_REPO_URL, ""))
+    if foreign.kind == "gguf":
+        with disk.open_regular(foreign.file) as file:
+            address = str(read_header(foreign.file, file).keys.get(_REPO_URL, ""))
         base = address.removeprefix("https://huggingface.co/")
     else:
-        fields = read_json(found.folder / CONFIG)
+        fields = read_json(foreign.folder / CONFIG)
         base = fields.get("base_model_name_or_path") or fields.get("model") or ""
     if not isinstance(base, str) or not base:
         raise AdapterError(
-            f"{found.file} does not say which base it belongs to",
+            f"{foreign.file} does not say which base it belongs to",
             fix="Name the base it was trained on with --base MODEL.",
         )
     return base
 
 
 def _import_peft(
-    found: Found, folder: Path, base: str, model: nn.Module, on_event: Listener
+    foreign: Foreign, folder: Path, base: str, model: nn.Module, on_event: Listener
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="peftkit-") as scratch:
-        source = peft_folder(found, Path(scratch))
+        source = peft_folder(foreign, Path(scratch))
         init = read_json(source / CONFIG).get("init_lora_weights")
         if init in ("pissa", "olora"):  # what it subtracts is made from the base's weights
             loaded = load_base(base, device="cpu", dtype="fp32", on_event=on_event)
@@ -236,7 +236,7 @@ def _import_peft(
             _keep(source, folder, model, locate(base), Path(scratch))
             return
         file, modules = read_low_rank(source)
-        _save(modules, folder, file.provenance, locate(base), model, found.folder)
+        _save(modules, folder, file.provenance, locate(base), model, foreign.folder)
 
 
 def _keep(source: Path, folder: Path, model: nn.Module, location: Location, scratch: Path) -> None:
@@ -263,12 +263,12 @@ def _keep(source: Path, folder: Path, model: nn.Module, location: Location, scra
 def _save(
     modules: Mapping[str, LowRank],
     folder: Path,
-    known: Provenance,
+    origin: Provenance,
     location: Location,
     model: nn.Module,
     source: Path,
 ) -> None:
-    """Write updates that fit the model, together with what is known of their origin."""
+    """Write updates that fit the model; of their origin the base is replaced by `location`."""
     linears = {path: module for path, module in model.named_modules() if is_linear(module)}
     if problems := misfits(modules, linears):
         raise AdapterError(
@@ -276,13 +276,8 @@ def _save(
             found=first_few(problems, 20),
             fix="Name the base that it was trained on with --base MODEL.",
         )
-    origin = _origin(known, location)
+    revision = origin.revision if origin.base == location.name else None
+    origin = replace(origin, base=location.name, hub_id=location.hub_id, revision=revision)
     transposed = any(is_conv1d(linears[path]) for path in modules)
     targets = shortest_endings(modules, linears.keys() - modules.keys())
     save_low_rank(modules, folder, origin, targets=targets, transposed=transposed)
-
-
-def _origin(known: Provenance, location: Location) -> Provenance:
-    """Return what is known of an adapter's origin, with the base that was asked for."""
-    revision = known.revision if known.base == location.name else None
-    return replace(known, base=location.name, hub_id=location.hub_id, revision=revision)

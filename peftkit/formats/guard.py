@@ -137,23 +137,23 @@ def read_json(path: Path, *, max_bytes: int = disk.MAX_JSON_BYTES) -> dict[str, 
 
 @contextlib.contextmanager
 def _checked(path: Path) -> Iterator[TensorFile]:
-    asked = f"cannot read {path} as safetensors"
+    message = f"cannot read {path} as safetensors"
     kind = what_is(path)
     if kind not in (SAFETENSORS, UNKNOWN):
         fix = _FIXES.get(kind, "Give an adapter saved as safetensors.")
-        raise AdapterError(asked, found=f"It is {kind}.", fix=fix)
+        raise AdapterError(message, found=f"It is {kind}.", fix=fix)
     with open_tensors(path, max_header_bytes=MAX_HEADER_BYTES) as file:
         tensors = file.header.tensors
         if len(tensors) > MAX_TENSORS:
             raise AdapterError(
-                asked, found=f"{len(tensors):,} tensors; the limit is {MAX_TENSORS:,}"
+                message, found=f"{len(tensors):,} tensors; the limit is {MAX_TENSORS:,}"
             )
         if sum(entry.end - entry.start for entry in tensors.values()) > MAX_PAYLOAD_BYTES:
-            raise AdapterError(asked, found=f"more than {MAX_PAYLOAD_BYTES:,} bytes of tensors")
+            raise AdapterError(message, found=f"more than {MAX_PAYLOAD_BYTES:,} bytes of tensors")
         bad = [problem for name, entry in tensors.items() if (problem := _problem(name, entry))]
         if bad or not tensors:
             raise AdapterError(
-                asked,
+                message,
                 found=first_few(bad, 5) or "no tensors",
                 fix="This is not an adapter, or it is damaged: download or save it again.",
             )

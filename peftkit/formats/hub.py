@@ -90,9 +90,9 @@ def push_adapter(
         OutputError: No network, not logged in, or no right to write there. Nothing was changed.
     """
     target = parse_hub_id(name)
-    asked = f"cannot push {folder} to {name}"
+    message = f"cannot push {folder} to {name}"
     if target.revision:
-        raise OutputError(asked, found="A push goes to the main branch.", fix="Leave @... out.")
+        raise OutputError(message, found="A push goes to the main branch.", fix="Leave @... out.")
     file = _checked(Path(folder))
     uploads = _uploads(file, target.repo)
     if file.provenance.base and Path(file.provenance.base).is_absolute():
@@ -104,12 +104,12 @@ def push_adapter(
         )
     api = _api()
     on_event(Stage(f"Pushing {', '.join(uploads)} to {target.repo}"))
-    with _told(asked, OutputError):
+    with _translating(message, OutputError):
         if is_offline_mode():
             raise OfflineModeIsEnabled
         if not api.token and get_token() is None:
-            raise OutputError(asked, found="You are not logged in.", fix=_LOG_IN)
-        there, parent = _prepared(api, target.repo, private, asked)
+            raise OutputError(message, found="You are not logged in.", fix=_LOG_IN)
+        there, parent = _prepared(api, target.repo, private, message)
         done = api.create_commit(
             target.repo,
             [
@@ -142,7 +142,9 @@ def _uploads(file: AdapterFile, repo: str) -> dict[str, str | bytes]:
     return uploads
 
 
-def _prepared(api: HfApi, repo: str, private: bool, asked: str) -> tuple[Sequence[str], str | None]:
+def _prepared(
+    api: HfApi, repo: str, private: bool, message: str
+) -> tuple[Sequence[str], str | None]:
     """Make sure that the repository is there; return its files and its newest commit."""
     try:
         info = api.model_info(repo)
@@ -151,7 +153,7 @@ def _prepared(api: HfApi, repo: str, private: bool, asked: str) -> tuple[Sequenc
         return (), None
     if private and not info.private:
         raise OutputError(
-            asked,
+            message,
             found="The repository exists, and is public.",
             fix="Choose another name; or make it private on its page, or push without --private.",
         )
@@ -178,22 +180,22 @@ def pull_adapter(
         for file in FILES:
             if (fetched.folder / file).is_file():
                 shutil.copyfile(fetched.folder / file, folder / file)  # follows the cache's link
-        asked = parse_hub_id(name)
-        record = {"hub_id": asked.repo, "revision": asked.revision, "commit": fetched.commit}
+        message = parse_hub_id(name)
+        record = {"hub_id": message.repo, "revision": message.revision, "commit": fetched.commit}
         write_json(record, folder / ORIGIN)
         _checked(folder)
     return Pulled(out, fetched.repo, fetched.commit)
 
 
-def fetch(name: str, asked: str = "", *, on_event: Listener = ignore) -> Pulled:
+def fetch(name: str, message: str = "", *, on_event: Listener = ignore) -> Pulled:
     """Download an adapter into the hub's cache and check it; offline, find it there."""
-    asked = asked or f"cannot get the adapter {name}"
+    message = message or f"cannot get the adapter {name}"
     wanted, commit = parse_hub_id(name), None
-    with _told(asked, AdapterError):
+    with _translating(message, AdapterError):
         if not is_offline_mode():
             on_event(Stage(f"Fetching the adapter {name}"))
             info = _api().model_info(wanted.repo, revision=wanted.revision, files_metadata=True)
-            _check_listing({file.rfilename: file.size for file in info.siblings or ()}, asked)
+            _check_listing({file.rfilename: file.size for file in info.siblings or ()}, message)
             commit = info.sha
         with quiet():
             folder = Path(
@@ -206,20 +208,20 @@ def fetch(name: str, asked: str = "", *, on_event: Listener = ignore) -> Pulled:
                 )
             )
         if commit not in (None, folder.name):
-            raise AdapterError(asked, found="It has changed in the meantime.", fix="Try again.")
+            raise AdapterError(message, found="It has changed in the meantime.", fix="Try again.")
     check_safetensors(folder / TENSORS)
     read_adapter(folder)
     return Pulled(folder, wanted.repo, folder.name)
 
 
-def _check_listing(sizes: dict[str, int | None], asked: str) -> None:
+def _check_listing(sizes: dict[str, int | None], message: str) -> None:
     """Refuse a repository, judged by the names and sizes of its files."""
     for name in sizes:
         parts = PurePosixPath(name).parts
         windows = PureWindowsPath(name)
         if ".." in parts or name.startswith("/") or windows.drive or "\\" in name or "\0" in name:
             raise AdapterError(
-                asked,
+                message,
                 found=f"The repository lists a file {shown(name)}.",
                 fix="This name points outside the folder: do not use this repository.",
             )
@@ -232,11 +234,11 @@ def _check_listing(sizes: dict[str, int | None], asked: str) -> None:
             fix = "A pickle can run code when it is read: ask its owner for safetensors."
         elif "config.json" in sizes:
             fix = "That is a whole model, not an adapter: name it as a base."
-        raise AdapterError(asked, found=f"It has no {missing[0]}; it holds {has}.", fix=fix)
+        raise AdapterError(message, found=f"It has no {missing[0]}; it holds {has}.", fix=fix)
     for name in FILES:
         limit = _MAX_BYTES.get(name, _MAX_TEXT_BYTES)
         if (size := sizes.get(name)) and size > limit:
-            raise AdapterError(asked, found=f"{name} has {size:,} bytes; the limit is {limit:,}.")
+            raise AdapterError(message, found=f"{name} has {size:,} bytes; the limit is {limit:,}.")
 
 
 def _api() -> HfApi:
@@ -244,7 +246,7 @@ def _api() -> HfApi:
 
 
 _REACH = "Check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses what was fetched before."
-_TOLD: tuple[tuple[type[Exception], str, str], ...] = (
+_REASONS: tuple[tuple[type[Exception], str, str], ...] = (
     (OfflineModeIsEnabled, "HF_HUB_OFFLINE is set.", "Unset it, or give a folder of this machine."),
     (
         LocalEntryNotFoundError,
@@ -269,7 +271,7 @@ _STATUS = {
 
 
 @contextlib.contextmanager
-def _told(asked: str, error: type[PeftkitError]) -> Iterator[None]:
+def _translating(message: str, error: type[PeftkitError]) -> Iterator[None]:
     """Translate exceptions of huggingface_hub into ours."""
     try:
         yield
@@ -278,26 +280,26 @@ def _told(asked: str, error: type[PeftkitError]) -> Iterator[None]:
     except Exception as problem:
         # an upload's own error comes as the cause of a RuntimeError
         cause = problem.__cause__ if type(problem) is RuntimeError else None
-        raise _translated(cause or problem, asked, error) from problem
+        raise _translated(cause or problem, message, error) from problem
 
 
 def _translated(
-    problem: BaseException, asked: str, error: type[PeftkitError]
+    problem: BaseException, message: str, error: type[PeftkitError]
 ) -> PeftkitError | BaseException:
     """Return the error to raise; one that is not about the hub stays as it is."""
-    for kind, found, fix in _TOLD:
+    for kind, reason, fix in _REASONS:
         if isinstance(problem, kind):
-            return error(asked, found=found, fix=fix)
+            return error(message, found=reason, fix=fix)
     if isinstance(problem, HfHubHTTPError):
         status = getattr(problem.response, "status_code", 0)
         answer = problem.server_message or str(problem).partition("\n")[0]
         fix = _STATUS.get(status, "Try again later." if status >= 500 else "")
-        return error(asked, found=f"The hub answered {status}: {answer}", fix=fix)
+        return error(message, found=f"The hub answered {status}: {answer}", fix=fix)
     if getattr(problem, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-        return RunError(asked, found=str(problem), fix="Make room on the disk.")
+        return RunError(message, found=str(problem), fix="Make room on the disk.")
     if isinstance(problem, (errors.HTTPError, OSError)):  # type: ignore[attr-defined] # its client's
-        found = f"The hub cannot be reached: {problem or type(problem).__name__}"
-        return error(asked, found=found, fix=_REACH)
+        reason = f"The hub cannot be reached: {problem or type(problem).__name__}"
+        return error(message, found=reason, fix=_REACH)
     if isinstance(problem, ValueError):  # the library's own checks, as of the card's front matter
-        return error(asked, found=str(problem))
+        return error(message, found=str(problem))
     return problem

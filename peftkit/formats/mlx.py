@@ -72,17 +72,17 @@ def export_mlx(
 
 
 def _check_names(file: AdapterFile, modules: Mapping[str, LowRank]) -> None:
-    asked = f"cannot write {file.folder} for mlx-lm"
+    message = f"cannot write {file.folder} for mlx-lm"
     if file.fields.get("fan_in_fan_out"):
         raise AdapterError(
-            asked,
+            message,
             found="its base has Conv1D layers (GPT-2), which mlx-lm names differently",
             fix="Merge it into its base, and convert that: peftkit merge ADAPTER --out DIR",
         )
     strange = sorted(path for path in modules if not _BLOCK.fullmatch(path))
     if strange:
         raise AdapterError(
-            asked,
+            message,
             found=first_few((f"{p} is not in model.layers" for p in strange), 8),
             fix="Train it without these targets, or merge it: peftkit merge ADAPTER --out DIR",
         )
@@ -118,11 +118,11 @@ def read_mlx(folder: Path, tensors_name: str = MLX_TENSORS) -> dict[str, LowRank
 def _parameters(folder: Path) -> tuple[int, float, bool]:
     """Return rank, scale, and whether it is DoRA."""
     config = read_json(folder / CONFIG)
-    asked = f"cannot read {folder} as an adapter of mlx-lm"
+    message = f"cannot read {folder} as an adapter of mlx-lm"
     kind: Any = config.get("fine_tune_type", "dora" if config.get("use_dora") else "lora")
     if kind not in ("lora", "dora"):
         raise AdapterError(
-            asked,
+            message,
             found=f"its fine_tune_type is {kind!r}",
             fix="Only lora and dora are adapters; 'full' has full weights.",
         )
@@ -132,7 +132,7 @@ def _parameters(folder: Path) -> tuple[int, float, bool]:
     scale: Any = given.get("scale")
     if type(rank) is not int or rank < 1 or type(scale) not in (int, float) or not scale > 0:
         raise AdapterError(
-            asked,
+            message,
             found=f"lora_parameters says rank {rank!r}, scale {scale!r}",
             fix="It needs a positive rank and a positive scale, as mlx-lm writes them.",
         )

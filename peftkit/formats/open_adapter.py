@@ -139,27 +139,27 @@ def task_of(file: AdapterFile) -> TaskConfig:
     if task_type is None:
         return CausalLMConfig()
     if not kinds:
-        known = ", ".join(str(kind.task_type) for kind in TASKS.values() if kind.task_type)
+        names = ", ".join(str(kind.task_type) for kind in TASKS.values() if kind.task_type)
         raise AdapterError(
             f"{file.folder} was trained for a task that peftkit does not have",
-            found=f"its task_type is {shown(task_type)}; known are {known}",
+            found=f"its task_type is {shown(task_type)}; known are {names}",
             fix="If it is one of these anyway, use open_adapter(..., task=...).",
         )
     kind = kinds[0]
     has_labels = "labels" in kind.model_fields
-    told = {"labels": unnamed(_num_labels(file))} if has_labels else {}
-    return from_dict(kind, told, str(file.folder / CONFIG))
+    settings = {"labels": unnamed(_num_labels(file))} if has_labels else {}
+    return from_dict(kind, settings, str(file.folder / CONFIG))
 
 
-def _noted(told: Mapping[str, Any], notes: str) -> TaskConfig:
-    kind = TASKS.get(str(told.get("type")))
+def _noted(settings: Mapping[str, Any], notes: str) -> TaskConfig:
+    kind = TASKS.get(str(settings.get("type")))
     if kind is None:
         raise AdapterError(
             f"{notes} names a task that peftkit does not have",
-            found=shown(told.get("type")),
+            found=shown(settings.get("type")),
             fix=f"Tasks: {', '.join(TASKS)}.",
         )
-    return from_dict(kind, told, notes)
+    return from_dict(kind, settings, notes)
 
 
 def require_causal(task: TaskConfig, folder: Path, *, media: bool = True) -> None:

@@ -77,14 +77,14 @@ def served_over(stored: str) -> str:
     Args:
         stored: The base's format, as its adapters record it.
     """
-    told = f"It was trained over the bits of its base ({stored}): serve it over that repository."
+    note = f"It was trained over the bits of its base ({stored}): serve it over that repository."
     if stored.startswith("gptq") and "with zeros" in stored:
-        told += " vLLM does not serve GPTQ with zeros; it serves AWQ and compressed-tensors."
+        note += " vLLM does not serve GPTQ with zeros; it serves AWQ and compressed-tensors."
     elif ROUNDED in stored:
-        told += " vLLM rounds the inputs of its layers to 8 bits or fewer too, unlike training."
+        note += " vLLM rounds the inputs of its layers to 8 bits or fewer too, unlike training."
     else:
-        told += " vLLM computes with the same weights; take its --dtype from the base's config."
-    return told
+        note += " vLLM computes with the same weights; take its --dtype from the base's config."
+    return note
 
 
 def export_peft(

@@ -187,9 +187,11 @@ def _origin(sources: Sequence[_Source], on_event: Listener) -> Provenance:
     """
     origins = [source.file.provenance for source in sources]
     named = [o for o in origins if o.fingerprint or o.base or o.hub_id]
-    known = next((o for o in origins if o.fingerprint), named[0] if named else origins[0])
-    if others := [source for source in sources if not _same_base(known, source.file.provenance)]:
-        first = sources[origins.index(known)]
+    reference = next((o for o in origins if o.fingerprint), named[0] if named else origins[0])
+    if others := [
+        source for source in sources if not _same_base(reference, source.file.provenance)
+    ]:
+        first = sources[origins.index(reference)]
         raise AdapterError(
             "these adapters belong to different bases",
             found="\n".join(f"{s.name}: {_described(s.file.provenance)}" for s in (first, *others)),
@@ -208,11 +210,11 @@ def _origin(sources: Sequence[_Source], on_event: Listener) -> Provenance:
     same_style = all(style == styles[0] for style in styles)
     differ = [] if same_loading else ["ways to load the base"]
     if differ := differ + ([] if same_style else ["prompt styles"]):
-        told = f"The adapters have different {' and '.join(differ)}; the new one records none."
-        on_event(Notice(told))
+        note = f"The adapters have different {' and '.join(differ)}; the new one records none."
+        on_event(Notice(note))
     return replace(
-        known,
-        base=known.base or next((o.base for o in origins if o.base), None),
+        reference,
+        base=reference.base or next((o.base for o in origins if o.base), None),
         loading=loadings[0] if loadings and same_loading else {},
         prompt_style=styles[0] if styles and same_style else None,
     )

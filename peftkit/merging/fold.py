@@ -80,13 +80,13 @@ class Tally:
         Raises:
             MergeError: The update is zero, or is lost in rounding.
         """
-        asked = "the merged model would be its base, unchanged"
+        message = "the merged model would be its base, unchanged"
         if not self.update > 0:
             fix = "Give an adapter that has been trained."
-            raise MergeError(asked, found="the adapter's update is zero", fix=fix)
+            raise MergeError(message, found="the adapter's update is zero", fix=fix)
         if not self.num_changed:
             fix = "Merge with --dtype fp32."
-            raise MergeError(asked, found="the update is lost when it is rounded", fix=fix)
+            raise MergeError(message, found="the update is lost when it is rounded", fix=fix)
 
 
 def too_large_values() -> MergeError:
@@ -226,9 +226,9 @@ def check_all(adapter: Adapter) -> None:
     check_mergeable(adapter.method)
     shared = shared_parameters(adapter.model)
     for path, module in adapter.modules.items():
-        own = dict(module.base.named_parameters())
+        parameters = dict(module.base.named_parameters())
         alone = not module.changes_ties
-        if alone and any(id(own.get(name)) in shared for name in module.changed):
+        if alone and any(id(parameters.get(name)) in shared for name in module.changed):
             raise MergeError(
                 f"cannot merge into {path} alone",
                 found="it shares its weight with another layer (tied embeddings)",
@@ -299,8 +299,8 @@ def write_in_memory(
         opened.base.processor.save_pretrained(folder)
     except (OSError, SafetensorError) as problem:
         free = disk.free_bytes(folder)
-        found = f"{problem}\n{free:,} bytes are free on the disk."
-        raise RunError(f"cannot write {folder}", found=found) from problem
+        reason = f"{problem}\n{free:,} bytes are free on the disk."
+        raise RunError(f"cannot write {folder}", found=reason) from problem
     for path in folder.iterdir():  # the library writes them for their owner alone
         path.chmod((folder / "config.json").stat().st_mode)
 

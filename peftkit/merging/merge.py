@@ -213,13 +213,15 @@ def new_model_folder(out: Path, overwrite: bool, sources: Sequence[Path]) -> Ite
     Raises:
         OutputError: `out` is not empty, is what is read from, or cannot be written.
     """
-    asked = f"cannot write the merged model to {out}"
+    message = f"cannot write the merged model to {out}"
     if any(out.resolve() == source.resolve() for source in sources):
-        found = "it is one of the source folders"
-        raise OutputError(asked, found=found, fix="Choose another folder.")
+        reason = "it is one of the source folders"
+        raise OutputError(message, found=reason, fix="Choose another folder.")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         names = first_few(sorted(path.name for path in out.iterdir()), 5, ", ")
-        raise OutputError(asked, found=f"it holds {names}", fix="Choose a new or an empty folder.")
+        raise OutputError(
+            message, found=f"it holds {names}", fix="Choose a new or an empty folder."
+        )
     weights = (".safetensors", ".safetensors.index.json", ".bin")
     with new_folder(out, last="config.json", replaced=lambda n: n.endswith(weights)) as folder:
         yield folder

@@ -103,12 +103,12 @@ def find_shards(folder: Path) -> Shards | None:
         return None
     index = disk.read_json(folder / INDEX, max_bytes=MAX_INDEX_BYTES, error=BaseError)
     where, metadata = index.get("weight_map"), index.get("metadata", {})
-    asked = f"cannot read the weights of {folder}"
+    message = f"cannot read the weights of {folder}"
     if not isinstance(where, dict) or not isinstance(metadata, dict) or not where:
-        raise BaseError(asked, found=f"{INDEX} has no weight_map")
+        raise BaseError(message, found=f"{INDEX} has no weight_map")
     strange = [f for f in where.values() if not isinstance(f, str) or Path(f).name != f]
     if strange:
-        raise BaseError(asked, found=f"{INDEX} names the file {shown(strange[0])}")
+        raise BaseError(message, found=f"{INDEX} names the file {shown(strange[0])}")
     headers = {name: _header(folder / name) for name in sorted(set(where.values()))}
     return Shards(folder, headers, metadata)
 
@@ -144,14 +144,14 @@ def changes_of(
         for name in module.changed:
             full = f"{path}.{name}"
             # a folder saved without its head lacks the first part of each name ("transformer.")
-            own = full if full in entries else full.removeprefix(f"{prefix}.")
-            entry = entries.get(own)
+            stored_name = full if full in entries else full.removeprefix(f"{prefix}.")
+            entry = entries.get(stored_name)
             if entry is None or entry.dtype not in FLOATS:
                 return None
             if entry.shape != tuple(module.base.get_parameter(name).shape):
                 return None
             stored = dtype or FLOATS[entry.dtype]
-            changes[own] = partial(merged_tensor, module, name, dtype=stored, tally=tally)
+            changes[stored_name] = partial(merged_tensor, module, name, dtype=stored, tally=tally)
     return changes
 
 
@@ -160,13 +160,13 @@ def _hollow(model: nn.Module) -> nn.Module:
 
     An adapter loads onto it as onto any model. Tied weights stay tied.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    hollow: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        for name, own in module._parameters.items():
-            if own is not None and own not in made:
-                zeros = torch.zeros((), dtype=own.dtype).expand(own.shape)
-                made[own] = nn.Parameter(zeros, requires_grad=False)
-            module._parameters[name] = None if own is None else made[own]
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in hollow:
+                zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                hollow[parameter] = nn.Parameter(zeros, requires_grad=False)
+            module._parameters[name] = None if parameter is None else hollow[parameter]
     return model
 
 

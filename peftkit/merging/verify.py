@@ -79,8 +79,8 @@ def logits_on(base: Base, prompts: Sequence[str], purpose: Purpose = CAUSAL_LM) 
             each token; a model of images or sounds gets noise instead of prompts.
     """
     if purpose != CAUSAL_LM:
-        found = (_call(base, number, prompt) for number, prompt in enumerate(prompts))
-        return [logits.float().cpu().flatten(0, -2) for logits in found]
+        outputs = (_call(base, number, prompt) for number, prompt in enumerate(prompts))
+        return [logits.float().cpu().flatten(0, -2) for logits in outputs]
     ids = [base.tokenizer(prompt)["input_ids"] for prompt in prompts]
     # padded on the right, which no token of a causal model sees: weights are read once
     longest = max(map(len, ids))
@@ -92,22 +92,22 @@ def logits_on(base: Base, prompts: Sequence[str], purpose: Purpose = CAUSAL_LM) 
 def _call(base: Base, number: int, prompt: str) -> Tensor:
     """Return the logits on one prompt, or on a picture or a sound of noise."""
     config = base.model.config
-    is_told = config.is_encoder_decoder and not base.head
+    has_decoder = config.is_encoder_decoder and not base.head
     if base.model.main_input_name in INPUTS:
         heard = Hearing(base.model, base.processor, None).example(number)
-        told = {"decoder_input_ids": _ids(base, prompt)} if is_told else {}
-        return base.model(**heard, **told).logits
+        decoder_ids = {"decoder_input_ids": _ids(base, prompt)} if has_decoder else {}
+        return base.model(**heard, **decoder_ids).logits
     if base.image_processor is not None:
         size = config.image_size
         shape = (1, config.num_channels, *([size, size] if isinstance(size, int) else size))
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(number))
         return base.model(pixel_values=noise.to(base.device, base.model.dtype)).logits
     ids = _ids(base, prompt)
-    decoder = {"decoder_input_ids": ids} if is_told else {}
-    found = base.model(input_ids=ids, **decoder)
+    decoder = {"decoder_input_ids": ids} if has_decoder else {}
+    outputs = base.model(input_ids=ids, **decoder)
     # a bare model, that of an embedding, ends with its hidden states
-    output: Tensor = found.logits if "logits" in found else found.last_hidden_state
-    return output
+    logits: Tensor = outputs.logits if "logits" in outputs else outputs.last_hidden_state
+    return logits
 
 
 def _ids(base: Base, prompt: str) -> Tensor:
@@ -167,16 +167,16 @@ def verified(
     if purpose.head is not None:  # it has one now
         purpose = replace(purpose, head=replace(purpose.head, fresh=False))
     base = load_base(str(folder), dtype=computing, purpose=purpose, device=reference.device)
-    found = agreement(logits_on(base, prompts, purpose), reference.adapted)
-    limit = LARGEST_DIFFERENCE * found.largest
+    agreed = agreement(logits_on(base, prompts, purpose), reference.adapted)
+    limit = LARGEST_DIFFERENCE * agreed.largest
     if reference.dtype != torch.float32 or tally.relative_rounding >= EXACT:
         step = max(torch.finfo(reference.dtype).eps, 2**-7 if tally.relative_rounding else 0.0)
-        limit += STEPS * step * found.largest + SHARE * effect.max_difference
-    if not found.max_difference <= limit:
+        limit += STEPS * step * agreed.largest + SHARE * effect.max_difference
+    if not agreed.max_difference <= limit:
         raise RunError(
             "the merged model does not compute what base and adapter compute",
-            found=f"logits differ by up to {found.max_difference:.3g}, more than {limit:.3g}; "
-            f"{found.top1:.1%} of the next tokens agree",
+            found=f"logits differ by up to {agreed.max_difference:.3g}, more than {limit:.3g}; "
+            f"{agreed.top1:.1%} of the next tokens agree",
             fix="Use the adapter unmerged, and report this with the output of: peftkit env",
         )
-    return found
+    return agreed

@@ -61,9 +61,9 @@ def export_gguf(
     """
     require_gguf()
     if out.is_dir() or (out.exists() and not force):
-        found = "It is a folder." if out.is_dir() else "It exists."
+        state = "It is a folder." if out.is_dir() else "It exists."
         raise OutputError(
-            f"cannot write {out}", found=found, fix="Choose a new file, or add --force."
+            f"cannot write {out}", found=state, fix="Choose a new file, or add --force."
         )
     file, modules = read_low_rank(source)
     name, revision = file.base_or(base)
@@ -107,11 +107,11 @@ def read_gguf(path: Path, model: nn.Module, base: str) -> dict[str, LowRank]:
         header = read_header(path, file)
         _check_kind(path, header)
         architecture = architecture_of(model, base)
-        said = header.keys.get("general.architecture")
-        if said != architecture.name:
+        recorded = header.keys.get("general.architecture")
+        if recorded != architecture.name:
             raise AdapterError(
                 f"{path} belongs to another architecture than {base}",
-                found=f"The file says {shown(said)}; {base} is {architecture.name!r}.",
+                found=f"The file says {shown(recorded)}; {base} is {architecture.name!r}.",
                 fix="Name the base it was trained on with --base MODEL.",
             )
         places = find_places(model, architecture)
@@ -158,8 +158,8 @@ def _write(
     """Write the file whole or not at all; return the number of tensors wider than `dtype`."""
     import gguf
 
-    asked, plain = gguf.GGMLQuantizationType[DTYPES[dtype]], gguf.GGMLQuantizationType.F16
-    per_block, _ = gguf.GGML_QUANT_SIZES[asked]
+    message, plain = gguf.GGMLQuantizationType[DTYPES[dtype]], gguf.GGMLQuantizationType.F16
+    per_block, _ = gguf.GGML_QUANT_SIZES[message]
     num_wider = 0
     total = sum(tensor.numel() * 4 for tensor in tensors.values())
     # the library writes to a path only: to the same file, which is then put in its place
@@ -178,8 +178,8 @@ def _write(
             writer.add_base_model_name(0, hub_id.rpartition("/")[2])
             writer.add_base_model_repo_url(0, f"https://huggingface.co/{hub_id}")
         for name, tensor in tensors.items():
-            kind = asked if tensor.shape[-1] % per_block == 0 else plain
-            num_wider += kind != asked
+            kind = message if tensor.shape[-1] % per_block == 0 else plain
+            num_wider += kind != message
             array = tensor.detach().float().contiguous().numpy()
             _check_range(name, tensor, kind.name)
             writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
@@ -201,58 +201,58 @@ def _check_range(name: str, tensor: Tensor, kind: str) -> None:
 
 
 def _check_kind(path: Path, header: GGUFHeader) -> None:
-    asked = f"cannot read {path} as a LoRA"
+    message = f"cannot read {path} as a LoRA"
     kind = header.keys.get("adapter.type")
     if kind != "lora":
-        raise AdapterError(asked, found=f"Its adapter.type is {shown(kind)}, not 'lora'.")
+        raise AdapterError(message, found=f"Its adapter.type is {shown(kind)}, not 'lora'.")
     if INVOCATION in header.keys:
         raise AdapterError(
-            asked,
+            message,
             found=f"It is an activated LoRA ({INVOCATION}): it is switched on by certain tokens.",
         )
     alpha = header.keys.get(ALPHA, 0.0)
     if not isinstance(alpha, float) or not 0 <= alpha < 1e30:
-        raise AdapterError(asked, found=f"Its {ALPHA} is {shown(alpha)}.")
+        raise AdapterError(message, found=f"Its {ALPHA} is {shown(alpha)}.")
 
 
 def _paired(
     path: Path, header: GGUFHeader, places: Mapping[str, GGUFLayer], base: str
 ) -> dict[str, str]:
     """Return llama.cpp's name -> module path of the layers in the file."""
-    known: dict[str, list[str]] = {}
+    layers: dict[str, list[str]] = {}
     for module_path, place in places.items():
-        known.setdefault(place.name, []).append(module_path)
+        layers.setdefault(place.name, []).append(module_path)
     stems = {name.removesuffix(A).removesuffix(B): None for name in header.tensors}
-    found, problems = {}, []
+    pairs, problems = {}, []
     for stem in stems:
         missing = [stem + end for end in (A, B) if stem + end not in header.tensors]
-        module_paths = known.get(stem, []) if stem else []
+        module_paths = layers.get(stem, []) if stem else []
         if len(missing) == 2 or len(module_paths) != 1:
-            problems.append(f"{stem}: {_no_layer(stem, known, module_paths)}")
+            problems.append(f"{stem}: {_no_layer(stem, layers, module_paths)}")
         elif missing:
             problems.append(f"missing: {missing[0]}")
         elif problem := _misplaced(stem, header, places[module_paths[0]]):
             problems.append(f"{stem}: {problem}")
         else:
-            found[stem] = module_paths[0]
+            pairs[stem] = module_paths[0]
     if problems:
         raise AdapterError(
             f"{path} does not fit {base}",
             found=first_few(problems, 10),
             fix="Name the base it was trained on with --base MODEL.",
         )
-    return found
+    return pairs
 
 
-def _no_layer(stem: str, known: Iterable[str], module_paths: list[str]) -> str:
+def _no_layer(stem: str, names: Iterable[str], module_paths: list[str]) -> str:
     """Say why a name in the file is not a layer that can be adapted."""
     if len(module_paths) > 1:
         return "the base has more than one layer of that name: " + ", ".join(module_paths)
     if stem.startswith("token_embd") or "_exps." in stem or "_norm." in stem:
         return "an embedding, a norm or a stack of experts, which cannot be imported"
-    if stem in known:
+    if stem in names:
         return "no tensor of a LoRA"
-    return f"the base has no such layer. {did_you_mean(stem, filter(None, known))}".rstrip()
+    return f"the base has no such layer. {did_you_mean(stem, filter(None, names))}".rstrip()
 
 
 def _misplaced(stem: str, header: GGUFHeader, place: GGUFLayer) -> str:
@@ -332,7 +332,7 @@ def find_places(model: Any, architecture: Architecture) -> dict[str, GGUFLayer]:
 
     config = model.config.get_text_config()
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
-    known = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     counts = {"q_proj": config.num_attention_heads}
     counts["k_proj"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     places = {}
@@ -340,7 +340,7 @@ def find_places(model: Any, architecture: Architecture) -> dict[str, GGUFLayer]:
         if not is_linear(module):
             continue
         key = f"{path}.weight".replace("language_model.", "")
-        name = known.get_name(key, try_suffixes=(".weight",)) or ""
+        name = names.get_name(key, try_suffixes=(".weight",)) or ""
         heads = counts.get(path.rpartition(".")[2], 0) if architecture.rotary else 0
         num_in, num_out = linear_shape(module)
         refusal = ""

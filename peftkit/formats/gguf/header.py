@@ -66,22 +66,22 @@ def read_header(path: Path, file: BinaryIO) -> GGUFHeader:
         AdapterError: It is not the GGUF file of an adapter, is truncated, or its sizes are
             inconsistent.
     """
-    asked = f"cannot read {path} as a GGUF adapter"
+    message = f"cannot read {path} as a GGUF adapter"
     size = os.fstat(file.fileno()).st_size
-    cursor = _Cursor(asked, file.read(MAX_HEADER_BYTES), cut=size > MAX_HEADER_BYTES)
+    cursor = _Cursor(message, file.read(MAX_HEADER_BYTES), cut=size > MAX_HEADER_BYTES)
     if cursor.data[:4] != MAGIC:
-        found = f"It is {what_is(path)}."
-        raise AdapterError(asked, found=found, fix="Give a LoRA written as GGUF.")
+        kind = f"It is {what_is(path)}."
+        raise AdapterError(message, found=kind, fix="Give a LoRA written as GGUF.")
     cursor.at = 4
     version = cursor.number("I")
     if version not in VERSIONS:
         big = version % (1 << 16) == 0
-        found = "It is in big-endian order." if big else f"It is GGUF version {version}."
-        raise AdapterError(asked, found=found, fix="Write it again with a current llama.cpp.")
+        kind = "It is in big-endian order." if big else f"It is GGUF version {version}."
+        raise AdapterError(message, found=kind, fix="Write it again with a current llama.cpp.")
     num_tensors, num_keys = cursor.number("Q"), cursor.number("Q")
     if num_tensors > MAX_TENSORS or num_keys > MAX_KEYS:
         raise AdapterError(
-            asked,
+            message,
             found=f"It claims {num_tensors:,} tensors and {num_keys:,} keys; the limits are "
             f"{MAX_TENSORS:,} and {MAX_KEYS:,}.",
         )
@@ -89,20 +89,20 @@ def read_header(path: Path, file: BinaryIO) -> GGUFHeader:
     for _ in range(num_keys):
         key = cursor.string()
         if key in keys:
-            raise AdapterError(asked, found=f"The key {shown(key)} is given twice.")
+            raise AdapterError(message, found=f"The key {shown(key)} is given twice.")
         keys[key] = cursor.value(cursor.number("I"))
         if key == "general.type" and keys[key] != "adapter":
             break  # whatever follows (a base's vocabulary) is not ours
     if keys.get("general.type") != "adapter":
         kind = shown(keys.get("general.type", "not given"))
         fix = "Give the GGUF of a LoRA; a base model goes to --base."
-        raise AdapterError(asked, found=f"Its general.type is {kind}, not 'adapter'.", fix=fix)
+        raise AdapterError(message, found=f"Its general.type is {kind}, not 'adapter'.", fix=fix)
     infos = [cursor.tensor_info() for _ in range(num_tensors)]
     alignment = keys.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
-        raise AdapterError(asked, found=f"Its general.alignment is {shown(alignment)}.")
+        raise AdapterError(message, found=f"Its general.alignment is {shown(alignment)}.")
     payload = -(-cursor.at // alignment) * alignment
-    return GGUFHeader(keys, _entries(asked, infos, payload, size))
+    return GGUFHeader(keys, _entries(message, infos, payload, size))
 
 
 def read_values(path: Path, file: BinaryIO, entry: GGUFTensor) -> Tensor:
@@ -126,7 +126,7 @@ _Info = tuple[str, tuple[int, ...], int, int]
 """A tensor's name, shape, type and offset, as the header has them."""
 
 
-def _entries(asked: str, infos: list[_Info], payload: int, size: int) -> dict[str, GGUFTensor]:
+def _entries(message: str, infos: list[_Info], payload: int, size: int) -> dict[str, GGUFTensor]:
     """Check each tensor's entry, and that all of them fit into the file."""
     entries: dict[str, GGUFTensor] = {}
     problems = []
@@ -137,7 +137,7 @@ def _entries(asked: str, infos: list[_Info], payload: int, size: int) -> dict[st
         if not NAME.fullmatch(name) or name in entries:
             problem = "the name, or it occurs twice"
         elif not label:
-            names = ", ".join(sorted(known for known, _, _ in KINDS.values()))
+            names = ", ".join(sorted(label for label, _, _ in KINDS.values()))
             problem = f"ggml's type {kind}; one of {names} is read"
         elif 0 in shape or shape[-1] % per_block:
             problem = f"shape {shape}"
@@ -150,7 +150,7 @@ def _entries(asked: str, infos: list[_Info], payload: int, size: int) -> dict[st
         problems.append("tensors that lie over one another")
     if problems or not entries:
         raise AdapterError(
-            asked,
+            message,
             found=first_few(problems, 5) or "It holds no tensors.",
             fix="The file is damaged or cut short: get it again.",
         )
@@ -160,16 +160,16 @@ def _entries(asked: str, infos: list[_Info], payload: int, size: int) -> dict[st
 class _Cursor:
     """Reads the header's values one after another, never past its end."""
 
-    def __init__(self, asked: str, data: bytes, *, cut: bool) -> None:
-        self.asked, self.data, self.at = asked, data, 0
+    def __init__(self, message: str, data: bytes, *, cut: bool) -> None:
+        self.message, self.data, self.at = message, data, 0
         self._cut, self._strings = cut, 0
 
     def take(self, count: int) -> bytes:
         """Return the next bytes."""
         if count > len(self.data) - self.at:
-            found = f"Its header is larger than {MAX_HEADER_BYTES:,} bytes."
+            reason = f"Its header is larger than {MAX_HEADER_BYTES:,} bytes."
             raise AdapterError(
-                self.asked, found=found if self._cut else "It ends within its header."
+                self.message, found=reason if self._cut else "It ends within its header."
             )
         self.at += count
         return self.data[self.at - count : self.at]
@@ -184,7 +184,7 @@ class _Cursor:
         self._strings += 1
         if length > MAX_STRING_BYTES or self._strings > MAX_STRINGS:
             raise AdapterError(
-                self.asked, found=f"A string of {length:,} bytes, or too many of them."
+                self.message, found=f"A string of {length:,} bytes, or too many of them."
             )
         return self.take(length).decode("utf-8", "backslashreplace")
 
@@ -195,7 +195,7 @@ class _Cursor:
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
-            raise AdapterError(self.asked, found=f"A value of the unknown type {kind}.")
+            raise AdapterError(self.message, found=f"A value of the unknown type {kind}.")
         element, count = self.number("I"), self.number("Q")
         if element == _STRING:
             for _ in range(count):
@@ -203,7 +203,7 @@ class _Cursor:
         elif element in _SCALARS:
             self.take(count * struct.calcsize("<" + _SCALARS[element]))
         else:
-            raise AdapterError(self.asked, found=f"An array of the unknown type {element}.")
+            raise AdapterError(self.message, found=f"An array of the unknown type {element}.")
         return count
 
     def tensor_info(self) -> _Info:
@@ -211,7 +211,7 @@ class _Cursor:
         name, num_dims = self.string(), self.number("I")
         if not 1 <= num_dims <= MAX_DIMS:
             raise AdapterError(
-                self.asked, found=f"The tensor {shown(name)} has {num_dims:,} dimensions."
+                self.message, found=f"The tensor {shown(name)} has {num_dims:,} dimensions."
             )
         shape = tuple(self.number("Q") for _ in range(num_dims))
         return name, shape[::-1], self.number("I"), self.number("Q")

@@ -101,19 +101,19 @@ def read_low_rank(
     tensors = named_tensors(file.folder)
     if with_head:
         tensors = {name: t for name, t in tensors.items() if name.endswith((*names,))}
-    parts, problems = by_module(tensors, names)
-    found = {}
-    for path, part in parts.items():
+    modules, problems = by_module(tensors, names)
+    updates = {}
+    for path, tensors_of in modules.items():
         rank, scaling = method.scale_of(Site(path=path, roles=()))
-        problems += _misshapen(path, part, rank)
-        found[path] = LowRank(part[A], part[B], scaling, part.get(MAGNITUDE))
-    if problems or not found:
+        problems += _misshapen(path, tensors_of, rank)
+        updates[path] = LowRank(tensors_of[A], tensors_of[B], scaling, tensors_of.get(MAGNITUDE))
+    if problems or not updates:
         raise AdapterError(
             f"the tensors of {file.folder} do not match its config",
             found="\n".join(problems) or "it has none",
             fix="Get the adapter again.",
         )
-    return file, found
+    return file, updates
 
 
 def by_module(
@@ -205,9 +205,9 @@ def own_targets(file: AdapterFile, modules: Mapping[str, LowRank]) -> list[str]:
 
     If the file has more than endings, the full paths are returned.
     """
-    own = file.fields.get("target_modules")
-    if isinstance(own, list) and not any(file.fields.get(key) for key in LAYERS):
-        return sorted(own)
+    targets = file.fields.get("target_modules")
+    if isinstance(targets, list) and not any(file.fields.get(key) for key in LAYERS):
+        return sorted(targets)
     return sorted(modules)
 
 
@@ -289,10 +289,10 @@ def role_updates(updates: Mapping[str, LowRank]) -> list[RoleUpdate]:
     roles: dict[str, list[LowRank]] = {}
     for path, update in updates.items():
         roles.setdefault(linear_role(path), []).append(update)
-    found = []
+    measured = []
     for role, layers in roles.items():
         values = [abs(u.scaling) * svd.singular_values(u.a, u.b) for u in layers]
         norm = math.sqrt(sum(float(one.square().sum()) for one in values))
         effective = sum(map(svd.effective_rank, values)) / len(values)
-        found.append(RoleUpdate(role, len(layers), norm, max(u.rank for u in layers), effective))
-    return found
+        measured.append(RoleUpdate(role, len(layers), norm, max(u.rank for u in layers), effective))
+    return measured

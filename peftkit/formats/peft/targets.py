@@ -127,17 +127,17 @@ def refused_by_peft(adapter: Adapter) -> str:
 
 
 def sites_of(
-    fields: Mapping[str, Any], places: Mapping[str, tuple[str, ...]], found: Collection[str]
+    fields: Mapping[str, Any], places: Mapping[str, tuple[str, ...]], with_tensors: Collection[str]
 ) -> list[Site]:
     """Return the sites that a PEFT config names, and those that have tensors anyway.
 
     Args:
         fields: The config.
         places: Paths of all candidate modules, each with its stacks of experts.
-        found: Paths that have tensors.
+        with_tensors: Paths of modules that have tensors.
     """
     stacks = set(targeted(sorted(_stacks(places)), fields.get("target_parameters")))
-    paths = set(found)
+    paths = set(with_tensors)
     if not any(fields.get(key) for key in LAYERS):
         paths |= set(targeted(places, fields.get("target_modules")))
     named = fields.get("target_parameters")
@@ -154,7 +154,7 @@ def _stacks(places: Mapping[str, tuple[str, ...]]) -> set[str]:
     return {f"{path}.{name}" for path, names in places.items() for name in names}
 
 
-def check_targets(targets: Any, asked: str, name: str = "target_modules") -> None:
+def check_targets(targets: Any, message: str, name: str = "target_modules") -> None:
     """Check the type of `target_modules`, or of a field like it.
 
     Raises:
@@ -164,7 +164,7 @@ def check_targets(targets: Any, asked: str, name: str = "target_modules") -> Non
         return
     if targets is not None and not isinstance(targets, str):
         raise AdapterError(
-            asked,
+            message,
             found=f"{name}: {shown(targets)}",
             fix="It is a list of module names, or one regular expression.",
         )
