@@ -1,7 +1,7 @@
 """Validation errors for someone writing a recipe: the key, pydantic's sentence, what was found.
 
 An error's `loc` holds more than keys (the tag of a section's type, the branch of a union): keys are
-those parts that lie in the data.
+the parts that the data has.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ _WORDS = {
 
 
 def problems_of(
-    root: type[BaseModel], error: ValidationError, data: Any, places: Mapping[Key, SourceLocation]
+    root: type[BaseModel],
+    error: ValidationError,
+    data: Any,
+    locations: Mapping[Key, SourceLocation],
 ) -> list[Problem]:
-    """Translate pydantic's errors: one problem per key, with the place it was written."""
+    """Translate pydantic's errors: one problem per key, with the location in the source."""
     groups: dict[Key, list[Mapping[str, Any]]] = {}
     for detail in error.errors(include_url=False):
         groups.setdefault(_key(detail, data), []).append(detail)
     problems = []
     for key, group in groups.items():
         if any(other[: len(key)] == key != other for other in groups):
-            continue  # of a union's branches the one that came farthest tells
-        place = next(places[key[:n]] for n in range(len(key), -1, -1) if key[:n] in places)
-        problems.append(Problem(place, key, _told(root, group)))
+            continue  # of a union's branches, the one that matched deepest
+        location = next(locations[key[:n]] for n in range(len(key), -1, -1) if key[:n] in locations)
+        problems.append(Problem(location, key, _told(root, group)))
     return problems
 
 
@@ -109,7 +112,7 @@ def _unknown(root: type[BaseModel], loc: tuple[int | str, ...]) -> str:
 
 
 def _fields(root: type[BaseModel], loc: tuple[int | str, ...]) -> dict[str, str]:
-    """Return the fields of the section at a place; the key may be followed by the section's tag."""
+    """Return the fields of the section at `loc`; a key may be followed by the section's tag."""
     sections = [root]
     for part in loc:
         tagged = [s for s in sections if part in _tags(s)]

@@ -3,7 +3,7 @@
 A recipe is YAML plus `section.key=value` overrides. Both are merged and validated once; each value
 remembers where it was written, and one ConfigError lists all errors in plain words.
 Fields hold tuples, because a config is frozen; lists in YAML and Python become tuples.
-This module loads no torch; the config classes live beside the code that reads them, which does.
+This module loads no torch; the config classes live next to the code that reads them, which does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from peftkit.config.strict_yaml import (
 from peftkit.errors import ConfigError, first_few, neighbours
 
 MAX_BYTES = 1_000_000
-_MAX_TOLD = 50  # errors; past that a file is something else than a recipe
+_MAX_ERRORS = 50  # past that a file is no recipe
 
 
 class Config(BaseModel):
@@ -58,7 +58,7 @@ class Config(BaseModel):
             raise _config_error(f"{name}(...)", problems) from None
 
     # Tells pydantic that validating a nested section need not come through __init__, so that the
-    # outermost call sees every error with its whole path.
+    # outermost call sees every error with its full path.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @model_validator(mode="before")
@@ -74,7 +74,7 @@ C = TypeVar("C", bound=Config)
 
 
 def load(cls: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
-    """Read a YAML file, apply the overrides, and validate the whole.
+    """Read a YAML file, apply the overrides, and validate the result.
 
     Args:
         overrides: Each "section.key=value"; the value is YAML and the last one wins.
@@ -88,7 +88,7 @@ def load(cls: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
         words = "expected keys with values, such as 'train: {...}'"
         problem = Problem(SourceLocation(str(path), 1), (), words)
         raise _config_error(str(path), parsed.problems or [problem])
-    parsed.places[()] = SourceLocation(str(path))
+    parsed.locations[()] = SourceLocation(str(path))
     for number, override in enumerate(overrides, start=1):
         _apply(override, number, parsed)
     return _validated(cls, str(path), parsed)
@@ -151,35 +151,35 @@ def _read(path: Path) -> str:
 
 
 def _apply(override: str, number: int, parsed: ParsedYaml) -> None:
-    """Put the value of one "section.key=value" into the data, and remember its place."""
+    """Put the value of one "section.key=value" into the data, and remember its location."""
     label = "--set " + (override if len(override) <= 80 else override[:77] + "...")
-    place = SourceLocation(label, override=number)
+    location = SourceLocation(label, override=number)
     name, equals, text = override.partition("=")
     key: Key = tuple(part.strip() for part in name.split("."))
     if not equals or not all(key):
-        parsed.problems.append(Problem(place, (), "expected section.key=value"))
+        parsed.problems.append(Problem(location, (), "expected section.key=value"))
         return
     if " #" in text and text.lstrip()[:1] not in {"'", '"', "[", "{"}:
         words = "' #' begins a comment in YAML; put the value in quotes"
-        parsed.problems.append(Problem(place, key, words))
+        parsed.problems.append(Problem(location, key, words))
         return
-    value = parse(text, lambda line: place)
+    value = parse(text, lambda line: location)
     if value.problems:
-        parsed.problems += [Problem(p.place, key + p.key, p.text) for p in value.problems]
+        parsed.problems += [Problem(p.location, key + p.key, p.text) for p in value.problems]
         return
     section: Any = parsed.data
     for depth, part in enumerate(key[:-1], start=1):
         if section.get(part) is None:
             section[part] = {}
-            parsed.places[key[:depth]] = place
+            parsed.locations[key[:depth]] = location
         section = section[part]
         if not isinstance(section, dict):
             words = f"'{dotted(key[:depth])}' holds a single value, not a section"
-            parsed.problems.append(Problem(place, key, words))
+            parsed.problems.append(Problem(location, key, words))
             return
     section[key[-1]] = value.data
-    parsed.places = {k: p for k, p in parsed.places.items() if k[: len(key)] != key}
-    parsed.places.update({key + k: p for k, p in value.places.items()} | {key: place})
+    parsed.locations = {k: p for k, p in parsed.locations.items() if k[: len(key)] != key}
+    parsed.locations.update({key + k: p for k, p in value.locations.items()} | {key: location})
 
 
 def _validated(cls: type[C], source: str, parsed: ParsedYaml) -> C:
@@ -188,9 +188,9 @@ def _validated(cls: type[C], source: str, parsed: ParsedYaml) -> C:
     try:
         config = cls.model_validate(parsed.data)
     except ValidationError as error:
-        problems += problems_of(cls, error, parsed.data, parsed.places)
+        problems += problems_of(cls, error, parsed.data, parsed.locations)
     if problems or config is None:
-        problems.sort(key=lambda problem: problem.place.order)
+        problems.sort(key=lambda problem: problem.location.order)
         raise _config_error(source, problems)
     return config
 
@@ -198,7 +198,7 @@ def _validated(cls: type[C], source: str, parsed: ParsedYaml) -> C:
 def _config_error(source: str, problems: Iterable[Problem]) -> ConfigError:
     lines = list(dict.fromkeys(str(problem) for problem in problems))
     count = f" ({len(lines)} errors)" if len(lines) > 1 else ""
-    return ConfigError(f"{source} is not valid{count}.", found=first_few(lines, _MAX_TOLD))
+    return ConfigError(f"{source} is not valid{count}.", found=first_few(lines, _MAX_ERRORS))
 
 
 def _frozen(value: object, declared: Any) -> object:

@@ -46,12 +46,12 @@ class SourceLocation(NamedTuple):
 class Problem(NamedTuple):
     """One error: where it was written, the key it is about, and the message."""
 
-    place: SourceLocation
+    location: SourceLocation
     key: Key
     text: str
 
     def __str__(self) -> str:
-        parts = (str(self.place), dotted(self.key), self.text)
+        parts = (str(self.location), dotted(self.key), self.text)
         return printable(": ".join(part for part in parts if part))
 
 
@@ -60,7 +60,7 @@ class ParsedYaml:
     """What was read; `data` is None if the text is not YAML."""
 
     data: object = None
-    places: dict[Key, SourceLocation] = field(default_factory=dict)
+    locations: dict[Key, SourceLocation] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -95,26 +95,26 @@ def plain_value(text: str) -> str | int | float | bool | None:
     return text
 
 
-def parse(text: str, place: Callable[[int], SourceLocation]) -> ParsedYaml:
+def parse(text: str, location: Callable[[int], SourceLocation]) -> ParsedYaml:
     """Read one YAML document; a problem of its keys is noted, where it is no YAML the first alone.
 
     Args:
-        place: Maps a line number, from 1, to the place to name in a problem.
+        location: Maps a line number, from 1, to the location to name in a problem.
     """
     parsed = ParsedYaml()
     try:
         node = _Loader(text).get_single_node()
-        parsed.data = None if node is None else _value(node, (), parsed, place)
+        parsed.data = None if node is None else _value(node, (), parsed, location)
     except yaml.MarkedYAMLError as error:
         opened = error.context_mark
         context = f"{error.context} from line {opened.line + 1}" if opened else error.context
         words = f"not valid YAML: {', '.join(filter(None, (context, error.problem)))}"
-        parsed.problems.append(Problem(place(_line(error.problem_mark)), (), words))
+        parsed.problems.append(Problem(location(_line(error.problem_mark)), (), words))
     except yaml.YAMLError as error:
         words = f"not valid YAML: {' '.join(str(error).split())}"
-        parsed.problems.append(Problem(place(1), (), words))
+        parsed.problems.append(Problem(location(1), (), words))
     except RecursionError:
-        parsed.problems.append(Problem(place(1), (), "nested too deeply"))
+        parsed.problems.append(Problem(location(1), (), "nested too deeply"))
     return parsed
 
 
@@ -148,14 +148,14 @@ class _Loader(yaml.SafeLoader):
 
 
 def _value(
-    node: yaml.Node, key: Key, parsed: ParsedYaml, place: Callable[[int], SourceLocation]
+    node: yaml.Node, key: Key, parsed: ParsedYaml, location: Callable[[int], SourceLocation]
 ) -> object:
     """Return what a node means; notes where each key of it was written."""
-    parsed.places.setdefault(key, place(_line(node.start_mark)))
+    parsed.locations.setdefault(key, location(_line(node.start_mark)))
     if isinstance(node, yaml.ScalarNode):
         return plain_value(node.value) if node.style is None else node.value
     if isinstance(node, yaml.SequenceNode):
-        return [_value(item, (*key, n), parsed, place) for n, item in enumerate(node.value)]
+        return [_value(item, (*key, n), parsed, location) for n, item in enumerate(node.value)]
     values: dict[str, object] = {}
     for name, inner in node.value:
         line = _line(name.start_mark)
@@ -165,10 +165,10 @@ def _value(
         inner_key = (*key, name.value)
         if name.style is None and not isinstance(plain_value(name.value), str):
             words = f"a key must be text; put it in quotes: '{name.value}'"
-            parsed.problems.append(Problem(place(line), inner_key, words))
+            parsed.problems.append(Problem(location(line), inner_key, words))
         if name.value in values:
-            words = f"is given twice, first at line {parsed.places[inner_key].line}; keep one"
-            parsed.problems.append(Problem(place(line), inner_key, words))
-        parsed.places[inner_key] = place(line)
-        values[name.value] = _value(inner, inner_key, parsed, place)
+            words = f"is given twice, first at line {parsed.locations[inner_key].line}; keep one"
+            parsed.problems.append(Problem(location(line), inner_key, words))
+        parsed.locations[inner_key] = location(line)
+        values[name.value] = _value(inner, inner_key, parsed, location)
     return values

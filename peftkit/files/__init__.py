@@ -1,1 +1,1 @@
-"""Files: written whole or not at all, read with bounds."""
+"""Files: written atomically, read with bounds."""

@@ -1,4 +1,4 @@
-"""Files and folders: regular files and strict JSON are read, all is written whole or not at all.
+"""Files and folders: regular files and strict JSON are read, and all is written atomically.
 
 Writing: a temporary file or folder next to it, fsync, rename, fsync of the parent; so a crash, a
 full disk or a signal leaves the old one or the new one.
@@ -66,7 +66,7 @@ def read_json(
 
 
 def fsync_file(path: Path) -> None:
-    """Flush a file that somebody else has written, so that it survives a crash."""
+    """Flush a file that a library has written, so that it survives a crash."""
     with open(path, "rb+") as file:  # Windows flushes only what is open for writing
         os.fsync(file.fileno())
 
@@ -130,7 +130,7 @@ def check_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
-    """Yield a file that takes the place of `path`, complete and durable, when the block ends well.
+    """Yield a file that replaces `path`, complete and durable, when the block succeeds.
 
     Raises OutputError where `path` cannot be written, RunError for a full or broken disk. On these
     and on any exception of the block, what was there stays and no partial file is left. A symbolic
@@ -169,13 +169,13 @@ def _write_error(problem: OSError, message: str, folder: Path, num_bytes: int) -
 
 
 def write_bytes_atomic(data: bytes, path: Path) -> None:
-    """Write a whole file, or leave what was there."""
+    """Write a file, or leave the old one."""
     with replacing(path, len(data)) as file:
         file.write(data)
 
 
 def write_text(text: str, path: Path) -> None:
-    """Write a whole UTF-8 file, or leave what was there."""
+    """Write a UTF-8 file, or leave the old one."""
     write_bytes_atomic(text.encode("utf-8"), path)
 
 
@@ -192,15 +192,15 @@ def write_json(value: Mapping[str, Any], path: Path) -> None:
 def new_folder(
     out: Path, *, last: str = "", replaced: Callable[[str], bool] = lambda name: True
 ) -> Iterator[Path]:
-    """Yield an empty folder whose files become those of `out`, durably, when the block ends well.
+    """Yield an empty folder; its files move to `out`, durably, when the block succeeds.
 
-    Where it does not end well, `out` is as it was. A folder that is there already is written in,
-    since it may be a disk of its own; then the files are moved up.
+    Otherwise `out` is unchanged. An existing folder is kept and filled, since it may be a mounted
+    disk.
 
     Args:
-        last: The file without which `out` is not used: it is removed first and moved last, so that
-            a folder that is half replaced is never taken for a whole one.
-        replaced: Tells of the name of a file in `out` whether it goes where there is no new one.
+        last: The file without which nothing reads `out`: removed first and moved last, so that a
+            half replaced folder is never used.
+        replaced: Whether a file of this name in `out` is removed where no new one replaces it.
 
     Raises:
         OutputError: The folder cannot be written into.
@@ -236,19 +236,18 @@ def _move_into(folder: Path, out: Path, last: str, replaced: Callable[[str], boo
 
 
 LOCKS = ".locks"
-"""A folder of lock files, beside what they are about; not every system can remove them."""
+"""A folder of lock files next to what they lock; not every system can remove them."""
 
 
 @contextlib.contextmanager
 def alone(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold the lock of a file or folder as long as the context lasts; wait while another does.
+    """Hold the lock of a file or folder while the context lasts; wait while another process does.
 
-    The lock of a process that is killed is gone with it. Where the file system knows no locks,
-    nobody waits.
+    The lock of a killed process is free. On file systems without locks nobody waits.
 
     Args:
-        path: In a folder that is there; it need not be there itself.
-        on_wait: Called before waiting; what it raises ends the wait.
+        path: In an existing folder; it need not exist itself.
+        on_wait: Called before waiting; its exceptions end the wait.
     """
     from filelock import FileLock, Timeout  # brought by datasets
 

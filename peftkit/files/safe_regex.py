@@ -55,7 +55,7 @@ def is_pattern(pattern: str) -> bool:
 def fullmatches(
     pattern: str, names: Sequence[str], *, error: type[PeftkitError] = AdapterError
 ) -> list[str]:
-    """Return those of `names` that a regular expression matches as a whole.
+    """Return those of `names` that a regular expression matches in full.
 
     Raises:
         PeftkitError: Of the class `error`: the pattern is invalid, too long, or takes too long.

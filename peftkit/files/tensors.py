@@ -180,7 +180,7 @@ class TensorFile:
 def open_tensors(
     path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES, error: ErrorType = AdapterError
 ) -> Iterator[TensorFile]:
-    """Open a safetensors file after checking its whole header; anything wrong raises `error`."""
+    """Open a safetensors file after checking its header; anything wrong raises `error`."""
     with open_regular(path, error=error) as file:
         header = read_header(path, file, max_bytes=max_header_bytes, error=error)
         yield TensorFile(path, file, header, error)
@@ -252,7 +252,7 @@ def write_tensors(
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> list[TensorSpec]:
-    """Return how a safetensors file of these begins, in the order in which they are written."""
+    """Return the specs of tensors, in the order in which a file holds them."""
     specs = [TensorSpec(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in tensors.items()]
     return sorted(specs, key=lambda spec: spec.order)
 

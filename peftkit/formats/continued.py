@@ -35,19 +35,19 @@ from peftkit.methods.table import format_of
 from peftkit.model.side_adapter import SideAdapter
 
 START = "start.safetensors"
-"""Beside an adapter that is compared with what it was: the tensors that it began with."""
+"""The tensors that an adapter began with, for losses that compare it with its start."""
 FREE = {"type", "start_from", "dropout"}
 """Fields of a method that its tensors do not depend on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """An adapter that goes on from another.
+    """An adapter that continues another.
 
     Attributes:
-        start: Its tensors as they were, apart from it.
-        digest: Of the folder's tensors.
-        has_tokens: Whether tokens were added to the base, which the new folder needs too.
+        start: A copy of its tensors before training.
+        digest: The sha256 of the folder's tensors.
+        has_tokens: Tokens were added to the base; the new folder needs them too.
     """
 
     adapter: Adapter
@@ -68,12 +68,13 @@ def continue_adapter(
 
     Args:
         quantize: How the base is quantised.
-        auto_class: What the base was loaded with. Where the adapter learnt on another class of it
-            (an answering model that becomes a reward model) the bases are compared by name.
+        auto_class: The class that the base was loaded with. Where the adapter was trained on
+            another one (a causal model that becomes a reward model), the bases are compared by
+            name.
 
     Raises:
         AdapterError: There is none, or it is of another base.
-        ConfigError: What is asked of the method is not what the adapter is.
+        ConfigError: The method has settings that the adapter does not have.
     """
     file = read_adapter(adapter_folder(str(method.start_from)))
     _check_settings(method, file)
@@ -127,7 +128,7 @@ def _check_settings(method: Method, file: AdapterFile) -> None:
         if getattr(method, name) != getattr(saved, name):
             raise ConfigError(
                 f"method.{name} is not what {file.folder} has.",
-                found=f"Asked for is {getattr(method, name)!r}, the adapter has "
+                found=f"The recipe has {getattr(method, name)!r}, the adapter "
                 f"{getattr(saved, name)!r}.",
                 fix="Leave it out: the method is the adapter's, but for its dropout.",
             )
@@ -167,7 +168,7 @@ class AdapterFolder:
 
 
 def before_training(adapter: Adapter, folder: Path) -> Callable[[], AbstractContextManager[None]]:
-    """Return what makes a context in which a model is what it was before its adapter learnt.
+    """Return a factory of contexts in which a model computes as before its adapter was trained.
 
     Args:
         folder: The adapter's; without a start in it that is the base.
@@ -190,13 +191,13 @@ def before_training(adapter: Adapter, folder: Path) -> Callable[[], AbstractCont
 
 
 def read_side_adapter(path: str | Path, base: Base) -> SideAdapter:
-    """Read a LoRA of the same base, with the head of values that it may have.
+    """Read a LoRA of the same base, with its value head if it has one.
 
     Args:
         base: The base that a run has loaded, with its own adapter on it.
 
     Raises:
-        AdapterError: It is another kind of adapter, or of another base.
+        AdapterError: It is no LoRA, or of another base.
     """
     file, updates = read_low_rank(adapter_folder(path), with_head=True)
     origin = file.provenance
@@ -210,7 +211,7 @@ def read_side_adapter(path: str | Path, base: Base) -> SideAdapter:
     head = {name: t for name, t in tensors.items() if not name.endswith((A, B))}
     if len({name.rpartition(".")[0] for name in head}) > 1:
         raise AdapterError(
-            f"{file.folder} cannot be used beside the adapter that is trained",
+            f"{file.folder} cannot be used next to the adapter that is trained",
             found=f"it has more than a plain LoRA and a head: {', '.join(sorted(head)[:3])}",
             fix="Use a plain LoRA.",
         )

@@ -62,7 +62,7 @@ def export_adapter(
     Args:
         adapter: A folder of an adapter, or its name on the hub.
         out: A folder for PEFT and MLX, a file for GGUF.
-        serving: Write the PEFT folder that vLLM accepts, or say why there is none.
+        serving: Write the PEFT folder that vLLM accepts, or raise an error with the reasons.
         base: Where its base is, for GGUF; by default the one recorded.
         dtype: Of the tensors; q8_0 is GGUF's own.
         force: Replace what is there.

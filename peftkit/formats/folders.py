@@ -1,4 +1,4 @@
-"""Adapter folders: names of their files and of repositories on a hub; new ones written whole."""
+"""Names of an adapter's files and of repositories on a hub; new folders, written atomically."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ TENSORS = "adapter_model.safetensors"
 NOTES = "peftkit.json"
 CARD = "README.md"
 RUN_FILES = ("checkpoints", "recipe.yaml", "metrics.jsonl")
-"""Files of a training run beside its adapter, which would not fit another adapter."""
+"""Files of a training run that would not fit another adapter."""
 ORIGIN = "pulled.json"
-"""Says where an adapter was pulled from: its recipe.yaml came with it, and is no run's."""
+"""Records where an adapter was pulled from: its recipe.yaml came with it, and is no run's."""
 
 ADAPTER_FILES = (
     *(TENSORS, "adapters.safetensors", NOTES),
     *(CARD, "recipe.yaml", ORIGIN),
 )
-"""Files that belong to the adapter that is replaced, in any format."""
+"""Files of an adapter in any format, which a new one replaces."""
 
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
@@ -34,7 +34,7 @@ _MAX_LENGTH = 96
 
 
 class HubId(NamedTuple):
-    """A repository, and the branch, tag or commit that is meant; None is its main branch."""
+    """A repository, and its branch, tag or commit; None is the main branch."""
 
     repo: str
     revision: str | None = None
@@ -68,11 +68,11 @@ def is_hub_id(text: str) -> bool:
 
 @contextmanager
 def new_adapter_folder(out: Path, *, force: bool, sources: Sequence[Path] = ()) -> Iterator[Path]:
-    """Yield an empty folder whose files become those of `out` when the block ends well.
+    """Yield an empty folder; its files move to `out` when the block succeeds.
 
     Args:
-        force: Replace the adapter that is in `out`.
-        sources: Folders that are read from, none of which may be `out`.
+        force: Replace the adapter in `out`.
+        sources: Folders to read from; none of them may be `out`.
 
     Raises:
         OutputError: `out` is taken, or cannot be written to.

@@ -83,7 +83,7 @@ def import_adapter(
     """Write an adapter of another program as a folder that peftkit and PEFT load.
 
     Args:
-        path: A folder of mlx-lm or PEFT, or a GGUF file; told apart by their content.
+        path: A folder of mlx-lm or PEFT, or a GGUF file; recognised by content.
         out: The new folder.
         base: What it was trained on: hub id, folder or short name; by default what the adapter
             names. Only its config is read.
@@ -143,7 +143,7 @@ def recognise(path: Path) -> Foreign:
     if not (file.parent / CONFIG).is_file():
         raise AdapterError(
             message,
-            found=f"There is no {CONFIG} beside {file.name}; the scale is in it.",
+            found=f"There is no {CONFIG} next to {file.name}; the scale is in it.",
             fix=f"Get {CONFIG} from the source of the tensors.",
         )
     return foreign
@@ -152,7 +152,7 @@ def recognise(path: Path) -> Foreign:
 def _only_file(folder: Path, message: str) -> Path:
     """Return the one file of a folder that holds tensors."""
     paths = sorted(path for path in folder.iterdir() if path.is_file())
-    # mlx-lm's trainer leaves those of earlier steps beside its last
+    # mlx-lm's trainer keeps files of earlier steps, too
     final = [path for path in paths if path.name in (TENSORS, MLX_TENSORS)]
     usable = final or [path for path in paths if path.suffix in _SUFFIXES]
     if len(usable) == 1:
@@ -199,10 +199,10 @@ def _updates_of(foreign: Foreign, model: nn.Module, base: str) -> dict[str, LowR
 
 
 def _base_named_by(foreign: Foreign) -> str:
-    """Return the base that an adapter of another program says it was trained on.
+    """Return the name of the base that an adapter of another program records.
 
     Raises:
-        AdapterError: It says none.
+        AdapterError: It records none.
     """
     if foreign.kind == "gguf":
         with disk.open_regular(foreign.file) as file:
@@ -245,7 +245,7 @@ def _keep(source: Path, folder: Path, model: nn.Module, location: Location, scra
     Args:
         model: The base's skeleton, on which it must fit.
     """
-    bare = scratch / "bare"  # without our notes: what they say of roles needs the base's values
+    bare = scratch / "bare"  # without our notes, whose roles need the base's values
     bare.mkdir()
     for name in (CONFIG, TENSORS):
         shutil.copyfile(source / name, bare / name)

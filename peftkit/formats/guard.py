@@ -1,4 +1,4 @@
-"""Checks of untrusted adapter files, before anything else reads them.
+"""Checks of untrusted adapter files, before any other code reads them.
 
 Nothing is unpickled or imported. A file's kind is recognised, its header is checked in bounded time
 and memory, and its tensors' names, dtypes and sizes are checked against what an adapter can hold.

@@ -1,6 +1,6 @@
 """Adapters on a model hub: pushed and pulled in one commit, and checked both times.
 
-Only the five files of an adapter are transferred, whatever else is in the folder or repository.
+Only the five files of an adapter are transferred, whatever the folder or repository holds besides.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def push_adapter(
         private: Of a repository that is created. One that exists and is public is refused.
 
     Raises:
-        AdapterError: No adapter there, or a damaged one; the name is none.
+        AdapterError: No adapter there, or a damaged one; the name is invalid.
         OutputError: No network, not logged in, or no right to write there. Nothing was changed.
     """
     target = parse_hub_id(name)
@@ -123,7 +123,7 @@ def push_adapter(
 
 
 def _checked(folder: Path) -> AdapterFile:
-    """Read a whole adapter folder before it is pushed, so that no damaged one is published."""
+    """Read all of an adapter folder, so that no damaged one is pushed or pulled."""
     file = read_adapter(folder)
     read_tensors(folder / TENSORS)
     return file
@@ -266,7 +266,7 @@ _STATUS = {
     403: "Your token has no right to do this: make one that may write, and log in with it.",
     409: "Someone else changed the repository meanwhile: try again.",
     412: "Someone else changed the repository meanwhile: try again.",
-    429: "The hub is asked too often: wait a few minutes.",
+    429: "Too many requests: wait a few minutes.",
 }
 
 
@@ -286,7 +286,7 @@ def _translating(message: str, error: type[PeftkitError]) -> Iterator[None]:
 def _translated(
     problem: BaseException, message: str, error: type[PeftkitError]
 ) -> PeftkitError | BaseException:
-    """Return the error to raise; one that is not about the hub stays as it is."""
+    """Return the error to raise; one that is not about the hub is returned unchanged."""
     for kind, reason, fix in _REASONS:
         if isinstance(problem, kind):
             return error(message, found=reason, fix=fix)

@@ -29,12 +29,12 @@ from peftkit.tasks.protocol import TaskConfig
 from peftkit.tasks.table import TASKS
 
 HEAD = re.compile(r"(^|\.)(classifier|score|classification_head)(\.out_proj)?\.weight$")
-"""The last layer of a head of classes, in a file of PEFT."""
+"""The last layer of a classification head, in a file of PEFT."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A base, an adapter on it, and what the adapter's folder says."""
+    """A base, an adapter on it, the content of the adapter's folder, and the task."""
 
     base: Base
     adapter: Adapter
@@ -48,7 +48,7 @@ class Opened:
 
     @property
     def style(self) -> Style:
-        """How a prompt is formatted: as in training, else by the chat template if there is one.
+        """How a prompt is formatted: as in training, or by the chat template.
 
         Raises:
             AdapterError: It does not complete prompts.
@@ -73,11 +73,11 @@ def open_adapter(
 
     Args:
         adapter: A folder made by peftkit (a run, a checkpoint) or by PEFT.
-        base: Where the base is, if elsewhere than recorded.
-        quantize, dtype: If other than in training.
-        device: By default a GPU if there is one.
-        task: What it was trained for, with its labels, if the folder does not say.
-        force: Accept a base whose weights are not those it was trained on.
+        base: Where the base is, if not where recorded.
+        quantize, dtype: By default as in training.
+        device: By default a GPU, if available.
+        task: The task with its labels, for a folder that does not record it.
+        force: Accept a base with other weights than in training.
 
     Raises:
         AdapterError: No adapter there, or it belongs to another base.
@@ -127,10 +127,10 @@ def base_of(
 
 
 def task_of(file: AdapterFile) -> TaskConfig:
-    """Return the task of an adapter, from its folder or else from PEFT's config.
+    """Return the task of an adapter, from our notes or PEFT's config.
 
     Raises:
-        AdapterError: It is a task that peftkit does not have; or nothing says how many labels.
+        AdapterError: peftkit does not have the task, or the number of labels is unknown.
     """
     if file.provenance.task is not None:
         return _noted(file.provenance.task, str(file.folder / NOTES))

@@ -72,10 +72,10 @@ def served_rank(method: Method) -> int:
 
 
 def served_over(stored: str) -> str:
-    """Return what is to be known of serving an adapter over a base whose files are quantised.
+    """Return a note on serving an adapter over a base with quantised files.
 
     Args:
-        stored: The base's format, as its adapters record it.
+        stored: The base's format, as recorded in `Provenance.loading`.
     """
     note = f"It was trained over the bits of its base ({stored}): serve it over that repository."
     if stored.startswith("gptq") and "with zeros" in stored:
@@ -171,7 +171,7 @@ def _why_not(name: str) -> str:
     if "lora_magnitude_vector" in name:
         return "the magnitude of DoRA"
     if name.endswith(".lora_B.bias"):
-        return "a bias beside B"
+        return "a bias of B"
     if ".experts." in name and (".lora_A." in name or ".lora_B." in name):
         return "an update of experts"
     if name.endswith((f".{A}", f".{B}")):

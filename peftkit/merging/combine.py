@@ -53,7 +53,7 @@ that went in, are none."""
 
 Weighted = tuple[LowRank, float]
 DENSITY = 0.5
-"""Share of entries that the pruning methods keep unless told otherwise."""
+"""Share of entries that the pruning methods keep by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,8 @@ def combine(
         OutputError: `out` is taken or cannot be written.
     """
     _check_settings(adapters, method, rank, density)
-    kept = (DENSITY if density is None else density) if method in PRUNING else 1.0
-    settings = Settings(method, rank, kept, seed)
+    kept_share = (DENSITY if density is None else density) if method in PRUNING else 1.0
+    settings = Settings(method, rank, kept_share, seed)
     out = Path(out).expanduser()
     folders = [adapter_folder(adapter) for adapter, _ in adapters]
     check_free(out, force=force, sources=folders)
@@ -221,7 +221,7 @@ def _origin(sources: Sequence[_Source], on_event: Listener) -> Provenance:
 
 
 def _same_base(one: Provenance, other: Provenance) -> bool:
-    """Compare fingerprints where both have one, else names and revisions as far as known."""
+    """Compare fingerprints where both have one, or names and revisions as far as known."""
     if one.fingerprint and other.fingerprint:
         return one.fingerprint == other.fingerprint
     names, others = ({o.base, o.hub_id} - {None} for o in (one, other))
@@ -290,7 +290,7 @@ def _card(
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a combination is made by; see the module.
+    """The method of a combination and its settings; see the module.
 
     Attributes:
         rank: R; None: the largest rank that the layer has in any of the adapters.
@@ -343,7 +343,7 @@ def _summed(counted: Sequence[Weighted], rule: str, rank: int) -> svd.Truncated:
     a = torch.cat([update.a.double() for update, _ in counted])  # (sum of r, in)
     b = torch.cat([w * u.scaling * u.b.double() for u, w in counted], dim=1)  # (out, sum of r)
     smallest = min(a.shape[1], b.shape[0])
-    # a rank above the layer's own smaller side says nothing more, and is refused on loading
+    # a rank above the layer's own smaller side adds nothing, and is refused on loading
     if rule == "cat" and len(a) <= smallest:
         return svd.Truncated(a.float(), b.float(), 0.0, 0.0)
     parts = (abs(w * u.scaling) * float(svd.singular_values(u.a, u.b)[0]) for u, w in counted)
@@ -361,13 +361,13 @@ def _scaled(update: LowRank, weight: float) -> LowRank:
 def _pruned(path: str, counted: Sequence[Weighted], settings: Settings) -> Tensor:
     """Return the full matrix (out, in) of a pruning method, before it is cut to a rank."""
     prune, merge = PRUNING[settings.rule]
-    kept = []
+    pruned = []
     for update, weight in counted:
         seed = crc32(f"{settings.seed} {path} {update.scaling}".encode())
         for tensor in (update.a, update.b):
             seed = crc32(tensor.float().contiguous().numpy().data, seed)
-        kept.append(weight * prune(update.delta(), settings.density, seed))
-    return merge(kept)
+        pruned.append(weight * prune(update.delta(), settings.density, seed))
+    return merge(pruned)
 
 
 def trim(delta: Tensor, density: float, seed: int = 0) -> Tensor:

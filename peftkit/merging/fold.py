@@ -53,9 +53,9 @@ class Tally:
         self.weight += _squares(before)
         update = exact - before
         self.update += _squares(update)
-        kept = stored.float()
-        self.rounding += _squares(kept - exact)
-        self.num_changed += int(torch.count_nonzero(kept != before))
+        new = stored.float()
+        self.rounding += _squares(new - exact)
+        self.num_changed += int(torch.count_nonzero(new != before))
         if not math.isfinite(self.update):
             raise too_large_values()
         if not math.isfinite(self.rounding):
@@ -251,7 +251,7 @@ def check_mergeable(method: Method) -> None:
         raise MergeError(
             f"an adapter of type '{method.type}' cannot be merged",
             found=method.unmergeable,
-            fix=f"Use it as it is, unmerged{others}.",
+            fix=f"Use it unmerged{others}.",
         )
 
 
@@ -278,7 +278,7 @@ def write_in_memory(
         MergeError: The method has no merged form, or a weight is shared.
         RunError: A weight does not fit the dtype, or the disk is full.
     """
-    on_event(Stage("Merging the whole model in memory"))
+    on_event(Stage("Merging the model in memory"))
     kind = opened.base.audit.quantized_as
     if kind == "none":
         model: Any = merge_into(opened.adapter, tally=tally, dtype=dtype).to(dtype)

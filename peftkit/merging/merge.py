@@ -2,7 +2,7 @@
 
 By default into the original 16- or 32-bit weights: W' = method.merged_weight(W) in float32, one
 tensor at a time over the base's files (over_files.py). Where these cannot be merged into, the model
-is loaded and saved whole (fold.py). Either way the result is loaded again and compared with
+is merged in memory (fold.py). Either way the result is loaded again and compared with
 base and adapter on a few prompts.
 """
 
@@ -90,15 +90,15 @@ def merge(
             is done without asking where the base's own files are quantised (AWQ, FP8 and others);
             its original is named by `base`.
         verify: Load base and adapter, then the result, and compare them. This is the only step that
-            needs the memory of a whole model. Without it shapes are checked, but not whether these
-            are the weights that the adapter was trained on.
+            needs memory for the model. Without it shapes are checked, but not whether the weights
+            are those that the adapter was trained on.
         prompts: Inputs of that comparison.
         force: Accept a base whose weights are not those that the adapter was trained on.
         overwrite: Write into a folder that is not empty; a model there is replaced.
 
     Raises:
         AdapterError: No adapter there, or it belongs to another base.
-        MergeError: It cannot be merged as asked, or the merged model would be its base.
+        MergeError: Method, base or dtype do not allow it, or the merged model would be its base.
         OutputError: The folder is taken or cannot be written.
         RunError: The disk is full, or the merged model does not compute what it should.
     """
@@ -156,7 +156,7 @@ def _open_whole(
         into_codes: Into the dequantised weights of a quantised base: so, or because its files are.
 
     Raises:
-        MergeError: The base is quantised, and that was not asked for; or the reverse.
+        MergeError: The base is quantised without `from_quantized`; or the reverse.
     """
     # quantised weights as they were trained over; others in float32, to round only once
     how = {} if from_quantized else {"quantize": "none", "dtype": "fp32", "device": "cpu"}
@@ -208,7 +208,7 @@ def _check_no_gguf(file: AdapterFile, base: str, revision: str | None) -> None:
 
 @contextmanager
 def new_model_folder(out: Path, overwrite: bool, sources: Sequence[Path]) -> Iterator[Path]:
-    """Yield an empty folder whose files become those of `out` when the block ends well.
+    """Yield an empty folder; its files move to `out` when the block succeeds.
 
     Raises:
         OutputError: `out` is not empty, is what is read from, or cannot be written.

@@ -1,7 +1,7 @@
 """Merging over a base's safetensors files, one tensor at a time, without building the model.
 
 The folder is as transformers saves it: model.safetensors, or model-0000x-of-0000y.safetensors with
-an index that says which tensor is where. Memory use is that of a tensor or two.
+an index that says which tensor is where. Memory holds a tensor or two.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ FLOATS = {
 Changes = Mapping[str, Callable[[Tensor], Tensor]]
 """Name of a tensor in the files -> what merges it."""
 
-# What holds weights, or speaks of this very repository: everything else is copied as it is.
+# Weights, and files about this very repository: all others are copied unchanged.
 _NOT_COPIED = (
     *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot"),
     *(".safetensors.index.json", ".bin.index.json", ".md", ".lock"),
 )
-# Where a config says one, in the parts of a composed model too; not parsed, because real configs
-# hold what JSON does not (Infinity) and all the rest is to stay as it is.
+# The dtype in a config, also of sub-models; not parsed, because real configs hold what JSON does
+# not (Infinity), and all other bytes stay unchanged.
 _DTYPE = re.compile(rb'("(?:torch_)?dtype"\s*:\s*")\w+(")')
 
 
@@ -88,7 +88,7 @@ def files_of(base: str, revision: str | None) -> Shards | None:
     except BaseError:
         if Path(base).expanduser().exists():
             raise
-        return None  # a download that was not finished; loading goes on with it
+        return None  # an unfinished download, which loading continues
 
 
 def find_shards(folder: Path) -> Shards | None:
@@ -121,7 +121,7 @@ def _header(path: Path) -> Header:
 def changes_of(
     file: AdapterFile, shards: Shards, model: nn.Module, dtype: torch.dtype | None, tally: Tally
 ) -> Changes | None:
-    """Return what merges each tensor that an adapter changes; None if that needs the whole model.
+    """Return what merges each changed tensor; None if merging needs the model in memory.
 
     Args:
         model: The base without weights; it is filled with zeros here.

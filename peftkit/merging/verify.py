@@ -1,4 +1,4 @@
-"""Whether a merged model computes what base and adapter compute, on a few prompts.
+"""Compares a merged model with base and adapter on a few prompts.
 
 Shapes: T tokens of a prompt, V vocabulary, or labels.
 """
@@ -105,7 +105,7 @@ def _call(base: Base, number: int, prompt: str) -> Tensor:
     ids = _ids(base, prompt)
     decoder = {"decoder_input_ids": ids} if has_decoder else {}
     outputs = base.model(input_ids=ids, **decoder)
-    # a bare model, that of an embedding, ends with its hidden states
+    # an embedding model has no head: it returns hidden states
     logits: Tensor = outputs.logits if "logits" in outputs else outputs.last_hidden_state
     return logits
 
@@ -161,7 +161,7 @@ def verified(
     """Load the merged model as anyone would, and compare.
 
     Raises:
-        RunError: It computes something else than base and adapter.
+        RunError: It does not compute what base and adapter compute.
     """
     computing = next(name for name, kind in DTYPES.items() if kind == reference.dtype)
     if purpose.head is not None:  # it has one now

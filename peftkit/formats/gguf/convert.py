@@ -1,6 +1,6 @@
 """LoRA as GGUF, llama.cpp's format, both ways.
 
-llama.cpp adds alpha / rank * B A with one alpha for the whole file. Its names differ from
+llama.cpp adds alpha / rank * B A with one alpha for all layers. Its names differ from
 transformers' ("blk.0.attn_q.weight"), and in models like Llama it permutes the rows of q and k, so
 that the halves of the rotary embedding alternate. So names come from the gguf library, rows of B
 are permuted like the base's, and what one alpha cannot express (rsLoRA, rank and alpha patterns) is
@@ -49,13 +49,13 @@ def export_gguf(
     """Write an adapter folder as a GGUF file with which llama.cpp computes the same.
 
     Args:
-        source: Of a LoRA, made here or by PEFT.
+        source: A LoRA of peftkit or PEFT.
         base: Where its base is; by default the one recorded. Only its config is read.
         dtype: "fp32", "fp16", "bf16" or "q8_0".
         force: Replace a file that is there.
 
     Raises:
-        AdapterError: The format cannot hold it; lists every layer concerned.
+        AdapterError: The format cannot hold it; lists the layers.
         BaseError: The base is not found, or its architecture is not supported.
         OutputError: There is such a file already, or it cannot be written.
     """
@@ -69,8 +69,8 @@ def export_gguf(
     name, revision = file.base_or(base)
     model = skeleton(name, revision=revision)
     architecture = architecture_of(model, name)
-    places = find_places(model, architecture)
-    if problems := _unfit(modules, places):
+    layers = find_layers(model, architecture)
+    if problems := _unfit(modules, layers):
         raise AdapterError(
             f"llama.cpp cannot hold the adapter {file.folder}",
             found="\n".join(problems),
@@ -79,9 +79,9 @@ def export_gguf(
     modules, rank, scaling = uniform(modules)
     tensors = {}
     for path, module in modules.items():
-        place = places[path]
-        tensors[place.name + A] = module.a
-        tensors[place.name + B] = rotary_rows(module.b, place.heads)
+        layer = layers[path]
+        tensors[layer.name + A] = module.a
+        tensors[layer.name + B] = rotary_rows(module.b, layer.heads)
     assert len(tensors) == 2 * len(modules), "two layers of one name"
     disk.writable_folder(out.parent)
     hub_id = file.provenance.hub_id
@@ -98,9 +98,9 @@ def read_gguf(path: Path, model: nn.Module, base: str) -> dict[str, LowRank]:
         model: The skeleton of `base`, which it belongs to.
 
     Raises:
-        AdapterError: It is no GGUF LoRA, is damaged, or does not fit the base: every tensor in
-            question is listed.
-        BaseError: The base is of an architecture that is not known here.
+        AdapterError: It is no GGUF LoRA, is damaged, or does not fit the base: lists the
+            tensors.
+        BaseError: The base is of an unknown architecture.
     """
     require_gguf()
     with disk.open_regular(path) as file:
@@ -114,8 +114,8 @@ def read_gguf(path: Path, model: nn.Module, base: str) -> dict[str, LowRank]:
                 found=f"The file says {shown(recorded)}; {base} is {architecture.name!r}.",
                 fix="Name the base it was trained on with --base MODEL.",
             )
-        places = find_places(model, architecture)
-        paths = _paired(path, header, places, base)
+        layers = find_layers(model, architecture)
+        paths = _paired(path, header, layers, base)
         tensors = {name: read_values(path, file, entry) for name, entry in header.tensors.items()}
     if bad := non_finite(tensors):
         raise AdapterError(
@@ -126,24 +126,24 @@ def read_gguf(path: Path, model: nn.Module, base: str) -> dict[str, LowRank]:
     modules = {}
     for name, module_path in paths.items():
         a, b = tensors[name + A], tensors[name + B]
-        b = rotary_rows(b, places[module_path].heads, back=True)
+        b = rotary_rows(b, layers[module_path].heads, back=True)
         modules[module_path] = LowRank(a, b, alpha / a.shape[0] if alpha else 1.0)
     return modules
 
 
-def _unfit(modules: Mapping[str, LowRank], places: Mapping[str, GGUFLayer]) -> list[str]:
+def _unfit(modules: Mapping[str, LowRank], layers: Mapping[str, GGUFLayer]) -> list[str]:
     problems = []
     for path, module in modules.items():
-        place = places.get(path)
+        layer = layers.get(path)
         if module.magnitude is not None:
             problems.append(f"{path}: DoRA; llama.cpp adds low-rank updates only")
-        elif place is None:
+        elif layer is None:
             problems.append(f"{path}: no linear layer of this base")
-        elif place.refusal:
-            problems.append(f"{path}: {place.refusal}")
-        elif (module.b.shape[0], module.a.shape[1]) != place.shape:
+        elif layer.refusal:
+            problems.append(f"{path}: {layer.refusal}")
+        elif (module.b.shape[0], module.a.shape[1]) != layer.shape:
             has = (module.b.shape[0], module.a.shape[1])
-            problems.append(f"{path}: for a layer of shape {has}; this base's is {place.shape}")
+            problems.append(f"{path}: for a layer of shape {has}; this base's is {layer.shape}")
     return problems
 
 
@@ -162,7 +162,7 @@ def _write(
     per_block, _ = gguf.GGML_QUANT_SIZES[message]
     num_wider = 0
     total = sum(tensor.numel() * 4 for tensor in tensors.values())
-    # the library writes to a path only: to the same file, which is then put in its place
+    # the library writes to a path only: to the same file, which is then put in place of `out`
     with (
         disk.replacing(out, total) as file,
         contextlib.closing(gguf.GGUFWriter(Path(file.name), architecture.name)) as writer,
@@ -216,22 +216,22 @@ def _check_kind(path: Path, header: GGUFHeader) -> None:
 
 
 def _paired(
-    path: Path, header: GGUFHeader, places: Mapping[str, GGUFLayer], base: str
+    path: Path, header: GGUFHeader, layers: Mapping[str, GGUFLayer], base: str
 ) -> dict[str, str]:
     """Return llama.cpp's name -> module path of the layers in the file."""
-    layers: dict[str, list[str]] = {}
-    for module_path, place in places.items():
-        layers.setdefault(place.name, []).append(module_path)
+    paths_by_name: dict[str, list[str]] = {}
+    for module_path, layer in layers.items():
+        paths_by_name.setdefault(layer.name, []).append(module_path)
     stems = {name.removesuffix(A).removesuffix(B): None for name in header.tensors}
     pairs, problems = {}, []
     for stem in stems:
         missing = [stem + end for end in (A, B) if stem + end not in header.tensors]
-        module_paths = layers.get(stem, []) if stem else []
+        module_paths = paths_by_name.get(stem, []) if stem else []
         if len(missing) == 2 or len(module_paths) != 1:
-            problems.append(f"{stem}: {_no_layer(stem, layers, module_paths)}")
+            problems.append(f"{stem}: {_no_layer(stem, paths_by_name, module_paths)}")
         elif missing:
             problems.append(f"missing: {missing[0]}")
-        elif problem := _misplaced(stem, header, places[module_paths[0]]):
+        elif problem := _misplaced(stem, header, layers[module_paths[0]]):
             problems.append(f"{stem}: {problem}")
         else:
             pairs[stem] = module_paths[0]
@@ -255,13 +255,13 @@ def _no_layer(stem: str, names: Iterable[str], module_paths: list[str]) -> str:
     return f"the base has no such layer. {did_you_mean(stem, filter(None, names))}".rstrip()
 
 
-def _misplaced(stem: str, header: GGUFHeader, place: GGUFLayer) -> str:
+def _misplaced(stem: str, header: GGUFHeader, layer: GGUFLayer) -> str:
     a, b = header.tensors[stem + A].shape, header.tensors[stem + B].shape
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         return f"A {a} and B {b} are no pair"
-    if (b[0], a[1]) != place.shape:
-        return f"for a layer of shape {(b[0], a[1])}; this base's is {place.shape}"
-    return place.refusal
+    if (b[0], a[1]) != layer.shape:
+        return f"for a layer of shape {(b[0], a[1])}; this base's is {layer.shape}"
+    return layer.refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +326,7 @@ def architecture_of(model: Any, name: str) -> Architecture:
     return ARCHITECTURES[model_type]
 
 
-def find_places(model: Any, architecture: Architecture) -> dict[str, GGUFLayer]:
+def find_layers(model: Any, architecture: Architecture) -> dict[str, GGUFLayer]:
     """Return each linear layer of a model as llama.cpp knows it, by module path."""
     import gguf
 
@@ -335,7 +335,7 @@ def find_places(model: Any, architecture: Architecture) -> dict[str, GGUFLayer]:
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     counts = {"q_proj": config.num_attention_heads}
     counts["k_proj"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    places = {}
+    layers = {}
     for path, module in model.named_modules():
         if not is_linear(module):
             continue
@@ -352,8 +352,8 @@ def find_places(model: Any, architecture: Architecture) -> dict[str, GGUFLayer]:
             refusal = "a fused layer whose rows llama.cpp orders otherwise"
         elif heads and num_out % (2 * heads):
             refusal = f"its {num_out} rows are no {heads} heads"
-        places[path] = GGUFLayer(name, (num_out, num_in), heads, refusal)
-    return places
+        layers[path] = GGUFLayer(name, (num_out, num_in), heads, refusal)
+    return layers
 
 
 def rotary_rows(b: Tensor, heads: int, *, back: bool = False) -> Tensor:

@@ -53,7 +53,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """A checked header; an array among the keys stands as its length."""
+    """A checked header; of an array among the keys it holds the length."""
 
     keys: Mapping[str, Any]
     tensors: Mapping[str, GGUFTensor]
@@ -147,7 +147,7 @@ def _entries(message: str, infos: list[_Info], payload: int, size: int) -> dict[
             problems.append(f"{shown(name)}: {problem}")
         entries[name] = GGUFTensor(kind, shape, payload + offset, num_bytes)
     if sum(entry.num_bytes for entry in entries.values()) > max(0, size - payload):
-        problems.append("tensors that lie over one another")
+        problems.append("tensors that overlap")
     if problems or not entries:
         raise AdapterError(
             message,
@@ -207,7 +207,7 @@ class _Cursor:
         return count
 
     def tensor_info(self) -> _Info:
-        """Return what is said of the next tensor."""
+        """Return the next tensor's name, shape, type and offset."""
         name, num_dims = self.string(), self.number("I")
         if not 1 <= num_dims <= MAX_DIMS:
             raise AdapterError(

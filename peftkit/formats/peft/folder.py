@@ -1,8 +1,8 @@
 """Adapter folders in HF PEFT's format, both ways.
 
-A folder holds adapter_config.json, adapter_model.safetensors, and, when made here, peftkit.json:
-what PEFT's config has no place for (the user's method, the base's fingerprint, the prompt style).
-Folders of PEFT and of peftkit are read alike; peftkit.json replaces what the config says less well.
+A folder holds adapter_config.json, adapter_model.safetensors, and, from peftkit, peftkit.json:
+what PEFT's config cannot hold (the user's method, the base's fingerprint, the prompt style).
+Folders of PEFT and of peftkit are read alike; where there is a peftkit.json, its facts are used.
 The format is PEFT 0.21's: a tensor of the module at `path` is "base_model.model.{path}.{name}".
 Only the sixteen oldest config keys and those that differ from their defaults are written, because
 PEFT before 0.14 refuses keys that it does not know.
@@ -57,7 +57,7 @@ class AdapterFile:
     """The checked contents of an adapter folder, without its tensors.
 
     Attributes:
-        method: As the user configured it, where peftkit.json holds it; else as the config says.
+        method: The user's from peftkit.json; without that file, as PEFT's config describes it.
         fields: The content of adapter_config.json.
         made_here: There is a peftkit.json.
     """

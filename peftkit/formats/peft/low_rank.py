@@ -68,22 +68,22 @@ def read_low_rank(
     """Read a LoRA or DoRA adapter folder: module path to update, in the order of the file's names.
 
     Args:
-        with_head: Whether it may have a head beside the updates, which is not read.
+        with_head: Accept other trained modules, such as a head; they are not read.
 
     Raises:
         AdapterError: It is another kind of adapter; its tensors are missing, unexpected or
-            misshapen (all are listed); or a part has to be computed from the base's weights.
+            misshapen (all are listed); or tensors have to be computed from the base's weights.
     """
     file = read_adapter(folder)
     method = method_from_peft(file.fields)
     if not isinstance(method, LoRA):
         raise AdapterError(f"{file.folder} is not a LoRA", found=f"its method is {method.type}")
-    beside = [name for name in BESIDE.values() if file.fields.get(name)]
-    if beside and not with_head:
+    others = [name for name in BESIDE.values() if file.fields.get(name)]
+    if others and not with_head:
         raise AdapterError(
             f"{file.folder} is not only a LoRA",
-            found=f"{beside[0]}: {shown(file.fields[beside[0]])}; these weights are trained too",
-            fix="Use it as it is, or merge it: peftkit merge ADAPTER",
+            found=f"{others[0]}: {shown(file.fields[others[0]])}; these weights are trained too",
+            fix="Load it on its base, or merge it: peftkit merge ADAPTER",
         )
     if method.init in ("pissa", "olora"):
         raise AdapterError(

@@ -1,8 +1,8 @@
-"""peftkit.json, beside an adapter's files: what PEFT's config has no place for.
+"""peftkit.json: the facts about an adapter that PEFT's config cannot hold.
 
-It holds the method as asked, a copy of what the config says of the computing, the base and how it
-was loaded, the prompt style, the task, and the hashes of the tensors and of these settings. The
-hashes find damage and careless edits; they are no signature.
+The user's method, a copy of the config's fields that affect the computation, the base and how it
+was loaded, the prompt style, the task, and hashes of the tensors and of these settings. The hashes
+reveal damage and careless edits; they are no signature.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WHERE_FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where an adapter comes from, and how it was trained.
+    """The origin of an adapter, and how it was trained.
 
     Attributes:
         base: Short name, hub id or path of the base. revision: Its commit, if pinned.
@@ -99,7 +99,7 @@ def read_notes(
     """Read peftkit.json, and compare the adapter's other files with it.
 
     Args:
-        tensors, config: Its other files. fields: What the config says.
+        tensors, config: Its other files. fields: The content of the config.
 
     Raises:
         AdapterError: It is invalid, or the tensors or settings are not those that were saved.
@@ -147,7 +147,7 @@ def read_notes(
 
 
 def computing(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config that decide what the tensors compute."""
+    """Return the fields of a config that affect what the tensors compute."""
     return {
         name: value
         for name, value in fields.items()
@@ -156,7 +156,7 @@ def computing(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_digest(*settings: Mapping[str, Any] | None) -> str:
-    """Return a hash of settings: the method, what the config says of the computation, the task."""
+    """Return a hash of settings: the method, the config's `computing` fields, the task."""
     there = [setting for setting in settings if setting is not None]
     return hashlib.sha256(json.dumps(there, sort_keys=True).encode()).hexdigest()
 
@@ -166,8 +166,8 @@ def check_config(path: Path, fields: Mapping[str, Any], saved: Mapping[str, Any]
 
     Args:
         path: Of the config, for the message.
-        fields: All of what it says now.
-        saved: What it said of the computation.
+        fields: Its content now.
+        saved: Its `computing` fields when it was saved.
     """
     now = computing(fields)
     differing = [

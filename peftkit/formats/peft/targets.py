@@ -30,7 +30,7 @@ PATTERNS = ("rank_pattern", "alpha_pattern")
 _TAKEN = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Module names that PEFT takes for experts in a model with stacked experts."""
 _IMPLIED = dict.fromkeys(("SEQ_CLS", "TOKEN_CLS"), ("classifier", "score"))
-"""task_type -> modules that PEFT adds to `modules_to_save` by itself."""
+"""task_type -> modules that PEFT adds to `modules_to_save` implicitly."""
 _MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 _REFUSED = "out_proj"
 
@@ -129,7 +129,7 @@ def refused_by_peft(adapter: Adapter) -> str:
 def sites_of(
     fields: Mapping[str, Any], places: Mapping[str, tuple[str, ...]], with_tensors: Collection[str]
 ) -> list[Site]:
-    """Return the sites that a PEFT config names, and those that have tensors anyway.
+    """Return the sites that a PEFT config names or the file has tensors for.
 
     Args:
         fields: The config.
@@ -240,8 +240,8 @@ def fit_to_model(
     Args:
         method, fields, tensors: The folder's method, config, and names of tensors.
         folder: For messages.
-        made_here: The method has the targets that the user gave, with roles and parts of fused
-            layers, which PEFT's config cannot name. Otherwise the sites come from config and
+        made_here: The method has the user's targets, with roles and rows of fused layers, which
+            PEFT's config cannot name. Otherwise the sites come from config and
             tensors, and the returned method names them.
 
     Raises:

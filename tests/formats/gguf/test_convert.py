@@ -410,7 +410,7 @@ def _info(name: bytes, dims: tuple[int, ...], kind: int, offset: int = 0) -> byt
             + _info(b"t", (16,), 0)
             + _info(b"u", (16,), 0)
             + b"\0" * 90,
-            "lie over one another",
+            "tensors that overlap",
         ),
     ],
 )
