@@ -134,37 +134,33 @@ def _check_settings(method: Method, file: AdapterFile) -> None:
             )
 
 
+@dataclass(frozen=True, slots=True)
 class AdapterFolder:
     """The adapter's part of a checkpoint: every checkpoint is an adapter folder.
 
-    Args:
+    Attributes:
         base: Has tokens that the published base lacks, so that its tokenizer is saved too.
         start: The tensors that the adapter began with, saved for `before_training`.
     """
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        provenance: Provenance,
-        *,
-        base: Base | None = None,
-        start: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        self._adapter, self._provenance, self._base, self._start = adapter, provenance, base, start
+    adapter: Adapter
+    provenance: Provenance
+    base: Base | None = None
+    start: Mapping[str, Tensor] | None = None
 
     def save(self, folder: Path) -> None:
         """Write the adapter's files; then tokenizer and start, where there are any."""
-        save_adapter(self._adapter, folder, self._provenance)
-        if self._base is not None:
-            save_tokenizer(self._base, folder)
-        if self._start is not None:
-            write_tensors({n: tensor.cpu() for n, tensor in self._start.items()}, folder / START)
+        save_adapter(self.adapter, folder, self.provenance)
+        if self.base is not None:
+            save_tokenizer(self.base, folder)
+        if self.start is not None:
+            write_tensors({n: tensor.cpu() for n, tensor in self.start.items()}, folder / START)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Load the tensors of a checkpoint's adapter files, bit for bit."""
-        _, tensors = format_of(self._adapter.method).from_file({}, named_tensors(folder))
-        self._adapter.load_state(tensors)
+        _, tensors = format_of(self.adapter.method).from_file({}, named_tensors(folder))
+        self.adapter.load_state(tensors)
 
 
 def before_training(adapter: Adapter, folder: Path) -> Callable[[], AbstractContextManager[None]]:

@@ -228,9 +228,12 @@ def load_adapter(
         ) from error
     try:
         check_targets_of(fields, adapter, file.folder)
-        heads = tuple(f"{path}." for path in head)
-        unchanged = {name: t for name, t in adapter.state().items() if name.startswith(heads)}
-        adapter.load_state({**unchanged, **form.with_missing(fields, adapter.own, tensors)})
+        tensors = form.with_missing(fields, adapter.own, tensors)
+        if head:  # what the folder lacks of it stays as in the base
+            heads = tuple(f"{path}." for path in head)
+            state = adapter.state().items()
+            tensors = {**{name: t for name, t in state if name.startswith(heads)}, **tensors}
+        adapter.load_state(tensors)
     except BaseException:
         adapter.detach()
         raise
