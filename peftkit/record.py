@@ -25,8 +25,9 @@ from peftkit.data.pack import tokens_of_each
 from peftkit.events import Event, Listener, Notice, RunStarted, Saved, Table, ignore
 from peftkit.execution.state import Result
 from peftkit.files.disk import write_text
-from peftkit.formats.card import CARD, Card, adapter_usage, render_card, training_card
+from peftkit.formats.card import Card, adapter_usage, render_card, training_card
 from peftkit.formats.continued import AdapterFolder
+from peftkit.formats.folders import CARD
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.peft.targets import refused_by_peft
 from peftkit.formats.serving import served_rank
