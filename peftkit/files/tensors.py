@@ -38,6 +38,8 @@ DTYPES: dict[str, tuple[int, torch.dtype | None]] = {
     "F8_E5M2": (8, torch.float8_e5m2),
     "F8_E4M3": (8, torch.float8_e4m3fn),
     "F8_E8M0": (8, None),
+    "F8_E4M3FNUZ": (8, torch.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": (8, torch.float8_e5m2fnuz),
     "I16": (16, torch.int16),
     "U16": (16, torch.uint16),
     "F16": (16, torch.float16),
@@ -131,9 +133,12 @@ def read_header(
             for name in checked.offset_keys():
                 tensor = checked.get_slice(name)
                 dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
-                if len(shape) > MAX_DIMS or any(size >= 2**63 for size in shape):
+                num_bits, _ = DTYPES.get(dtype, (0, None))
+                if not num_bits:
+                    problem = f"Tensor {shown(name)} has the unknown dtype {dtype}."
+                elif len(shape) > MAX_DIMS or any(size >= 2**63 for size in shape):
                     problem = f"Tensor {shown(name)} has the shape {shown(shape)}."
-                end = start + math.prod(shape) * DTYPES[dtype][0] // 8
+                end = start + math.prod(shape) * num_bits // 8
                 entries[name] = Entry(dtype, shape, start, end)
                 start = end
         if not os.path.samestat(status, os.stat(path)):
@@ -204,7 +209,7 @@ def is_finite(tensor: Tensor) -> bool:
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    small = tensor.dtype in (torch.float8_e5m2, torch.float8_e4m3fn)  # torch has no min of these
+    small = tensor.element_size() == 1  # torch has no min of 8-bit floats
     for chunk in tensor.detach().reshape(-1).split(1 << 22):
         # NaN comes out of aminmax too; eight times as fast as isfinite().all()
         lowest, highest = torch.aminmax(chunk.float() if small else chunk)

@@ -32,6 +32,8 @@ TENSORS = {
     "state": torch.arange(7, dtype=torch.uint8),
     "step": torch.tensor([1, -2]),
     "mask": torch.tensor([True, False]),
+    "eighth": torch.ones(4).to(torch.float8_e4m3fn),
+    "other": torch.ones(4).to(torch.float8_e5m2fnuz),
     "none": torch.zeros(0, 4),
 }
 

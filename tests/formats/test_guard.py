@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save as library_save
 
 from peftkit.errors import AdapterError
+from peftkit.files.tensors import DTYPES
 from peftkit.formats import guard
 from peftkit.formats.guard import check_safetensors, read_json, read_tensors, what_is
 
@@ -134,6 +135,15 @@ def test_a_false_header_is_refused(tmp_path: Path, name: str) -> None:
     header, reason = HEADERS[name]
     (tmp_path / "t").write_bytes(file_of(header, bytes(48)))
     assert reason in refusal(tmp_path / "t")
+
+
+def test_a_dtype_that_only_the_library_knows_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t").write_bytes(file_of({A: entry(0, 16, [16], "F8_E4M3FNUZ")}, bytes(16)))
+    assert "F8_E4M3FNUZ; one of" in refusal(tmp_path / "t")
+    monkeypatch.delitem(DTYPES, "F8_E4M3FNUZ")
+    assert "the unknown dtype F8_E4M3FNUZ" in refusal(tmp_path / "t")
 
 
 def test_too_many_tensors_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
