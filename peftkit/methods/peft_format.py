@@ -23,6 +23,8 @@ _COMMON = (
     "revision", "inference_mode", "runtime_config",
 )  # fmt: skip
 """Fields of every config that do not change what an adapter computes."""
+PROMPT = "prompt_embeddings"
+"""Tensor of methods that act on the input."""
 TARGETS = ("target_modules", "exclude_modules")
 LAYERS = ("layers_to_transform", "layers_pattern")
 """Fields that say which modules are adapted; the tensor names say it too."""

@@ -21,13 +21,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import AdapterError, TargetError
-from peftkit.methods.peft_format import LAYERS, M, PeftFormat
+from peftkit.methods.peft_format import LAYERS, PROMPT, M, PeftFormat
 from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method
 from peftkit.model.places import embedding_of, find_places, unwrap_adapter
 from peftkit.model.targets import Site
 
-NAME = "prompt_embeddings"
-"""PEFT's name of the tensor."""
 INPUT = "input"
 """The only target."""
 
@@ -47,11 +45,11 @@ class VirtualTokens(AdapterModule):
         self.num_virtual = num_virtual
         tensor = torch.zeros(shape, dtype=ADAPTER_DTYPES[dtype], device=self.weight.device)
         # behind the base's own: transformers takes the dtype of a model's first parameter for its
-        self.trained = nn.ParameterDict({NAME: nn.Parameter(tensor)})
+        self.trained = nn.ParameterDict({PROMPT: nn.Parameter(tensor)})
 
     @property
     def prompt_embeddings(self) -> Tensor:
-        return self.trained[NAME]
+        return self.trained[PROMPT]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.base(*args, **kwargs)
@@ -72,7 +70,7 @@ class VirtualMethod(Method):
     """A method that trains virtual tokens before the input of one stack."""
 
     acts_on_input: ClassVar[bool] = True
-    shared_names: ClassVar[tuple[str, ...]] = (NAME,)
+    shared_names: ClassVar[tuple[str, ...]] = (PROMPT,)
     unmergeable: ClassVar[str] = "it adds tokens to the input and changes no weight"
     fresh_changes: ClassVar[str] = "every token attends to the virtual ones, trained or not"
     in_decoder: ClassVar[bool]
@@ -137,7 +135,7 @@ class VirtualMethod(Method):
 
     def shared(self, modules: Mapping[str, AdapterModule]) -> dict[str, Tensor]:
         ours = [module for module in modules.values() if isinstance(module, VirtualTokens)]
-        return {NAME: ours[0].prompt_embeddings.detach()} if ours else {}
+        return {PROMPT: ours[0].prompt_embeddings.detach()} if ours else {}
 
     def connect(self, model: nn.Module, modules: Mapping[str, AdapterModule]) -> Sequence[Any]:
         (module,) = modules.values()

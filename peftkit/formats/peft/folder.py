@@ -33,9 +33,9 @@ from peftkit.formats.peft.targets import (
     written_fields,
 )
 from peftkit.methods.lora_linear import MAGNITUDE
+from peftkit.methods.peft_format import PROMPT
 from peftkit.methods.protocol import Method
 from peftkit.methods.table import format_of, method_from_peft
-from peftkit.methods.virtual import NAME as PROMPT
 from peftkit.model.places import is_conv1d
 
 FINGERPRINT = "base_fingerprint"
