@@ -101,6 +101,11 @@ def test_what_is_not_served_is_named(
     assert not (tmp_path / "served").exists()
 
 
+def test_servers_read_no_other_format(plain: Path, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="read PEFT's format"):
+        export_adapter(plain, tmp_path / "served", to="mlx", serving=True)
+
+
 def test_dora_is_refused_tensor_by_tensor(tmp_path: Path) -> None:
     _, adapter = trained("llama", DoRA(rank=2, targets=("q", "v")))
     save_adapter(adapter, tmp_path / "dora")
