@@ -36,7 +36,7 @@ from peftkit.quant.quantize import quantize_model
 from peftkit.run.config import Recipe
 from peftkit.settings import TrainConfig
 from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
-from peftkit.tasks.protocol import TaskConfig
+from peftkit.tasks.config import TaskConfig
 from peftkit.train.model import trainable_parameters
 from peftkit.train.optim import STATE_BYTES
 from peftkit.train.trainer import Trainer

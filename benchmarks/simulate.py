@@ -41,7 +41,7 @@ from peftkit.model.modes import prepared_for_training
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import TrainConfig
 from peftkit.tasks.loss import Head, token_loss
-from peftkit.tasks.training import Task
+from peftkit.tasks.base import Task
 from peftkit.train.memory import blocks
 from peftkit.train.model import trainable_parameters
 from peftkit.train.trainer import Trainer

@@ -27,7 +27,8 @@ from peftkit.settings import TrainConfig
 from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
 from peftkit.tasks.media_text import MediaText
 from peftkit.tasks.metrics import rouge_l
-from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.base import Task
+from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.seq2seq import EncoderDecoder
 from peftkit.tasks.token_task import AnswerTask, DocumentTask, Reference
 

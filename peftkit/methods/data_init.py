@@ -37,7 +37,7 @@ from peftkit.model.modes import evaluating
 from peftkit.model.places import linear_shape
 from peftkit.model.targets import Site
 from peftkit.quant.layers import weight_of
-from peftkit.tasks.training import Task
+from peftkit.tasks.base import Task
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ from peftkit.run.config import Recipe
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.loss import Head, accepted, find_head, token_log_probs, token_loss
 from peftkit.tasks.pooling import Pooled, pooled
-from peftkit.tasks.protocol import TaskConfig
+from peftkit.tasks.config import TaskConfig
 from peftkit.train.memory.blocks import Blocks
 
 TOKEN_CLASSES = (

@@ -29,7 +29,8 @@ from peftkit.methods.protocol import InitValues, Method
 from peftkit.model.blocks import STREAMED
 from peftkit.planning.resolve import plan_as_requested, resolve_plan
 from peftkit.run.config import Recipe
-from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.base import Task
+from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.token_task import DocumentTask, Reference
 from peftkit.train.checkpoints.checkpoint import Checkpoints
 from peftkit.train.checkpoints.identity import fingerprint

@@ -17,7 +17,7 @@ from peftkit.tasks.classified_media import (
     ClassifiedMediaConfig,
 )
 from peftkit.tasks.hearing import Hearing
-from peftkit.tasks.protocol import Task
+from peftkit.tasks.base import Task
 
 
 @dataclass(frozen=True, slots=True)

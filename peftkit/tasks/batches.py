@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import takewhile
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
-
-from peftkit.data.pack import num_tokens, tokens_of_each
+from peftkit.data.pack import num_tokens
 from peftkit.errors import RunError
-from peftkit.events import Listener, Progress, ignore
 from peftkit.execution.out_of_memory import is_out_of_memory, release_memory
-from peftkit.tasks.training import Task
+from peftkit.execution.parallel import Parallel, Part
+
+T = TypeVar("T")
 
 BATCH_SIZE = 8
-_FIX = "Cut the rows (data.max_length), or load the base quantised (nf4)."
-
+"""Rows at once where nothing is trained."""
 
 TOO_LARGE = (
     "Lower data.max_length, set train.gradient_checkpointing: auto, or quantise the base "
@@ -35,7 +30,6 @@ def too_large(
         rows: Others to try, of which the longest that fits is searched by bisection.
         fits: Tries a row.
     """
-    asked = f"one row alone does not fit into memory: {getattr(row, 'source', 'row')}"
     length = num_tokens(row)
     by_length = {num_tokens(other): other for other in rows if 0 < num_tokens(other) < length}
     candidates = sorted(by_length)
@@ -46,12 +40,16 @@ def too_large(
             low = middle + 1
         else:
             high = middle
-    found = f"It has {length:,} tokens." if length else ""
+    size = f"It has {length:,} tokens." if length else ""
     if low:
-        found += f" Rows of {candidates[low - 1]:,} tokens would fit."
+        size += f" Rows of {candidates[low - 1]:,} tokens would fit."
     elif candidates:
-        found += f" Not even the shortest row, of {candidates[0]:,} tokens, would fit."
-    return RunError(asked, found=found, fix=fix)
+        size += f" Not even the shortest row, of {candidates[0]:,} tokens, would fit."
+    return RunError(
+        f"one row alone does not fit into memory: {getattr(row, 'source', 'row')}",
+        found=size,
+        fix=fix,
+    )
 
 
 def split_micro_batches(
@@ -69,9 +67,9 @@ def split_micro_batches(
 
     Args:
         num_positions: Tokens of rows that go through the model at once, padding included.
-        bucket_key: Rows of different kinds share no micro-batch.
+        bucket_key: Rows of different kinds share no micro-batch; None: all are of one kind.
     """
-    if bucket_key is not None:
+    if bucket_key is not None and len(rows) and bucket_key(rows[0]) is not None:
         groups: dict[Any, list[Any]] = {}
         for row in rows:
             groups.setdefault(bucket_key(row), []).append(row)
@@ -93,68 +91,54 @@ def split_micro_batches(
     return fitting
 
 
-@torch.no_grad()
-def mean_metrics(
-    task: Task, model: nn.Module, rows: Sequence[Any], on_event: Listener = ignore
-) -> tuple[dict[str, float], int]:
-    """Return the mean loss of rows with what is told at each step of training, and the targets."""
-    total, num_targets = torch.zeros(1 + task.num_metrics, dtype=torch.float64), 0
-    compute = partial(task.loss_and_metric_sums, model)
-    for _, batch, sums in over_batches(task, model, rows, "Measuring", on_event, compute):
-        total += sums.cpu()
-        num_targets += task.num_targets(batch)
-    loss, *means = (total / num_targets).tolist()
-    return {"loss": loss, **task.metric_means(means)}, num_targets
-
-
-def over_batches(
-    task: Task,
-    model: nn.Module,
+def batches_that_fit(
     rows: Sequence[Any],
-    text: str,
-    on_event: Listener,
-    compute: Callable[[Mapping[str, Tensor]], Tensor],
-) -> Iterator[tuple[Sequence[Any], Mapping[str, Tensor], Tensor]]:
-    """Yield rows, shortest first, their batch where the model is, and what is computed of it.
+    size: int,
+    split: Callable[[Sequence[Any], int], Sequence[Part]],
+    compute: Callable[[Part], T],
+    *,
+    parallel: Parallel | None = None,
+    fix: str = TOO_LARGE,
+) -> Iterator[tuple[Part, T, bool]]:
+    """Yield rows that go through the model at once, what is computed of them, and whose they are.
 
-    Batches that do not fit into memory are halved, they and those after them.
+    A batch for which memory runs out is tried again with half as many rows, and so are those after
+    it. On several processes all have to call it: see `Parallel.align`.
 
     Args:
-        text: Of the progress.
-        compute: Makes the logits, or the loss, of a batch.
+        size: Rows at once, at first.
+        split: Returns rows in parts of at most so many.
+        fix: What to do about a row that does not fit by itself.
+
+    Yields:
+        The rows, the result, and whether the rows are this process's own.
 
     Raises:
-        RunError: Not even one row fits.
+        RunError: A row does not fit.
     """
-    device = next(model.parameters()).device
-    order = tokens_of_each(rows).sort(stable=True).indices.tolist()  # little padding
-    parts = split_micro_batches(
-        order, len, len(order), bucket_key=lambda n: task.bucket_key(rows[n])
-    )
-    order = [n for part in parts for n in part]
 
-    def attempt(some: Sequence[Any]) -> tuple[Mapping[str, Tensor], Tensor] | None:
-        batch = {name: tensor.to(device) for name, tensor in task.collate(some).items()}
+    def attempt(part: Part) -> T | None:
         try:
-            return batch, compute(batch)
+            return compute(part)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not (is_out_of_memory(error) if parallel is None else parallel.ran_out(error)):
                 raise
-            return None
+            return None  # not the error: its traceback holds the activations
 
-    start, size = 0, BATCH_SIZE
-    while start < len(order):
-        on_event(Progress(text, start, len(order)))
-        some = [rows[n] for n in order[start : start + size]]
-        kind = task.bucket_key(some[0])
-        some = list(takewhile(lambda row: task.bucket_key(row) == kind, some))  # noqa: B023
-        done = attempt(some)
-        if done is not None:
-            yield some, *done
-            start += len(some)
+    def aligned(rest: Sequence[Any]) -> list[tuple[Part, bool]]:
+        parts = split(rest, size)
+        return [(part, True) for part in parts] if parallel is None else parallel.align(parts)
+
+    pending = aligned(rows)
+    while pending:
+        part, is_own = pending[0]
+        result = attempt(part)
+        if result is not None:
+            pending.pop(0)
+            yield part, result, is_own
             continue
         release_memory()
-        if len(some) == 1:
-            fits = lambda row: attempt([row]) is not None  # noqa: E731
-            raise too_large(some[0], rows, fits, fix=_FIX)
-        size = len(some) // 2
+        if len(part) == 1:
+            raise too_large(part[0], rows, lambda row: attempt([row]) is not None, fix=fix)
+        size = len(part) // 2
+        pending = aligned([row for part, is_own in pending if is_own for row in part])

@@ -27,11 +27,11 @@ from peftkit.data.media import Audio
 from peftkit.data.rows import StoredRows, tokenizer_key
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, ignore
-from peftkit.tasks.batches import over_batches
 from peftkit.tasks.error_rates import heard_metrics, normalizer_of
 from peftkit.tasks.hearing import LENGTHS, Hearing
 from peftkit.tasks.loss import accepted, unwrapped
-from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.base import Task
+from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.speech_rows import (
     SpeechEncoder,
     SpeechRow,
@@ -106,9 +106,9 @@ class CTC(Task):
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         return batch["targets"].numel()
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return -log p of the texts, summed, in fp32."""
-        return self._loss(self.logits(model, batch), batch)
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return -log p of the texts, summed, in fp32 (1,)."""
+        return self._loss(self.logits(model, batch), batch)[None]
 
     def logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return what is said in each position (B, T, V), in fp32."""
@@ -142,7 +142,7 @@ class CTC(Task):
         loss, number = 0.0, 0
         seen, heard = list[SpeechRow](), list[str]()
         compute = partial(self.logits, model)
-        for some, batch, logits in over_batches(self, model, rows, "Listening", on_event, compute):
+        for some, batch, logits in self.over_batches(model, rows, "Listening", on_event, compute):
             loss += float(self._loss(logits, batch))
             number += self.num_targets(batch)
             seen += [replace(row, text=cased(row.text, self.config.case)) for row in some]

@@ -28,11 +28,11 @@ from peftkit.data.load import Record
 from peftkit.data.rows import EncodedRows, StoredRows
 from peftkit.errors import DataError
 from peftkit.events import Listener, ignore
-from peftkit.tasks.batches import over_batches
 from peftkit.tasks.labels import said_in
 from peftkit.tasks.loss import accepted, unwrapped
 from peftkit.tasks.pooling import Pooled, pooled, pooling_for, pooling_of, write_modules
-from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.base import Task
+from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.texts import TextsEncoder, TextsRow, TextTask, joined_texts
 
 RECALL_AT = (1, 5, 10)
@@ -133,7 +133,7 @@ class Embedding(TextTask):
         """Return the vectors of each row's texts, and their names (B, m * (D + 2))."""
         return _joined(self.embed(model, batch), batch["names"])
 
-    def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the summed loss, right anchors, and texts left out; see `figures`.
 
         The loss is that of the batch's own anchors; its gradient is that of the whole step's with
@@ -195,7 +195,7 @@ class Embedding(TextTask):
         values = partial(self.row_values, model)
         found = [
             some.cpu()
-            for *_, some in over_batches(self, model, rows, "Embedding", on_event, values)
+            for *_, some in self.over_batches(model, rows, "Embedding", on_event, values)
         ]
         table, num_texts = torch.cat(found), len(rows[0].lengths)
         vectors, names = _apart(table, num_texts)

@@ -19,7 +19,7 @@ from peftkit.tasks.classified_media import (
     ClassifiedMediaConfig,
 )
 from peftkit.tasks.loss import unwrapped
-from peftkit.tasks.protocol import Task
+from peftkit.tasks.base import Task
 
 
 @dataclass(frozen=True, slots=True)

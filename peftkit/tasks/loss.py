@@ -15,6 +15,7 @@ Shapes: B rows, T tokens, C chosen rows, H hidden size, V vocabulary, n learnt t
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,11 @@ from peftkit.model.places import is_linear, linear_shape, unwrap_adapter
 
 TOLERANCE = 2e-3
 """Of the largest logit: the same rows in a product of another shape."""
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), infinite beyond the range of floats."""
+    return math.exp(loss) if loss < 709 else math.inf
 
 
 def unwrapped(model: nn.Module) -> Any:

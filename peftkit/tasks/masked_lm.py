@@ -31,12 +31,12 @@ from peftkit.data.pack import padded_rows
 from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, StoredRows, tokenizer_key
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, ignore
-from peftkit.tasks.batches import over_batches
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import accepted, target_logits, unwrapped
-from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.base import Task
+from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.token_task import TokenTask
-from peftkit.tasks.training import perplexity
+from peftkit.tasks.loss import perplexity
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -125,7 +125,7 @@ class MaskedLM(TokenTask):
         DataError: A length that cannot be.
     """
 
-    draws_in_collate = True  # what is hidden of a row, anew each time
+    collates_ahead = False  # what is hidden of a row is drawn anew each time
 
     def build(self, model: nn.Module) -> None:
         super().build(model)
@@ -187,7 +187,7 @@ class MaskedLM(TokenTask):
         def logits_of(batch: Mapping[str, Tensor]) -> Tensor:
             return target_logits(model, self.inputs(model, batch), batch["target_index"])
 
-        for _, batch, logits in over_batches(self, model, rows, "Filling", on_event, logits_of):
+        for _, batch, logits in self.over_batches(model, rows, "Filling", on_event, logits_of):
             targets = batch["targets"]
             loss += float(nn.functional.cross_entropy(logits.float(), targets, reduction="sum"))
             num_right += int((logits.argmax(-1) == targets).sum())

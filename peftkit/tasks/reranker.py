@@ -32,10 +32,10 @@ from peftkit.data.load import Record
 from peftkit.data.rows import StoredRows
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Listener, ignore
-from peftkit.tasks.batches import over_batches
 from peftkit.tasks.labels import said_in
 from peftkit.tasks.metrics import ranking_metrics
-from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.base import Task
+from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.texts import (
     Encoded,
     Texts,
@@ -176,8 +176,8 @@ class Reranker(TextTask):
         """Return the score of each text (n,), in fp32: the log-odds of its relevance."""
         return head_logits(model, batch)[:, 0]
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return self._loss(self.scores(model, batch), batch["relevance"], batch["owner"])
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return self._loss(self.scores(model, batch), batch["relevance"], batch["owner"])[None]
 
     def _loss(self, scores: Tensor, relevance: Tensor, owner: Tensor) -> Tensor:
         if self.config.loss == "pointwise":
@@ -201,7 +201,7 @@ class Reranker(TextTask):
         loss, targets = 0.0, 0
         found: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         compute = partial(self.scores, model)
-        for some, batch, scores in over_batches(self, model, rows, "Ranking", on_event, compute):
+        for some, batch, scores in self.over_batches(model, rows, "Ranking", on_event, compute):
             loss += float(self._loss(scores, batch["relevance"], batch["owner"]))
             targets += self.num_targets(batch)
             left = iter(scores.tolist())

@@ -25,7 +25,8 @@ from peftkit.data.load import CHAT, Record
 from peftkit.data.preferences import NOTHING_TO_COMPARE, PAIRS, SIDES, read_pair
 from peftkit.data.rows import Dropped, EncodedRows
 from peftkit.events import Listener, ignore
-from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.base import Task
+from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.texts import (
     Encoded,
     Texts,
@@ -131,7 +132,7 @@ class Reward(TextTask):
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         return batch["margins"].numel()
 
-    def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         chosen, rejected = self.values(model, batch).chunk(2)
         losses = -functional.logsigmoid(chosen - rejected - batch["margins"])
         if self.config.centring:

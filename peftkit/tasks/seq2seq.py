@@ -30,7 +30,8 @@ from peftkit.tasks.batches import BATCH_SIZE
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.metrics import rouge_l
-from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.base import Task
+from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.token_task import TokenTask
 
 UNLIMITED = 999_999

@@ -38,7 +38,7 @@ from peftkit.tasks.labels import (
 )
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.metrics import class_metrics, multi_label_metrics, number_metrics
-from peftkit.tasks.protocol import Task
+from peftkit.tasks.base import Task
 from peftkit.tasks.texts import (
     Classifier,
     ClassifierConfig,
@@ -221,12 +221,12 @@ class SequenceClassification(Classifier, TextTask):
         given = [text if pair is None else (text, pair) for text, pair in found]
         return [{"prediction": found} for found in self.predict_texts(model, given)]
 
-    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
         if self.problem == "regression":
             return functional.mse_loss(logits[:, 0], targets, reduction="sum")
         if self.problem == "multi_label":
             return functional.binary_cross_entropy_with_logits(logits, targets, reduction="sum")
-        return super().loss(logits, targets)
+        return super().loss_of(logits, targets)
 
 
 class SequenceClassificationConfig(ClassifierConfig):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from peftkit.config.lazy import LazyTable
-from peftkit.tasks.protocol import TaskConfig
+from peftkit.tasks.config import TaskConfig
 
 _ADDRESSES = {
     "causal_lm": "causal_lm:CausalLMConfig",

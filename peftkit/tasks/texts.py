@@ -24,11 +24,12 @@ from peftkit.data.pack import padded_rows, rounded_up
 from peftkit.data.rows import EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import BaseError
 from peftkit.events import Listener, Progress, ignore
-from peftkit.tasks.batches import BATCH_SIZE, over_batches
 from peftkit.tasks.labels import FIX
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import accepted, unwrapped
-from peftkit.tasks.protocol import Task, TaskConfig
+from peftkit.tasks.base import Task
+from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit
+from peftkit.tasks.config import TaskConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,16 +232,23 @@ class TextTask(Task):
         Args:
             compute: Makes a number, or several, of each text of a batch.
         """
-        device, found = next(model.parameters()).device, [None] * len(encoded)
+        device = next(model.parameters()).device
         order = sorted(range(len(encoded)), key=lambda n: len(encoded[n].input_ids))
-        for start in range(0, len(order), 2 * BATCH_SIZE):
-            on_event(Progress(progress, start, len(order)))
-            part = order[start : start + 2 * BATCH_SIZE]
+
+        def values(part: Sequence[int]) -> list[Any]:
             batch = self.texts.collate([encoded[n] for n in part])
             on_device = {name: tensor.to(device) for name, tensor in batch.items()}
-            for n, value in zip(part, compute(model, on_device).tolist(), strict=True):
-                found[n] = value
-        return found
+            return list(compute(model, on_device).tolist())
+
+        results: dict[int, Any] = {}
+        for part, some, _ in batches_that_fit(order, 2 * BATCH_SIZE, _cut, values):
+            on_event(Progress(progress, len(results), len(order)))
+            results.update(zip(part, some, strict=True))
+        return [results[n] for n in range(len(encoded))]
+
+
+def _cut(rows: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 class Classifier(Task):
@@ -255,15 +263,15 @@ class Classifier(Task):
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         return batch["targets"].numel()
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return self.loss(self.logits(model, batch), batch["targets"])
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.loss_of(self.logits(model, batch), batch["targets"])[None]
 
     def logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return what the head says of each target (n, L), in fp32."""
         return head_logits(model, batch)
 
-    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss summed over the targets."""
+    def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of logits, summed over the targets."""
         return functional.cross_entropy(logits, targets, reduction="sum")
 
     @torch.no_grad()
@@ -273,10 +281,9 @@ class Classifier(Task):
         """Return the loss, and what is measured of all logits and targets together."""
         said, true, seen, loss = list[Tensor](), list[Tensor](), list[Any](), 0.0
         compute = partial(self.logits, model)
-        for some, batch, logits in over_batches(
-            self, model, rows, self.progress, on_event, compute
+        for some, batch, logits in self.over_batches(model, rows, self.progress, on_event, compute
         ):
-            loss += float(self.loss(logits, batch["targets"]))
+            loss += float(self.loss_of(logits, batch["targets"]))
             said.append(logits.cpu())
             true.append(batch["targets"].cpu())
             seen += some

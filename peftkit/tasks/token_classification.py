@@ -25,7 +25,7 @@ from peftkit.errors import BaseError, DataError
 from peftkit.tasks.labels import check_names, label_names, list_of, names_in, number_of
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.metrics import are_spans, entity_metrics, tag_metrics
-from peftkit.tasks.protocol import Task
+from peftkit.tasks.base import Task
 from peftkit.tasks.texts import (
     Classifier,
     ClassifierConfig,

@@ -22,18 +22,18 @@ from peftkit.execution.plan import ExecutionPlan
 from peftkit.model.modes import adapters_off
 from peftkit.model.side_adapter import SideAdapter
 from peftkit.tasks.attention import TrainingAttention, training_attention
-from peftkit.tasks.batches import mean_metrics
 from peftkit.tasks.isolation import check_causal
 from peftkit.tasks.length import exact_length
 from peftkit.tasks.loss import (
     accepted,
     head_of,
+    perplexity,
     token_log_probs,
     token_loss,
     unwrapped,
 )
-from peftkit.tasks.protocol import Task, TaskConfig
-from peftkit.tasks.training import perplexity
+from peftkit.tasks.base import Task
+from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.unpadding import (
     can_unpad,
     faster,
@@ -120,12 +120,12 @@ class TokenTask(Task):
     def inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return what the model is called with for a padded batch, as far as it takes that."""
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         inputs = self.model_inputs(model, batch)
         loss = token_loss(model, self._head, inputs, batch["target_index"], batch["targets"])
-        if not loss.requires_grad and self._attention:  # there is no backward pass that asks again
-            self._attention.layout = None
-        return loss
+        if not loss.requires_grad:  # no backward pass will ask for the layout again
+            self.forget_layout()
+        return loss[None]
 
     def model_inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return what the model is called with; attention knows the layout of its documents."""
@@ -143,7 +143,7 @@ class TokenTask(Task):
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return loss (nats per learnt token) and perplexity."""
-        found, num_tokens = mean_metrics(self, model, rows, on_event)
+        found, num_tokens = self.mean_loss(model, rows, on_event)
         return {**found, "perplexity": perplexity(found["loss"]), "num_tokens": num_tokens}
 
     def _text(self, ids: Sequence[int]) -> str:
@@ -286,10 +286,10 @@ class DocumentTask(AnswerTask):
             self.forget_layout()
         return found
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return self.loss_and_metric_sums(model, batch)[0]
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor: ...
 
     def metrics(
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
     ) -> dict[str, float]:
-        return mean_metrics(self, model, rows, on_event)[0]
+        return self.mean_loss(model, rows, on_event)[0]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peftkit.tasks.training import Task
+from peftkit.tasks.base import Task
 
 
 class StatelessSampler:

@@ -16,7 +16,7 @@ from peftkit.events import Listener, ignore
 from peftkit.execution.signals import stop_requests
 from peftkit.execution.state import Result
 from peftkit.settings import TrainConfig
-from peftkit.tasks.training import Task
+from peftkit.tasks.base import Task
 from peftkit.train.checkpoints.checkpoint import (
     StartPolicy,
     delete_checkpoints,

@@ -31,7 +31,7 @@ from peftkit.model.modes import refresh_layouts
 from peftkit.settings import TrainConfig
 from peftkit.tasks.batches import split_micro_batches, too_large
 from peftkit.tasks.lockstep import GlobalBatchValues, LockstepForward, Part
-from peftkit.tasks.training import Task
+from peftkit.tasks.base import Task
 from peftkit.train.batches import BatchPrefetcher, on_device
 from peftkit.train.diagnosis import Diagnosis, NonFiniteError, diagnose, sources
 from peftkit.train.memory.blocks import Blocks

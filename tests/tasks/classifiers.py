@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from peftkit.base.load import Base, load_base
 from peftkit.data.load import DataConfig
 from peftkit.events import Event
-from peftkit.tasks.protocol import TaskConfig
+from peftkit.tasks.config import TaskConfig
 from tests.families import ARCHITECTURES, BOS, EOS, tiny_tokenizer
 
 TEXTS = [

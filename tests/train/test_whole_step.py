@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.events import EvalDone, StepDone
-from peftkit.tasks.training import SetupContext
+from peftkit.tasks.training import Run
 from tests.train.toy import Row, Toy, ToyTask, learner_of, make_rows, play
 
 ROWS = make_rows(8)
@@ -75,10 +75,10 @@ def test_figures_are_told_at_each_step_and_evaluation(tmp_path: Path) -> None:
 
 
 def test_a_task_begins_once_with_all_rows(tmp_path: Path) -> None:
-    with_bos: list[SetupContext] = []
+    with_bos: list[Run] = []
 
     class Beginner(ToyTask):
-        def setup(self, model: nn.Module, context: SetupContext) -> None:
+        def setup(self, model: nn.Module, context: Run) -> None:
             torch.rand(3)  # draws: the run is the same
             with_bos.append(context)
 

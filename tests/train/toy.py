@@ -18,7 +18,7 @@ from peftkit.execution.signals import StopRequest
 from peftkit.execution.state import Result
 from peftkit.execution.world import World
 from peftkit.settings import TrainConfig
-from peftkit.tasks.training import Task
+from peftkit.tasks.base import Task
 from peftkit.train.loop import fit
 from peftkit.train.trainer import Trainer
 

@@ -15,7 +15,7 @@ from peftkit.events import Notice, Progress, Stage, Table
 from peftkit.execution.signals import Interrupted
 from peftkit.tasks.distill.rows import Distilled
 from peftkit.tasks.metrics import rouge_l
-from peftkit.tasks.training import SampledAnswer, SetupContext
+from peftkit.tasks.training import SampledAnswer, Run
 
 FILE = "teacher_answers.jsonl"
 AT_ONCE = 64
@@ -31,7 +31,7 @@ def teacher_answers(
     answer: Callable[[Sequence[Sequence[int]]], list[SampledAnswer]],
     text: Callable[[Sequence[int]], str],
     longest: int,
-    context: SetupContext,
+    context: Run,
 ) -> Answers:
     """Return the teacher's answers to rows: those of the run's folder, and others made now.
 
@@ -77,7 +77,7 @@ def _on_all(
     prompts: Sequence[tuple[int, ...]],
     answer: Callable[[Sequence[Sequence[int]]], list[SampledAnswer]],
     longest: int,
-    context: SetupContext,
+    context: Run,
 ) -> list[SampledAnswer]:
     """Have each process answer some prompts; all get all answers."""
     ranks = context.ranks
@@ -97,7 +97,7 @@ def _tell(
     rows: Sequence[Distilled],
     answers: Answers,
     text: Callable[[Sequence[int]], str],
-    context: SetupContext,
+    context: Run,
 ) -> None:
     """Say what the teacher's answers are worth: beside the rows' own, where they have any."""
     said = [(row, text(answers[row.teacher_ids].ids)) for row in rows]

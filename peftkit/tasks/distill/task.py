@@ -37,7 +37,6 @@ from peftkit.kernels.divergence import (
 from peftkit.model.modes import evaluating
 from peftkit.model.places import unwrap_adapter
 from peftkit.model.side_adapter import SideAdapter
-from peftkit.tasks.batches import mean_metrics, over_batches
 from peftkit.tasks.distill.answers import Answers, teacher_answers
 from peftkit.tasks.distill.prompt import TeacherPrompt, read_prompt
 from peftkit.tasks.distill.rows import Distilled, DistillEncoder
@@ -45,7 +44,7 @@ from peftkit.tasks.distill.teacher import OtherModel, TeacherConfig, other_model
 from peftkit.tasks.length import exact_length
 from peftkit.tasks.loss import find_head, target_logits, target_rows, unwrapped
 from peftkit.tasks.token_task import AnswerConfig, DocumentTask
-from peftkit.tasks.training import Rollout, SampledAnswer, Sampler, SetupContext
+from peftkit.tasks.training import Rollout, SampledAnswer, Sampler, Run
 
 TEACHER = "teacher_"
 """How the names of a batch begin that are of the teacher's documents."""
@@ -129,7 +128,7 @@ class Distill(DocumentTask):
         with evaluating(model), state:
             yield
 
-    def setup(self, model: nn.Module, context: SetupContext) -> None:
+    def setup(self, model: nn.Module, context: Run) -> None:
         """Have the teacher answer the rows, and keep what reaches the head after its documents.
 
         Of rows that the student answers these are the eval rows alone.
@@ -147,7 +146,7 @@ class Distill(DocumentTask):
         if self._head is not None and context.ranks.world_size == 1 and len(rows):
             self._find_hidden(model, rows, context)
 
-    def _ask(self, model: nn.Module, rows: Sequence[Distilled], context: SetupContext) -> None:
+    def _ask(self, model: nn.Module, rows: Sequence[Distilled], context: Run) -> None:
         if context.sampler is None:
             raise ConfigError(
                 f"task.answers: {self.config.answers} needs peftkit train.",
@@ -206,7 +205,7 @@ class Distill(DocumentTask):
     # The loss.
 
     def _find_hidden(
-        self, model: nn.Module, rows: Sequence[Distilled], context: SetupContext
+        self, model: nn.Module, rows: Sequence[Distilled], context: Run
     ) -> None:
         """Keep what reaches the head after the teacher's documents, where memory has room."""
         bare = unwrapped(model)
@@ -222,7 +221,7 @@ class Distill(DocumentTask):
         hidden, places, start = torch.empty(shape, dtype=dtype), {}, 0
         compute, told = partial(self.teacher_hidden, model), "Asking the teacher"
         with context.ranks.autocast():
-            for some, _, said in over_batches(self, model, rows, told, context.say, compute):
+            for some, _, said in self.over_batches(model, rows, told, context.say, compute):
                 if context.stop.signum:
                     raise Interrupted(context.stop.signum, "stopped before the first step.")
                 hidden[start : start + len(said)] = said
@@ -262,7 +261,7 @@ class Distill(DocumentTask):
         with self._as_teacher(model):
             return self._before_head(model, theirs)
 
-    def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the summed divergence, and at how many tokens both choose the same one."""
         theirs = self.teacher_hidden(model, batch)  # first: recomputed blocks ask for the last one
         own = self._before_head(model, batch)
@@ -286,7 +285,7 @@ class Distill(DocumentTask):
     ) -> dict[str, float]:
         """Return the loss, same_token, and the tokens of a prompt that the student does without."""
         saved = sum(len(row.teacher_ids) - row.lengths[0] for row in rows) / len(rows)
-        return {**mean_metrics(self, model, rows, on_event)[0], "tokens_saved": saved}
+        return {**self.mean_loss(model, rows, on_event)[0], "tokens_saved": saved}
 
     def watched(self, row: Distilled) -> list[Row]:
         return super().watched(self.answered(row).documents[0])

@@ -37,7 +37,7 @@ from peftkit.tasks.on_policy.losses import (
 from peftkit.tasks.on_policy.rewards import Rewards, RewardTerm, source_hashes
 from peftkit.tasks.on_policy.rows import Group, Prompt, PromptEncoder
 from peftkit.tasks.token_task import AnswerConfig, DocumentTask
-from peftkit.tasks.training import Rollout, SampledAnswer, Sampler, SetupContext
+from peftkit.tasks.training import Rollout, SampledAnswer, Sampler, Run
 
 SCORED = 16
 """Documents that a reward adapter reads at once."""
@@ -101,7 +101,7 @@ class GRPO(DocumentTask):
 
     # What the model says, and what it is worth.
 
-    def setup(self, model: nn.Module, context: SetupContext) -> None:
+    def setup(self, model: nn.Module, context: Run) -> None:
         """Load the reward functions: here, so that opening an adapter runs no code."""
         scorer = partial(self._scores, model)
         self._rewards = Rewards(self.config.rewards, self.config.reward_timeout, scorer)
@@ -278,7 +278,7 @@ class GRPO(DocumentTask):
             for group, own in zip(rows, values.cpu().split(sizes), strict=True):
                 setattr(group, name, own)
 
-    def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the summed loss, surprise (which estimates the entropy), clipped shares and KL."""
         config = self.config
         now = self.token_log_probs(model, batch)

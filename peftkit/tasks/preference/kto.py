@@ -135,7 +135,7 @@ class KTO(Preference):
         reference = self.reference_of(model, batch)[:, 1]
         return (self._others(model, batch) - reference)[:, None]
 
-    def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         seen = batch.get("step_values")
         gains = self.row_values(model, batch) if seen is None else seen
         z = gains.mean().clamp(min=0)

@@ -26,7 +26,7 @@ from peftkit.files.tensors import read_tensors, write_tensors
 from peftkit.model.modes import evaluating
 from peftkit.tasks.batches import too_large
 from peftkit.tasks.token_task import Reference
-from peftkit.tasks.training import SetupContext
+from peftkit.tasks.training import Run
 
 FILE = "reference_log_probs.safetensors"
 KEYS, VALUES = "keys", "values"
@@ -66,7 +66,7 @@ class ReferenceValues:
         with evaluating(model), reference.state():
             return self._values(model, batch)
 
-    def find(self, model: nn.Module, reference: Reference, context: SetupContext) -> None:
+    def find(self, model: nn.Module, reference: Reference, context: Run) -> None:
         """Know all rows of a run: as the run's file says, computed where that does not.
 
         Raises:
@@ -98,7 +98,7 @@ class ReferenceValues:
         self._reference, self._keys, self._known = reference.key, keys, values
 
     def _missing(
-        self, model: nn.Module, reference: Reference, rows: View, context: SetupContext
+        self, model: nn.Module, reference: Reference, rows: View, context: Run
     ) -> Tensor:
         """Return (rows, 3): values, and 1 where there are any, computed by all processes."""
         ranks, in_step = context.ranks, context.in_step
@@ -130,7 +130,7 @@ class ReferenceValues:
                     context.say(Progress("Asking the reference", done, len(own)))
         return ranks.sum(made).cpu()  # the only wait for the device
 
-    def _try(self, model: nn.Module, rows: Sequence[Any], context: SetupContext) -> Tensor | None:
+    def _try(self, model: nn.Module, rows: Sequence[Any], context: Run) -> Tensor | None:
         device = context.ranks.device
         batch = {name: tensor.to(device) for name, tensor in self._collate(rows).items()}
         try:
@@ -177,7 +177,7 @@ def _kept(path: Path, keys: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(known[:, None], kept[order][places].float(), 0.0), known
 
 
-def _keep(path: Path, keys: Tensor, values: Tensor, context: SetupContext) -> None:
+def _keep(path: Path, keys: Tensor, values: Tensor, context: Run) -> None:
     """Write what is known; a disk that refuses costs the file, not the run."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

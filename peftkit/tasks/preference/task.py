@@ -23,7 +23,7 @@ from peftkit.tasks.preference.losses import Answers, pair_losses, rewards
 from peftkit.tasks.preference.reference import ReferenceValues
 from peftkit.tasks.preference.rows import AnswerEncoder, Compared, after_common_tokens, compared
 from peftkit.tasks.token_task import DocumentTask
-from peftkit.tasks.training import SetupContext
+from peftkit.tasks.training import Run
 
 
 class Preference(DocumentTask):
@@ -45,7 +45,7 @@ class Preference(DocumentTask):
         loss = f"{self.config.loss}, {chunks}"
         return {**known, "loss": loss, "pairs": rows, "reference": reference}
 
-    def setup(self, model: nn.Module, context: SetupContext) -> None:
+    def setup(self, model: nn.Module, context: Run) -> None:
         if self.config.needs_reference:
             self._values.find(model, self.reference, context)
 
@@ -162,7 +162,7 @@ class PreferencePairs(Preference):
         cut = torch.tensor([row.is_cut for row in rows])
         return {**made, "cut": cut, "answers": torch.tensor(answers)}
 
-    def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         settings, count = self.config, len(batch["cut"])
         reference = self.reference_of(model, batch)
         tokens, document = self.token_log_probs(model, batch), batch["document"]

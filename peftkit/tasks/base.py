@@ -1,11 +1,8 @@
-"""The seam between tasks and everything else.
+"""A task, and the run that trains it.
 
-A task is two things. Its *config*, a part of the recipe, says what model it needs: `purpose`, once
-`resolve` has found in the data what the recipe leaves open (the labels). Its *task*, made by `on` a
-model, turns files into rows, rows into batches, batches into a loss, and rows into metrics.
-
-A new task is a file beside this one (a `TaskConfig` and a `Task`) and a line in table.py. Model
-class, head, processor, saving, opening, evaluating and checking follow from the two.
+A task turns files into rows, rows into batches, a batch into a loss, and rows into metrics. A new
+one is a file in this folder: a `TaskConfig`, a `Task`, and a line in table.py. Model class, head,
+processor, saving, opening, evaluating and checking follow from the two.
 """
 
 from __future__ import annotations
@@ -13,31 +10,87 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from peftkit.base.purpose import Processor, Purpose
-from peftkit.config.schema import Config
 from peftkit.data.chat import choose_template
 from peftkit.data.encode import STYLES, Style, agreed_style
 from peftkit.data.load import DataConfig, Record
-from peftkit.data.pack import LazyRows, padded, weighted
+from peftkit.data.pack import LazyRows, View, padded, tokens_of_each, weighted
 from peftkit.data.rows import RowEncoder, StoredRows, encoded
 from peftkit.errors import DataError
-from peftkit.events import Listener, Notice, Stage, Table, ignore
+from peftkit.events import Event, Listener, Notice, Progress, Stage, Table, ignore
+from peftkit.execution.parallel import Parallel, Part
 from peftkit.execution.plan import ExecutionPlan
-from peftkit.tasks import training as loop
+from peftkit.execution.signals import StopRequest
+from peftkit.execution.state import State
+from peftkit.execution.world import World
+from peftkit.settings import TrainConfig
 from peftkit.tasks.attention import training_attention
-from peftkit.tasks.batches import mean_metrics
+from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, split_micro_batches
 from peftkit.tasks.length import check_vocabulary
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.rows import NO_TEMPLATE, check_dropped, named, off_prompt
 
 
-class Task(loop.Task, ABC):
-    """What is learnt, on one model: what the training loop asks, and what is asked besides.
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """One training run, on one of its processes: what the loop works on, and what a task may use.
+
+    Attributes:
+        rows, eval_rows: Encoded rows, the same on every process.
+        state: Of the run between two steps; `state.plan` is how rows go through the model now.
+        parallel: How processes share rows and passes.
+        stop: Whether somebody asked to stop.
+        listeners: Receive the events of the run; empty but on the main process.
+        indices: Which of `rows` this process has in the current step.
+        figures: What a task reports of the current step beside its loss, by name.
+    """
+
+    model: nn.Module
+    task: Task
+    rows: Sequence[Any]
+    eval_rows: Sequence[Any]
+    config: TrainConfig
+    world: World
+    parallel: Parallel
+    state: State
+    stop: StopRequest
+    listeners: list[Listener] = field(default_factory=list)
+    indices: Sequence[int] = ()
+    figures: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def all_rows(self) -> Sequence[Any]:
+        """Training rows, then eval rows."""
+        return View([self.rows, self.eval_rows])
+
+    def say(self, event: Event) -> None:
+        """Send an event to all listeners."""
+        for listener in self.listeners:
+            listener(event)
+
+    def micro_batches(self, rows: Sequence[Any]) -> list[Part]:
+        """Return rows in parts that go through the model at once."""
+        plan, task = self.state.plan, self.task
+        return split_micro_batches(
+            rows, task.num_positions, plan.rows, plan.tokens, task.bucket_key
+        )
+
+
+class Task(ABC):
+    """What is learnt, on one model.
+
+    To define: `build`, which makes `row_encoder`; `collate`, `num_targets` and `loss`; `spans`; and
+    `metrics`, where there are more than the loss. All else has a default.
+
+    A row may have a `source` ("train.jsonl:7"), its `input_ids` and, for an encoder-decoder, its
+    `num_decoder_tokens`. The targets and the summed loss of several rows in one batch are the sums
+    of what they are one by one, given what `before_step` knows of the whole step.
 
     Args:
         processor: The base's tokenizer, image processor, or processor of both.
@@ -53,6 +106,11 @@ class Task(loop.Task, ABC):
 
     predicts_tokens: ClassVar[bool] = False
     """Whether the loss is that of each token of a text, so that its exp is a perplexity."""
+    metric_names: tuple[str, ...] = ()
+    """What `loss` returns after the loss."""
+    collates_ahead: ClassVar[bool] = True
+    """Whether a thread may collate the rows of the next step. Not if `collate` draws random numbers
+    or uses what `before_step` has found."""
     row_encoder: RowEncoder
     max_length: int
 
@@ -89,13 +147,21 @@ class Task(loop.Task, ABC):
         return None
 
     @property
-    def paths(self) -> Mapping[str, str]:
-        return {}
-
-    @property
     def style(self) -> Style | None:
         """How generation prompts what learnt it; None where nothing is generated from a prompt."""
         return self._style
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What a resumed run must have in common with the saved one besides the task's config."""
+        return {}
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """Chosen execution paths, for the run header."""
+        return {}
+
+    # Rows.
 
     def load(self, where: str) -> LazyRows:
         """Read a file or data set (see `DataConfig.train`) as rows; emits the counts.
@@ -231,13 +297,65 @@ class Task(loop.Task, ABC):
                 self._on_event(Notice(text.rstrip()))
         self._read.append(rows)
 
-    def num_positions(self, rows: Sequence[Any]) -> int:
-        return len(rows) * padded(*rows)
+    # Training.
 
     def training(
         self, model: nn.Module, plan: ExecutionPlan | None = None
     ) -> AbstractContextManager[object]:
+        """Return a context in which the model is trained, with the attention of a plan."""
         return training_attention(unwrapped(model), plan, documents=False)
+
+    def setup(self, run: Run) -> None:
+        """Compute what is computed once, before the first step or after a resume."""
+        return None
+
+    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+        """Return the rows of each optimizer step to take with this process's share of a step.
+
+        As a rule one, with the rows as they are. A task may compute what the losses of rows share,
+        or have the model answer prompts; with nothing to learn it returns nothing, on all processes
+        alike. `run.figures` takes what it has to report. Evaluations call it with all eval rows.
+        """
+        return [rows]
+
+    def stop_reason(self, figures: Mapping[str, float]) -> str:
+        """Return why the run ends after a step with these figures; "": it goes on."""
+        return ""
+
+    def evaluate(self, rows: Sequence[Any], run: Run) -> dict[str, float] | None:
+        """Return the metrics of an evaluation, "loss" among them; None: the mean of `loss`.
+
+        Args:
+            rows: This process's share of the eval rows; the metrics are those of all.
+        """
+        return None
+
+    @abstractmethod
+    def collate(self, rows: Sequence[Any]) -> Mapping[str, Tensor]:
+        """Return rows as a batch, on the CPU."""
+
+    def num_positions(self, rows: Sequence[Any]) -> int:
+        """Return how many tokens the model reads for these rows collated, padding included."""
+        return len(rows) * padded(*rows)
+
+    def bucket_key(self, row: Any) -> Any:
+        """Return what all rows of a batch have in common; None: nothing."""
+        return None
+
+    @abstractmethod
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        """Return the number that the summed loss is divided by; must not wait for the GPU."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return (1 + K,) in fp32: the loss summed over the targets, then K sums of `metric_names`.
+
+        Only the first has a gradient.
+        """
+
+    def metric_means(self, means: Sequence[float]) -> dict[str, float]:
+        """Return metrics by name, from the means of `metric_names`."""
+        return dict(zip(self.metric_names, means, strict=True))
 
     @abstractmethod
     def spans(self, row: Any) -> list[tuple[str, str]]:
@@ -247,7 +365,54 @@ class Task(loop.Task, ABC):
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return the loss and what else this task is measured by; the model is in eval mode."""
-        return mean_metrics(self, model, rows, on_event)[0]
+        return self.mean_loss(model, rows, on_event)[0]
+
+    @torch.no_grad()
+    def mean_loss(
+        self, model: nn.Module, rows: Sequence[Any], on_event: Listener = ignore
+    ) -> tuple[dict[str, float], int]:
+        """Return the means of `loss` and its metrics over rows, by name, and their targets."""
+        total, num_targets = torch.zeros(1 + len(self.metric_names), dtype=torch.float64), 0
+        compute = partial(self.loss, model)
+        for _, batch, sums in self.over_batches(model, rows, "Measuring", on_event, compute):
+            total += sums.cpu()
+            num_targets += self.num_targets(batch)
+        loss, *means = (total / num_targets).tolist()
+        return {"loss": loss, **self.metric_means(means)}, num_targets
+
+    def over_batches(
+        self,
+        model: nn.Module,
+        rows: Sequence[Any],
+        text: str,
+        on_event: Listener,
+        compute: Callable[[Mapping[str, Tensor]], Tensor],
+    ) -> Iterator[tuple[Sequence[Any], Mapping[str, Tensor], Tensor]]:
+        """Yield rows, shortest first, their batch where the model is, and what is computed of it.
+
+        Args:
+            text: Of the progress.
+            compute: Makes the logits, or the loss, of a batch.
+
+        Raises:
+            RunError: Not even one row fits into memory.
+        """
+        device = next(model.parameters()).device
+        order = tokens_of_each(rows).sort(stable=True).indices.tolist()  # little padding
+
+        def split(rows: Sequence[Any], size: int) -> list[Part]:
+            return split_micro_batches(rows, len, size, bucket_key=self.bucket_key)
+
+        def computed(part: Part) -> tuple[Mapping[str, Tensor], Tensor]:
+            batch = {name: tensor.to(device) for name, tensor in self.collate(part).items()}
+            return batch, compute(batch)
+
+        done, fix = 0, "Cut the rows (data.max_length), or load the base quantised (nf4)."
+        by_length = View([rows], order)
+        for part, result, _ in batches_that_fit(by_length, BATCH_SIZE, split, computed, fix=fix):
+            on_event(Progress(text, done, len(order)))
+            yield part, *result
+            done += len(part)
 
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
@@ -275,93 +440,3 @@ def _predicts_nothing(task: Task) -> DataError:
         f"{type(task).__name__} predicts nothing of a text.",
         fix="Adapters of sequence_classification, reward, embedding and reranker do.",
     )
-
-
-class TaskConfig(Config, ABC):
-    """What every task's config has: a recipe's `task`, as `{type: ...}` or as the type alone."""
-
-    task_type: ClassVar[str | None]
-    """PEFT's word for it; None where PEFT has none."""
-    auto_class: ClassVar[str]
-    """The class of transformers that picks the model's."""
-    processor: ClassVar[Processor] = "tokenizer"
-    """What makes the inputs; `on` gets it."""
-    command: ClassVar[str] = "peftkit eval {folder} --data FILE"
-    """What to do with an adapter that learnt it, at the command line."""
-    generates: ClassVar[bool] = False
-    """Whether what learnt it goes on from a prompt."""
-    writes_text: ClassVar[bool] = False
-    """Whether samples of its text can be taken while it trains (train.sample_every)."""
-    takes_parts: ClassVar[bool] = False
-    """Whether the tokens of a row may lie on several processes (train.context_parallel)."""
-    data_fields: ClassVar[frozenset[str]] = frozenset()
-    """Fields of DataConfig, beside train and eval, that this task reads; others are refused."""
-    measures_before: ClassVar[bool] = False
-    """Whether what it is measured by is also told of the base, before the first step."""
-    num_texts: ClassVar[int] = 1
-    """Texts of one row that the model reads, each at most data.max_length long; at least."""
-
-    task: ClassVar[Callable[..., Task]]
-    """Makes the task, of what `on` is given."""
-
-    type: str
-
-    def resolve(self, data: DataConfig) -> TaskConfig:
-        """Return the config with all that `purpose` needs; reads the training data for it.
-
-        Raises:
-            DataError: The data cannot be read, or does not say.
-        """
-        return self
-
-    @property
-    def texts_per_row(self) -> int:
-        """Texts of one row that go through the model in a step, to plan its memory."""
-        return self.num_texts
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether it is learnt by comparing the model with what it was."""
-        return False
-
-    def saved(self) -> dict[str, Any]:
-        """Return the config that the adapter's folder names: what it is used and measured as."""
-        return self.model_dump(mode="json")
-
-    @property
-    def plain_purpose(self) -> Purpose:
-        """What the base is loaded for, before the data say which labels its head has."""
-        return Purpose(self.type, self.auto_class, self.processor)
-
-    @property
-    def purpose(self) -> Purpose:
-        """What the base is loaded for. A task with a head of classes says it here, resolved."""
-        return self.plain_purpose
-
-    def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:
-        """Write what a merged model needs beside its weights to be used for the task.
-
-        Args:
-            folder: The merged model's. config: Its config. base: The base's folder, if it has one.
-        """
-        return None
-
-    def on(
-        self,
-        model: nn.Module,
-        processor: Any,
-        data: DataConfig,
-        *,
-        style: Style | None = None,
-        on_event: Listener = ignore,
-    ) -> Task:
-        """Make the task for a model that was loaded for `purpose`, adapter and all.
-
-        Args:
-            processor: The base's tokenizer or image processor.
-            style: How the adapter in hand was trained to be prompted; None: the rows decide.
-
-        Raises:
-            PeftkitError: The model or the settings do not suit the task.
-        """
-        return self.task(model, processor, self, data, style=style, on_event=on_event)

@@ -1,0 +1,113 @@
+"""The section of a recipe that every task has: `task`, as `{type: ...}` or as the type alone.
+
+It says which model the task needs (`purpose`, after `resolve` has read the labels from the data)
+and makes the task itself, `on` that model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+
+from peftkit.base.purpose import Processor, Purpose
+from peftkit.config.schema import Config
+from peftkit.data.encode import Style
+from peftkit.data.load import DataConfig
+from peftkit.events import Listener, ignore
+
+if TYPE_CHECKING:
+    from peftkit.tasks.base import Task
+
+
+class TaskConfig(Config, ABC):
+    """What every task's config has: a recipe's `task`, as `{type: ...}` or as the type alone."""
+
+    task_type: ClassVar[str | None]
+    """PEFT's word for it; None where PEFT has none."""
+    auto_class: ClassVar[str]
+    """The class of transformers that picks the model's."""
+    processor: ClassVar[Processor] = "tokenizer"
+    """What makes the inputs; `on` gets it."""
+    command: ClassVar[str] = "peftkit eval {folder} --data FILE"
+    """What to do with an adapter that learnt it, at the command line."""
+    generates: ClassVar[bool] = False
+    """Whether what learnt it goes on from a prompt."""
+    writes_text: ClassVar[bool] = False
+    """Whether samples of its text can be taken while it trains (train.sample_every)."""
+    takes_parts: ClassVar[bool] = False
+    """Whether the tokens of a row may lie on several processes (train.context_parallel)."""
+    data_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields of DataConfig, beside train and eval, that this task reads; others are refused."""
+    measures_before: ClassVar[bool] = False
+    """Whether what it is measured by is also told of the base, before the first step."""
+    num_texts: ClassVar[int] = 1
+    """Texts of one row that the model reads, each at most data.max_length long; at least."""
+
+    task: ClassVar[Callable[..., Task]]
+    """Makes the task, of what `on` is given."""
+
+    type: str
+
+    def resolve(self, data: DataConfig) -> TaskConfig:
+        """Return the config with all that `purpose` needs; reads the training data for it.
+
+        Raises:
+            DataError: The data cannot be read, or does not say.
+        """
+        return self
+
+    @property
+    def texts_per_row(self) -> int:
+        """Texts of one row that go through the model in a step, to plan its memory."""
+        return self.num_texts
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it is learnt by comparing the model with what it was."""
+        return False
+
+    def saved(self) -> dict[str, Any]:
+        """Return the config that the adapter's folder names: what it is used and measured as."""
+        return self.model_dump(mode="json")
+
+    @property
+    def plain_purpose(self) -> Purpose:
+        """What the base is loaded for, before the data say which labels its head has."""
+        return Purpose(self.type, self.auto_class, self.processor)
+
+    @property
+    def purpose(self) -> Purpose:
+        """What the base is loaded for. A task with a head of classes says it here, resolved."""
+        return self.plain_purpose
+
+    def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:
+        """Write what a merged model needs beside its weights to be used for the task.
+
+        Args:
+            folder: The merged model's. config: Its config. base: The base's folder, if it has one.
+        """
+        return None
+
+    def on(
+        self,
+        model: nn.Module,
+        processor: Any,
+        data: DataConfig,
+        *,
+        style: Style | None = None,
+        on_event: Listener = ignore,
+    ) -> Task:
+        """Make the task for a model that was loaded for `purpose`, adapter and all.
+
+        Args:
+            processor: The base's tokenizer or image processor.
+            style: How the adapter in hand was trained to be prompted; None: the rows decide.
+
+        Raises:
+            PeftkitError: The model or the settings do not suit the task.
+        """
+        return self.task(model, processor, self, data, style=style, on_event=on_event)
