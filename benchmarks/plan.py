@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from peftkit.train.trainer import Trainer
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import shapes
@@ -39,7 +40,6 @@ from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
 from peftkit.tasks.config import TaskConfig
 from peftkit.train.model import trainable_parameters
 from peftkit.train.optim import STATE_BYTES
-from peftkit.train.trainer import Trainer
 
 FAMILIES = ("smollm2-135m", "gpt2", "gpt_neox", "gemma2", "qwen3_moe")
 LAYERS = 6

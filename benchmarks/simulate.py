@@ -25,6 +25,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from peftkit.train.trainer import Trainer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import flop_registry
@@ -40,11 +41,10 @@ from peftkit.methods.lora import LoRA
 from peftkit.model.modes import prepared_for_training
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import TrainConfig
-from peftkit.tasks.loss import Head, token_loss
 from peftkit.tasks.base import Task
+from peftkit.tasks.loss import Head, token_loss
 from peftkit.train.memory import blocks
 from peftkit.train.model import trainable_parameters
-from peftkit.train.trainer import Trainer
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card, CudaTensor, Kernels
 

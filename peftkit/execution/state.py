@@ -10,6 +10,9 @@ from typing import Any
 from peftkit.errors import CheckpointError
 from peftkit.execution.plan import ExecutionPlan, plan_from
 
+RETIRED = ("empty_steps", "is_sure")
+"""Fields of earlier versions, which a checkpoint may have."""
+
 
 @dataclass(slots=True)
 class State:
@@ -28,8 +31,7 @@ class State:
         best_step: The step with the lowest eval loss, which is `best_loss`.
         patience_loss: The lowest eval loss that early stopping has counted as such.
         worse_evals: Evaluations since then.
-        empty_steps: Steps in a row, up to now, that taught nothing (rollouts.py).
-        is_sure: Whether the task has said that the model has nothing left to try (rollouts.py).
+        is_ended: Whether the task has ended the run early (`Task.stop_reason`).
         loss_scale: See LossScale.
         good_steps: Likewise.
     """
@@ -47,8 +49,7 @@ class State:
     best_loss: float | None = None
     patience_loss: float | None = None
     worse_evals: int = 0
-    empty_steps: int = 0
-    is_sure: bool = False
+    is_ended: bool = False
     loss_scale: float = 1.0
     good_steps: int = 0
 
@@ -107,9 +108,12 @@ def state_from_json(values: Mapping[str, Any]) -> State:
     Raises:
         CheckpointError: It is of a version that this one cannot go on from.
     """
-    known = {field.name: field.default is MISSING for field in fields(State)}
-    if not set(values) <= set(known) or any(known[name] for name in known if name not in values):
+    required = {field.name: field.default is MISSING for field in fields(State)}
+    names = {name for name in values if name not in RETIRED}
+    missing = [name for name in required if required[name] and name not in names]
+    if missing or not names <= set(required):
         raise CheckpointError(
             "cannot resume: state.json is not of this version", found=", ".join(sorted(values))
         )
-    return State(**{**values, "plan": plan_from(values["plan"])})
+    kept = {"is_ended": values.get("is_sure", False)} | {name: values[name] for name in names}
+    return State(**{**kept, "plan": plan_from(values["plan"])})

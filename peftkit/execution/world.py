@@ -25,7 +25,6 @@ from torch import Tensor
 from peftkit.errors import ConfigError, OutputError, PeftkitError, RunError, silence
 from peftkit.execution.environment import default_device, local_rank, world_size
 from peftkit.files.disk import writable_folder
-from peftkit.kernels.context import Context
 
 PATIENCE = timedelta(hours=4)
 """Of a process that waits for others: the main one may generate, or pack a base, for longer than
@@ -37,17 +36,12 @@ class World:
 
     Args:
         device: Where the model is.
-        cp_size: How many processes learn from the same rows (`train.context_parallel`).
-
-    Attributes:
-        dp_rank, dp_size: Which rows of a step are this process's, and how many hold others.
-        context: The processes that hold its rows together, where there are several.
 
     Raises:
         RunError: The model is not on the device that the launcher gave this process.
     """
 
-    def __init__(self, device: torch.device, cp_size: int = 1) -> None:
+    def __init__(self, device: torch.device) -> None:
         from accelerate import Accelerator  # slow to import
         from accelerate.utils import InitProcessGroupKwargs
 
@@ -62,17 +56,6 @@ class World:
         self.world_size = self._accelerator.num_processes
         self.device = device
         self._check(launched)
-        if self.world_size % cp_size:
-            raise RunError(
-                f"train.context_parallel: {cp_size} takes groups of {cp_size} processes",
-                found=f"There are {self.world_size}.",
-            )
-        self.cp_size, self.dp_size = cp_size, self.world_size // cp_size
-        self.dp_rank, cp_rank = divmod(self.rank, cp_size)
-        self.context: Context | None = None
-        if cp_size > 1:
-            group, _ = dist.new_subgroups(cp_size)
-            self.context = Context(group, cp_size, cp_rank)
 
     def _check(self, launched: int) -> None:
         own = self._accelerator.device

@@ -24,8 +24,8 @@ from peftkit.formats.folders import CONFIG, NOTES, TENSORS
 from peftkit.formats.guard import check_safetensors
 from peftkit.formats.peft.folder import AdapterFile, load_adapter, read_adapter
 from peftkit.tasks.causal_lm import CausalLMConfig
-from peftkit.tasks.media_text import MediaTextConfig
 from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.media_text import MediaTextConfig
 from peftkit.tasks.table import TASKS
 
 HEAD = re.compile(r"(^|\.)(classifier|score|classification_head)(\.out_proj)?\.weight$")

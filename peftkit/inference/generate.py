@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -18,7 +19,6 @@ from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
 from peftkit.inference.engine import Completion, Limits, OnAnswer, Request, room_left
 from peftkit.inference.open_engine import PlainEngine, open_engine
 from peftkit.inference.sampling import Sampling, seed_of
-from peftkit.tasks.training import SampledAnswer
 
 
 def generate(
@@ -199,6 +199,14 @@ class TextStream:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SampledAnswer:
+    """A model's answer: `ids` with the token that ended it; one that is cut has none."""
+
+    ids: tuple[int, ...]
+    is_cut: bool
+
+
 class ModelSampler:
     """Answers prompts with the model in training, at temperature 1 or greedily.
 
@@ -218,7 +226,13 @@ class ModelSampler:
         stops: Sequence[int],
         model: Any = None,
     ) -> list[list[SampledAnswer]]:
-        """Return answers to each prompt; see `peftkit.tasks.training.Sampler`."""
+        """Return answers to each prompt: one for each of its seeds; without seeds a greedy one.
+
+        An answer depends on its prompt, its seed and the model alone.
+
+        Args:
+            model: By default the sampler's own.
+        """
         if not prompts:
             return []
         limits = Limits(rows=self.num_rows)

@@ -12,8 +12,8 @@ from peftkit.errors import AdapterError, DataError
 from peftkit.events import Listener, Saved, Stage, ignore
 from peftkit.files.disk import write_text
 from peftkit.formats.open_adapter import Opened
-from peftkit.tasks.ctc import CTC
 from peftkit.tasks.base import Task
+from peftkit.tasks.ctc import CTC
 from peftkit.tasks.transcription import Transcription
 
 PREDICTING = (

@@ -92,7 +92,7 @@ def init_from_rows(
     """
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     batches = (_without_padding(task.collate([rows[int(index)]])) for index in order)
-    return eva_starts(model, method, batches, forward=task.loss_sum)
+    return eva_starts(model, method, batches, forward=task.loss)
 
 
 def as_on_main(

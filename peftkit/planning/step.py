@@ -31,9 +31,9 @@ from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.planning.counter import GPU_ROUNDING, Counter
 from peftkit.run.config import Recipe
 from peftkit.tasks.attention import training_attention
+from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.loss import Head, accepted, find_head, token_log_probs, token_loss
 from peftkit.tasks.pooling import Pooled, pooled
-from peftkit.tasks.config import TaskConfig
 from peftkit.train.memory.blocks import Blocks
 
 TOKEN_CLASSES = (

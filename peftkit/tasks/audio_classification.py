@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from peftkit.base.purpose import Processor
 from peftkit.data.media import Audio, MediaClass
+from peftkit.tasks.base import Task
 from peftkit.tasks.classified_media import (
     ClassifiedEncoder,
     ClassifiedMedia,
     ClassifiedMediaConfig,
 )
 from peftkit.tasks.hearing import Hearing
-from peftkit.tasks.base import Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -398,7 +398,7 @@ class Task(ABC):
             RunError: Not even one row fits into memory.
         """
         device = next(model.parameters()).device
-        order = tokens_of_each(rows).sort(stable=True).indices.tolist()  # little padding
+        order = tokens_of_each(rows).sort(stable=True).indices  # little padding
 
         def split(rows: Sequence[Any], size: int) -> list[Part]:
             return split_micro_batches(rows, len, size, bucket_key=self.bucket_key)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
 
 from peftkit.data.pack import num_tokens
 from peftkit.errors import RunError
@@ -91,6 +94,35 @@ def split_micro_batches(
     return fitting
 
 
+class OnDevice(Mapping[str, Tensor]):
+    """A batch on a device; each tensor is moved once, when it is first read.
+
+    Attributes:
+        host: The batch where it was made.
+    """
+
+    def __init__(self, batch: Mapping[str, Tensor], device: torch.device) -> None:
+        self.host, self._device = batch, device
+        self._moved: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._moved:
+            tensor = self.host[name]
+            self._moved[name] = tensor.to(self._device, non_blocking=tensor.is_pinned())
+        return self._moved[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.host)
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+
+def on_host(batch: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return a tensor of a batch as it was collated, without a wait for the device."""
+    return batch.host[name] if isinstance(batch, OnDevice) else batch[name]
+
+
 def batches_that_fit(
     rows: Sequence[Any],
     size: int,
@@ -99,6 +131,8 @@ def batches_that_fit(
     *,
     parallel: Parallel | None = None,
     fix: str = TOO_LARGE,
+    on_fewer: Callable[[int], None] = lambda size: None,
+    ahead: Callable[[Part], None] = lambda part: None,
 ) -> Iterator[tuple[Part, T, bool]]:
     """Yield rows that go through the model at once, what is computed of them, and whose they are.
 
@@ -109,6 +143,8 @@ def batches_that_fit(
         size: Rows at once, at first.
         split: Returns rows in parts of at most so many.
         fix: What to do about a row that does not fit by itself.
+        on_fewer: Called with the new size when memory has run out.
+        ahead: Called with the rows that come after those that are computed next.
 
     Yields:
         The rows, the result, and whether the rows are this process's own.
@@ -130,8 +166,12 @@ def batches_that_fit(
         return [(part, True) for part in parts] if parallel is None else parallel.align(parts)
 
     pending = aligned(rows)
+    for part, _ in pending[:1]:
+        ahead(part)
     while pending:
         part, is_own = pending[0]
+        for coming, _ in pending[1:2]:
+            ahead(coming)
         result = attempt(part)
         if result is not None:
             pending.pop(0)
@@ -141,4 +181,5 @@ def batches_that_fit(
         if len(part) == 1:
             raise too_large(part[0], rows, lambda row: attempt([row]) is not None, fix=fix)
         size = len(part) // 2
+        on_fewer(size)
         pending = aligned([row for part, is_own in pending if is_own for row in part])

@@ -17,8 +17,6 @@ from peftkit.data.load import CHAT, DataConfig
 from peftkit.data.pack import LazyRows, PackedRows
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice
-from peftkit.kernels.context import Context
-from peftkit.tasks.context_parallel import ContextParallelTask
 from peftkit.tasks.isolation import check_causal, check_packing
 from peftkit.tasks.token_task import AnswerConfig, AnswerTask
 
@@ -87,9 +85,6 @@ class CausalLM(AnswerTask):
             )
         )
         return packed
-
-    def in_parts(self, context: Context) -> ContextParallelTask:
-        return ContextParallelTask(self, context)
 
     def inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the tokens alone, unless documents share a row.

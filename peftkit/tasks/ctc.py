@@ -27,11 +27,11 @@ from peftkit.data.media import Audio
 from peftkit.data.rows import StoredRows, tokenizer_key
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, ignore
+from peftkit.tasks.base import Task
+from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.error_rates import heard_metrics, normalizer_of
 from peftkit.tasks.hearing import LENGTHS, Hearing
 from peftkit.tasks.loss import accepted, unwrapped
-from peftkit.tasks.base import Task
-from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.speech_rows import (
     SpeechEncoder,
     SpeechRow,

@@ -28,12 +28,13 @@ from peftkit.data.load import Record
 from peftkit.data.rows import EncodedRows, StoredRows
 from peftkit.errors import DataError
 from peftkit.events import Listener, ignore
+from peftkit.tasks.base import Run, Task
+from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.labels import said_in
 from peftkit.tasks.loss import accepted, unwrapped
 from peftkit.tasks.pooling import Pooled, pooled, pooling_for, pooling_of, write_modules
-from peftkit.tasks.base import Task
-from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.texts import TextsEncoder, TextsRow, TextTask, joined_texts
+from peftkit.tasks.whole_step import INDEX, WholeStep
 
 RECALL_AT = (1, 5, 10)
 BITS = 23
@@ -100,7 +101,8 @@ class Embedding(TextTask):
 
     metric_names = ("accuracy", "masked")
     """Share of anchors whose own positive is nearest; texts left out, as no false answers."""
-    needs_whole_step: ClassVar[bool] = True
+    collates_ahead: ClassVar[bool] = False
+    _step: WholeStep | None = None
 
     def build(self, model: nn.Module) -> None:
         super().build(model)
@@ -117,8 +119,16 @@ class Embedding(TextTask):
 
     def collate(self, rows: Sequence[EmbeddingRow]) -> dict[str, Tensor]:
         """Return a batch of tokens (B * m, T), and names (B, m, 2)."""
+        return self._batch(rows) if self._step is None else self._step.batch(rows)
+
+    def _batch(self, rows: Sequence[EmbeddingRow]) -> dict[str, Tensor]:
         names = torch.tensor([row.names for row in rows], dtype=torch.float32)
         return {**self.tokens(rows), "names": names}
+
+    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+        """Compute the vectors of the whole step, among which each anchor finds its own."""
+        self._step = WholeStep(self, rows, run, self._batch, self.row_values)
+        return [rows]
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         return len(batch["names"])
@@ -140,12 +150,13 @@ class Embedding(TextTask):
         respect to their vectors, which all other anchors see too.
         """
         names = batch["names"]
-        table = batch.get("step_values")
-        own = _joined(self.embed(model, batch), names)
-        if table is None:
+        if self._step is None or self._step.values is None or INDEX not in batch:
+            own = _joined(self.embed(model, batch), names)
             table, index = own, torch.arange(len(own), device=own.device)
         else:
-            index = batch["step_index"]
+            self._step.restore_generators(batch)
+            own = _joined(self.embed(model, batch), names)
+            table, index = self._step.values, batch[INDEX]
             table = table.index_copy(0, index, own) if own.requires_grad else table
         if not own.requires_grad:
             found = self._losses(table, names.shape[1], index)
@@ -192,10 +203,9 @@ class Embedding(TextTask):
         self, model: nn.Module, rows: Sequence[EmbeddingRow], *, on_event: Listener = ignore
     ) -> dict[str, float]:
         """Return the loss among all rows, recall@k and MRR of each positive among all texts."""
-        values = partial(self.row_values, model)
+        self._step, values = None, partial(self.row_values, model)
         found = [
-            some.cpu()
-            for *_, some in self.over_batches(model, rows, "Embedding", on_event, values)
+            some.cpu() for *_, some in self.over_batches(model, rows, "Embedding", on_event, values)
         ]
         table, num_texts = torch.cat(found), len(rows[0].lengths)
         vectors, names = _apart(table, num_texts)

@@ -31,12 +31,11 @@ from peftkit.data.pack import padded_rows
 from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, StoredRows, tokenizer_key
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, ignore
-from peftkit.tasks.length import longest
-from peftkit.tasks.loss import accepted, target_logits, unwrapped
 from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.length import longest
+from peftkit.tasks.loss import accepted, perplexity, target_logits, unwrapped
 from peftkit.tasks.token_task import TokenTask
-from peftkit.tasks.loss import perplexity
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

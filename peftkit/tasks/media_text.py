@@ -26,10 +26,10 @@ from peftkit.data.pack import IGNORE
 from peftkit.data.rows import StoredRows
 from peftkit.errors import BaseError
 from peftkit.execution.plan import ExecutionPlan
-from peftkit.tasks.isolation import check_causal_answer
-from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.isolation import check_causal_answer
+from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.token_task import AnswerTask
 
 MAX_SECONDS = 30.0

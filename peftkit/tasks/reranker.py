@@ -32,10 +32,10 @@ from peftkit.data.load import Record
 from peftkit.data.rows import StoredRows
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Listener, ignore
-from peftkit.tasks.labels import said_in
-from peftkit.tasks.metrics import ranking_metrics
 from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.labels import said_in
+from peftkit.tasks.metrics import ranking_metrics
 from peftkit.tasks.texts import (
     Encoded,
     Texts,

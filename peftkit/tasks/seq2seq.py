@@ -26,12 +26,12 @@ from peftkit.data.pack import padded_rows
 from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, StoredRows, tokenizer_key
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, Progress, ignore
+from peftkit.tasks.base import Task
 from peftkit.tasks.batches import BATCH_SIZE
+from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.length import longest
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.metrics import rouge_l
-from peftkit.tasks.base import Task
-from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.token_task import TokenTask
 
 UNLIMITED = 999_999

@@ -21,6 +21,7 @@ from peftkit.data.rows import StoredRows
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.files.strict_json import shown
+from peftkit.tasks.base import Task
 from peftkit.tasks.labels import (
     Problem,
     check_names,
@@ -38,7 +39,6 @@ from peftkit.tasks.labels import (
 )
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.metrics import class_metrics, multi_label_metrics, number_metrics
-from peftkit.tasks.base import Task
 from peftkit.tasks.texts import (
     Classifier,
     ClassifierConfig,

@@ -24,12 +24,12 @@ from peftkit.data.pack import padded_rows, rounded_up
 from peftkit.data.rows import EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import BaseError
 from peftkit.events import Listener, Progress, ignore
-from peftkit.tasks.labels import FIX
-from peftkit.tasks.length import longest
-from peftkit.tasks.loss import accepted, unwrapped
 from peftkit.tasks.base import Task
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit
 from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.labels import FIX
+from peftkit.tasks.length import longest
+from peftkit.tasks.loss import accepted, unwrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,8 +281,7 @@ class Classifier(Task):
         """Return the loss, and what is measured of all logits and targets together."""
         said, true, seen, loss = list[Tensor](), list[Tensor](), list[Any](), 0.0
         compute = partial(self.logits, model)
-        for some, batch, logits in self.over_batches(model, rows, self.progress, on_event, compute
-        ):
+        for some, batch, logits in self.over_batches(model, rows, self.progress, on_event, compute):
             loss += float(self.loss_of(logits, batch["targets"]))
             said.append(logits.cpu())
             true.append(batch["targets"].cpu())

@@ -22,10 +22,10 @@ from peftkit.data.format import WrongField, texts_of
 from peftkit.data.load import DataConfig, Record
 from peftkit.data.rows import StoredRows
 from peftkit.errors import BaseError, DataError
+from peftkit.tasks.base import Task
 from peftkit.tasks.labels import check_names, label_names, list_of, names_in, number_of
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.metrics import are_spans, entity_metrics, tag_metrics
-from peftkit.tasks.base import Task
 from peftkit.tasks.texts import (
     Classifier,
     ClassifierConfig,

@@ -22,6 +22,8 @@ from peftkit.execution.plan import ExecutionPlan
 from peftkit.model.modes import adapters_off
 from peftkit.model.side_adapter import SideAdapter
 from peftkit.tasks.attention import TrainingAttention, training_attention
+from peftkit.tasks.base import Task
+from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.isolation import check_causal
 from peftkit.tasks.length import exact_length
 from peftkit.tasks.loss import (
@@ -32,8 +34,6 @@ from peftkit.tasks.loss import (
     token_loss,
     unwrapped,
 )
-from peftkit.tasks.base import Task
-from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.unpadding import (
     can_unpad,
     faster,

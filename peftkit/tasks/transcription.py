@@ -25,12 +25,12 @@ from peftkit.data.rows import StoredRows
 from peftkit.events import Listener, Progress, ignore
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.files.disk import read_json, write_json
+from peftkit.tasks.base import Task
 from peftkit.tasks.batches import BATCH_SIZE
+from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.error_rates import error_rates, heard_metrics, normalizer_of
 from peftkit.tasks.hearing import Hearing
 from peftkit.tasks.loss import unwrapped
-from peftkit.tasks.base import Task
-from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.seq2seq import EncoderDecoder, decoder_start, own_settings_aside
 from peftkit.tasks.speech_rows import (
     DecoderLabels,

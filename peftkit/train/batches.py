@@ -11,7 +11,7 @@ there the thread would take the time from the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -74,7 +74,7 @@ class BatchPrefetcher:
     @property
     def is_ahead(self) -> bool:
         """Whether rows are collated before they are needed."""
-        return self._device.type == "cuda" and not self._task.draws_in_collate
+        return self._device.type == "cuda" and self._task.collates_ahead
 
     def prefetch(self, parts: Parts) -> None:
         """Begin to make the batches that will be asked for next."""
@@ -95,10 +95,6 @@ class BatchPrefetcher:
         self._coming.clear()
         return self._made(parts)
 
-    def to_device(self, batch: Batch) -> Batch:
-        """Return a batch whose tensors come to the device when they are read."""
-        return OnDevice(batch, self._device)
-
     def close(self) -> None:
         """End the thread."""
         self._coming.clear()
@@ -111,26 +107,6 @@ class BatchPrefetcher:
         if self._device.type != "cuda":
             return made
         return [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in made]
-
-
-class OnDevice(Mapping[str, Tensor]):
-    """A batch on a device; each tensor is moved once, when it is first read."""
-
-    def __init__(self, batch: Batch, device: torch.device) -> None:
-        self._batch, self._device = batch, device
-        self._moved: dict[str, Tensor] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._moved:
-            tensor = self._batch[name]
-            self._moved[name] = tensor.to(self._device, non_blocking=tensor.is_pinned())
-        return self._moved[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._batch)
-
-    def __len__(self) -> int:
-        return len(self._batch)
 
 
 def on_device(numbers: Sequence[float], device: torch.device) -> Tensor:

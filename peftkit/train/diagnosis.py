@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import PeftkitError, RunError
+from peftkit.execution.parallel import Part
 from peftkit.files.disk import write_json
 from peftkit.files.tensors import non_finite
-from peftkit.tasks.lockstep import Pass
 
 DIAGNOSIS = "diagnosis.json"
 
@@ -75,7 +75,7 @@ class NonFiniteError(Exception):
 def diagnose(
     model: nn.Module,
     run_batch: Callable[[Sequence[Any]], Tensor],
-    passes: Sequence[Pass],
+    passes: Sequence[tuple[Part, bool]],
     *,
     step: int,
     loss: float,

@@ -1,32 +1,59 @@
 """The training loop: the same weights whatever a batch is cut into, and after any interruption.
 
-A step's rows depend on the seed and the step alone (sampler.py), its learning rate on the step
+A step's rows depend on the seed and the step alone (batches.py), its learning rate on the step
 alone (optim.py); what else decides the next step is saved: weights, optimizer, generators, State.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from peftkit.errors import DataError
-from peftkit.events import Listener, ignore
-from peftkit.execution.signals import stop_requests
-from peftkit.execution.state import Result
+from peftkit.base.sharding import is_sharded
+from peftkit.errors import DataError, PeftkitError
+from peftkit.events import Listener, Notice, RunDone, RunStarted, RunStopped, StepDone, ignore
+from peftkit.execution import rng
+from peftkit.execution.parallel import Parallel
+from peftkit.execution.plan import ExecutionPlan
+from peftkit.execution.signals import Interrupted, StopRequest, stop_requests
+from peftkit.execution.state import Result, State, StepFacts
+from peftkit.execution.world import World
+from peftkit.inference.evaluate import TextWatch
+from peftkit.kernels.device import gpu_of, keep_freed_memory, trim_malloc
+from peftkit.model.modes import begin_training, modes_kept, prepared_for_training, refresh_layouts
+from peftkit.quant.audit import audit
 from peftkit.settings import TrainConfig
-from peftkit.tasks.base import Task
+from peftkit.tasks.base import Run, Task
+from peftkit.train.batches import StatelessSampler
 from peftkit.train.checkpoints.checkpoint import (
     StartPolicy,
     delete_checkpoints,
     locked,
     prepare_output,
 )
-from peftkit.train.metrics import require_trackers
-from peftkit.train.model import trainable_parameters
-from peftkit.train.run import Job, Run
-from peftkit.train.saving import Weights
+from peftkit.train.checkpoints.identity import identity_of
+from peftkit.train.diagnosis import NonFiniteError, written_error
+from peftkit.train.memory.prepare import plan_memory_and_compile
+from peftkit.train.metrics import peak_bytes, recording, require_trackers
+from peftkit.train.model import (
+    device_name,
+    execution_paths,
+    plan_as_found,
+    same_everywhere,
+    trainable_parameters,
+)
+from peftkit.train.optim import learning_rate
+from peftkit.train.saving import Saver, TrainableWeights, Weights
+from peftkit.train.step import Trainer
+from peftkit.train.validation import Evaluator, Validation
+
+GIVE_BACK_EVERY = 16
+"""On a CPU, steps between calls that return fragmented memory to the system."""
 
 
 def fit(
@@ -55,7 +82,7 @@ def fit(
         resume: Go on from the newest valid checkpoint in config.output_dir.
         overwrite: Delete the checkpoints that are there.
         allow_changes: Dotted keys of identity, "train" or "rows" that may have changed.
-        on_event: Hears what happens, on the main process alone.
+        on_event: Receives the run's events, on the main process alone.
 
     Raises:
         PeftkitError: The input is wrong; RunError: the run broke.
@@ -64,18 +91,9 @@ def fit(
     config = config or TrainConfig()
     start = StartPolicy(resume, overwrite, allow_changes)
     check_output(config, start)
-    with locked(config.output_dir):
-        job = Job(
-            model,
-            task,
-            train_rows,
-            eval_rows,
-            config,
-            weights=weights,
-            identity=identity or {},
-            on_event=on_event,
-        )
-        return train_job(job, start)
+    with locked(config.output_dir), stop_requests() as stop:
+        run = new_run(model, task, train_rows, eval_rows, config, stop=stop, on_event=on_event)
+        return train(run, start, weights=weights, identity=identity or {})
 
 
 def check_output(config: TrainConfig, start: StartPolicy) -> None:
@@ -88,14 +106,343 @@ def check_output(config: TrainConfig, start: StartPolicy) -> None:
     require_trackers(config.log_to)
 
 
-def train_job(job: Job, start: StartPolicy) -> Result:
-    """Do what `fit` does after `check_output`, in a locked folder."""
-    if not job.train_rows:
+def new_run(
+    model: nn.Module,
+    task: Task,
+    rows: Sequence[Any],
+    eval_rows: Sequence[Any],
+    config: TrainConfig,
+    *,
+    stop: StopRequest,
+    on_event: Listener = ignore,
+    plan: ExecutionPlan | None = None,
+    world: World | None = None,
+) -> Run:
+    """Return a run at its beginning.
+
+    Args:
+        on_event: Receives the run's events, on the main process alone.
+        plan: How it is carried out; by default as the model is found.
+        world: The processes that train together; by default those that were launched.
+
+    Raises:
+        DataError: There are no rows.
+        ConfigError: The model has nothing to train.
+    """
+    if not rows:
         raise DataError("there are no rows to train on")
-    trainable_parameters(job.model)
+    if world is None:
+        world = World(next(iter(trainable_parameters(model).values())).device)
+    parallel = Parallel(world)
+    if is_sharded(model) or config.context_parallel > 1:
+        from peftkit.train.lockstep import lockstep  # for several processes
+
+        parallel = lockstep(world, task, config.context_parallel, rows, eval_rows)
+    plan = plan or plan_as_found(model, config, world)
+    return Run(
+        model=model,
+        task=parallel.adapt(task),
+        rows=rows,
+        eval_rows=eval_rows,
+        config=config,
+        world=world,
+        parallel=parallel,
+        state=State(replace(plan, autocast=world.precision or "")),
+        stop=stop,
+        listeners=[on_event] if world.is_main else [],
+    )
+
+
+def train(
+    run: Run,
+    start: StartPolicy,
+    *,
+    weights: Weights | None = None,
+    identity: Mapping[str, Any],
+    watch: TextWatch | None = None,
+) -> Result:
+    """Train a run to its end, in a locked folder.
+
+    Args:
+        weights: What checkpoints hold of the model; by default its trainable parameters.
+        identity: What a resumed run must have in common with the saved one, as plain JSON.
+        watch: Generates samples and answers while it trains.
+    """
+    parameters = trainable_parameters(run.model)
     if start.overwrite:
-        delete_checkpoints(job.config.output_dir)
-    with stop_requests() as stop:
-        run = Run(job, stop)
-        with run.prepared():
-            return run.train(start.allow_changes if start.resume else None)
+        delete_checkpoints(run.config.output_dir)
+    loop = Loop(run, parameters, weights or TrainableWeights(run.model), identity, watch)
+    with loop.prepared():
+        return loop.train(start.allow_changes if start.resume else None)
+
+
+class Loop:
+    """Steps, evaluations and checkpoints of one run, on one of its processes."""
+
+    def __init__(
+        self,
+        run: Run,
+        parameters: Mapping[str, nn.Parameter],
+        weights: Weights,
+        identity: Mapping[str, Any],
+        watch: TextWatch | None,
+    ) -> None:
+        self.run, self.config, self.world = run, run.config, run.world
+        size = run.parallel.size
+        self.sampler = StatelessSampler(
+            len(run.rows), run.config.rows_per_step(size), run.config.seed
+        )
+        self.num_steps = run.config.num_steps(len(run.rows), size)
+        self.trainer = Trainer(run, parameters)
+        self.validation = Validation(self.trainer, Evaluator(self.trainer), self.num_steps, watch)
+        identity = identity_of(
+            run.config,
+            run.rows,
+            run.eval_rows,
+            run.world.world_size,
+            identity,
+            sharded=is_sharded(run.model),
+        )
+        self.saver = Saver(self.trainer, self.sampler, weights, identity)
+        self._agreed_stop = 0
+        self._is_going = False  # from its header to its end
+        self._began = time.perf_counter()  # less what earlier parts of the run took
+        self._resumed = (0, 0.0)  # steps and seconds of these
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Put the model into training mode, and leave it as it was; record events meanwhile."""
+        trainer, model = self.trainer, self.run.model
+        try:
+            if self.config.gradient_checkpointing != "auto":
+                trainer.blocks.set_activations(trainer.plan.activations)
+            with self._recorded(), modes_kept(model), ExitStack() as stack:
+                begin_training(model)
+                with self.world.autocast():  # layers are laid out for what they will compute in
+                    stack.enter_context(prepared_for_training(model, trainer.requested))
+                with self.run.task.training(model, trainer.requested):
+                    yield
+        finally:
+            trainer.prefetcher.close()
+            trainer.blocks.restore()
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Let metrics.jsonl and the trackers hear of events meanwhile."""
+        with ExitStack() as stack:
+            for user in self.run.listeners[:1]:  # on the main process
+                self.run.listeners += stack.enter_context(recording(self.config, user))
+            try:
+                yield
+            except BaseException as error:
+                if self._is_going:
+                    is_asked = isinstance(error, Interrupted | KeyboardInterrupt | SystemExit)
+                    state = "stopped" if is_asked else "failed"
+                    self.run.say(RunStopped(self.run.state.step, state, str(error)))
+                raise
+
+    def train(self, resume: Sequence[str] | None) -> Result:
+        """Train to the end.
+
+        Args:
+            resume: None to start; else resume, with these changes allowed.
+        """
+        self._start(resume)
+        plan_memory_and_compile(self.trainer, self.num_steps)
+        self._give_back()
+        self.run.say(self._header())
+        if resume is not None:
+            self._after_step()  # a run that was stopped during an evaluation owes it still
+        else:
+            self._before_steps()
+        while not self.validation.is_over:
+            self._step()
+            self._after_step()
+        return self._result()
+
+    def _start(self, resume: Sequence[str] | None) -> None:
+        """Seed the generators, or take up the newest checkpoint; see `train`."""
+        run, device = self.run, self.world.device
+        if (gpu := gpu_of(device)) is not None:
+            gpu.restart(device)
+        else:
+            keep_freed_memory(large_ones=not self.trainer.blocks.are_streamed)
+        self.world.wait()  # nobody writes before everybody has looked at the folder
+        if resume is None:
+            rng.seed_everything(self.config.seed, self.world.rank)
+            self.world.broadcast_parameters(same_everywhere(run.model))
+        else:
+            self.saver.resume(resume)
+        refresh_layouts(run.model)
+        if self.world.is_main:
+            self.saver.checkpoints.remove_leftovers()
+        self.saver.check_disk()
+        before = rng.capture(device)
+        run.task.setup(run)
+        rng.restore(before, device)
+        self._began = time.perf_counter() - run.state.seconds
+        self._resumed = (run.state.step, run.state.seconds)
+
+    def _give_back(self) -> None:
+        if not self.trainer.plan.on_gpu:
+            trim_malloc()
+
+    def _step(self) -> None:
+        run = self.run
+        run.indices = self._indices(run.state.step)
+        rows = [run.rows[index] for index in run.indices]
+        rate = learning_rate(run.state.step, self.num_steps, self.config)
+        began = time.perf_counter()
+        try:
+            facts = self._learn(rows, rate)
+        except NonFiniteError as error:
+            rank = "" if self.world.is_main else f"rank{self.world.rank}-"
+            folder = self.config.output_dir
+            raise written_error(error.diagnosis, folder, rank, self.saver.last) from None
+        if reason := run.task.stop_reason(facts.figures):
+            run.state.is_ended = True
+            run.say(Notice(reason))
+        self._record(facts, rate, time.perf_counter() - began)
+
+    def _indices(self, step: int) -> list[int]:
+        """Return which rows this process has in a step; none after the last."""
+        parallel = self.run.parallel
+        is_over = step >= self.num_steps
+        return [] if is_over else self.sampler.step_indices(step, parallel.rank, parallel.size)
+
+    def _learn(self, rows: Sequence[Any], rate: float) -> StepFacts:
+        """Take the optimizer steps that the task makes of rows; none where they teach nothing."""
+        run, step = self.run, self.run.state.step
+        run.figures = {}
+        try:
+            with self.trainer.blocks.eagerly():
+                batches = run.task.before_step(rows, run)
+        except PeftkitError:  # of a reward function: nothing that was learnt is lost
+            if step and self.saver.last_step != step:
+                self.saver.save()
+            raise
+        if not batches:
+            signum = self.world.max(run.stop.signum)
+            return StepFacts(0.0, run.figures, 0.0, num_tokens=0, stop=signum, notice="")
+        began = time.perf_counter()
+        coming = [run.rows[n] for n in self._indices(step + 1)] if run.task.collates_ahead else None
+        for batch in batches:
+            facts = self.trainer.step(batch, rate, coming)
+        if run.figures:
+            run.figures["learn_seconds"] = time.perf_counter() - began
+        return replace(facts, figures={**run.figures, **facts.figures})
+
+    def _record(self, facts: StepFacts, rate: float, seconds: float) -> None:
+        """Count a step that was done, and report it."""
+        run, state = self.run, self.run.state
+        state.step += 1
+        if state.step % GIVE_BACK_EVERY == 0:
+            self._give_back()
+        state.loss = facts.loss
+        state.num_tokens += facts.num_tokens
+        state.step_seconds += seconds
+        self._agreed_stop = facts.stop
+        if facts.notice:
+            run.say(Notice(f"Step {state.step}: {facts.notice}"))
+        run.say(self._step_done(facts, rate, seconds))
+
+    def _before_steps(self) -> None:
+        """Evaluate and sample before the first step, as far as asked for."""
+        if self.config.eval_before and self.run.eval_rows:
+            self._evaluate()
+        if self.config.sample_every is not None:
+            self.validation.sample()
+
+    def _after_step(self) -> None:
+        """Evaluate, sample, save and stop, as far as each is due."""
+        run, state = self.run, self.run.state
+        due = self._is_due(self.config.eval_every) and state.evaluated_step != state.step
+        if due and run.eval_rows and not self._stopping:
+            self._evaluate()
+        every = self.config.sample_every
+        if every is not None and self._is_due(every) and not self._stopping:
+            self.validation.sample()
+        is_best = state.best_step == state.step
+        if not (is_best or self._is_due(self.config.save_every) or self._stopping):
+            return  # and a signal that comes right now is one of the next step
+        if self.saver.resumed_step != state.step:
+            state.seconds = time.perf_counter() - self._began
+            self.saver.save()
+        if self.validation.is_over:
+            self._agreed_stop = self.world.max(run.stop.signum)
+        if self._stopping:
+            raise Interrupted(
+                self._stopping,
+                f"stopped after step {state.step} of {self.num_steps}; saved {self.saver.last}. "
+                "Go on with --resume.",
+            )
+
+    def _evaluate(self) -> None:
+        if not self.validation.evaluate():
+            self._agreed_stop = self.world.max(self.run.stop.signum)
+
+    @property
+    def _stopping(self) -> int:
+        """The signal to stop on, or 0; several processes only stop once they agree."""
+        return self.run.stop.signum if self.world.world_size == 1 else self._agreed_stop
+
+    def _is_due(self, every: int | None) -> bool:
+        step = self.run.state.step
+        return self.validation.is_over or (every is not None and step % every == 0)
+
+    def _header(self) -> RunStarted:
+        """Return the run's header; the run is going from here on."""
+        self._is_going = True
+        run, trainer = self.run, self.trainer
+        paths = dict(run.task.paths)
+        if self.world.precision is not None:
+            scaled = ", loss scaled" * trainer.scale.needed
+            paths["precision"] = f"{self.world.precision} by autocast{scaled}"
+        return RunStarted(
+            num_steps=self.num_steps,
+            start_step=run.state.step,
+            num_rows=len(run.rows),
+            num_trainable=sum(p.numel() for p in trainer.parameters.values()),
+            num_parameters=audit(run.model).num_parameters,
+            device=device_name(self.world.device, self.world.world_size),
+            paths=execution_paths(run.model, trainer.blocks, paths),
+            plan=trainer.plan.describe(),
+        )
+
+    def _step_done(self, facts: StepFacts, rate: float, seconds: float) -> StepDone:
+        state = self.run.state
+        step_before, seconds_before = self._resumed
+        per_step = (time.perf_counter() - self._began - seconds_before) / (state.step - step_before)
+        return StepDone(
+            step=state.step,
+            num_steps=self.num_steps,
+            epoch=state.step / self.sampler.steps_per_epoch,
+            loss=facts.loss,
+            learning_rate=rate,
+            grad_norm=facts.grad_norm,
+            num_tokens=state.num_tokens,
+            tokens_per_second=facts.num_tokens / seconds,
+            peak_bytes=peak_bytes(self.world.device),
+            seconds_left=per_step * (self.num_steps - state.step),
+            figures=facts.figures,
+        )
+
+    def _result(self) -> Result:
+        """Return the result, and emit RunDone."""
+        seconds = time.perf_counter() - self._began
+        state, folder = self.run.state, self.saver.checkpoints.folder
+        metrics = {
+            "loss": state.loss,
+            "num_tokens": float(state.num_tokens),
+            "tokens_per_second": state.num_tokens / max(state.step_seconds, 1e-9),
+            "peak_bytes": float(peak_bytes(self.world.device)),
+        }
+        metrics |= {f"eval_{name}": value for name, value in self.validation.figures.items()}
+        if state.best_loss is not None:
+            metrics["best_eval_loss"] = state.best_loss
+        best = None if state.best_step is None else folder / f"step-{state.best_step}"
+        last = folder / f"step-{state.step}"
+        self._is_going = False
+        self.run.say(RunDone(state.step, seconds, metrics))
+        is_main = self.world.is_main
+        return Result(state.step, seconds, metrics, last, state.best_step, best, is_main)

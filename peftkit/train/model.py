@@ -8,9 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from peftkit.base.sharding import is_sharded
 from peftkit.errors import ConfigError
+from peftkit.execution.plan import ExecutionPlan
+from peftkit.execution.world import World
 from peftkit.kernels.device import gpu_of
+from peftkit.model.blocks import STREAMED
 from peftkit.model.fused import num_fused
+from peftkit.settings import TrainConfig
 from peftkit.train.memory.blocks import Blocks
 
 
@@ -63,7 +68,7 @@ PREFIX = "peftkit_"
 """Names of our own attention functions."""
 
 
-def paths(model: nn.Module, blocks: Blocks, of_task: Mapping[str, str]) -> str:
+def execution_paths(model: nn.Module, blocks: Blocks, of_task: Mapping[str, str]) -> str:
     """Return "attention: grouped; LoRA: 2 groups of 5 layers; blocks: compiled".
 
     Args:
@@ -100,3 +105,16 @@ def _layers(model: nn.Module) -> str:
     own, together = groups.count(None), {id(group): group for group in groups if group is not None}
     parts = [f"{len(together)} groups of {len(groups) - own} layers"] if together else []
     return ", ".join(parts + ([f"{own} layers each on its own"] if own else []))
+
+
+def plan_as_found(model: Any, config: TrainConfig, world: World) -> ExecutionPlan:
+    """Return how a loaded model goes through its rows, before anything is measured."""
+    first = next(model.parameters())
+    return config.plan(
+        world.device.type,
+        world.world_size,
+        placement="stream" if hasattr(model, STREAMED) else "device",
+        shard="base" if is_sharded(model) else "none",
+        dtype=str(getattr(model, "dtype", first.dtype)).removeprefix("torch."),
+        autocast=world.precision or "",
+    )

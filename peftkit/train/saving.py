@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from peftkit.errors import CheckpointError, OutputError
-from peftkit.events import Event, Notice, Saved
+from peftkit.events import Notice, Saved
 from peftkit.execution import rng
 from peftkit.execution.state import state_from_json
 from peftkit.files.disk import free_bytes, read_json, write_json
 from peftkit.files.tensors import read_tensors, write_tensors
-from peftkit.settings import TrainConfig
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.checkpoints.checkpoint import Checkpoint, Checkpoints
 from peftkit.train.checkpoints.identity import check_same_run
@@ -76,7 +75,6 @@ class Saver:
     Args:
         weights: What is saved of the model.
         identity: What a resumed run must have in common with the saved one.
-        say: Hears what was saved or skipped.
 
     Attributes:
         last: The newest checkpoint of this run.
@@ -85,19 +83,18 @@ class Saver:
 
     def __init__(
         self,
-        learner: Trainer,
-        order: StatelessSampler,
-        config: TrainConfig,
+        trainer: Trainer,
+        sampler: StatelessSampler,
         weights: Weights,
         identity: Mapping[str, Any],
-        say: Callable[[Event], None],
     ) -> None:
-        self.learner, self.order, self.config = learner, order, config
-        self.weights, self.identity, self.say = weights, identity, say
+        self.trainer, self.run, self.sampler = trainer, trainer.run, sampler
+        self.config, self.weights, self.identity = trainer.run.config, weights, identity
+        config = self.config
         self.checkpoints = Checkpoints(config.output_dir, config.keep_checkpoints, free_bytes)
         self.last: Path | None = None
         self.resumed_step: int | None = None
-        trained = learner.parameters.values()
+        trained = trainer.parameters.values()
         self.num_bytes = SLACK_BYTES + sum(
             p.numel() * (p.element_size() + STATE_BYTES[config.optimizer]) for p in trained
         )
@@ -116,7 +113,7 @@ class Saver:
             fix = "Make room, or train into another folder."
             raise OutputError("the disk is too full to train", found=each, fix=fix)
         if free < self.num_bytes * most:
-            self.say(Notice(f"{each} Up to {most} are there at once: the disk may fill up."))
+            self.run.say(Notice(f"{each} Up to {most} are there at once: the disk may fill up."))
 
     def save(self) -> None:
         """Write a checkpoint of this moment.
@@ -124,12 +121,12 @@ class Saver:
         Raises:
             RunError: The disk is full, or the weights are not finite.
         """
-        learner, state, ranks = self.learner, self.learner.state, self.learner.ranks
+        trainer, state, world = self.trainer, self.run.state, self.run.world
         generators = self._generators()
-        if ranks.is_main:
-            state.loss_scale, state.good_steps = learner.scale.factor, learner.scale.good_steps
-            tensors, numbers = optimizer_state(learner.optimizer, learner.parameters)
-            epoch, position = self.order.position(state.step)
+        if world.is_main:
+            state.loss_scale, state.good_steps = trainer.scale.factor, trainer.scale.good_steps
+            tensors, numbers = optimizer_state(trainer.optimizer, trainer.parameters)
+            epoch, position = self.sampler.position(state.step)
             self.last = self.checkpoints.save(
                 state.step,
                 {
@@ -142,15 +139,15 @@ class Saver:
                 },
                 {
                     "epoch": epoch,
-                    "sampler": {"seed": self.order.seed, "epoch": epoch, "position": position},
-                    "num_processes": ranks.world_size,
+                    "sampler": {"seed": self.sampler.seed, "epoch": epoch, "position": position},
+                    "num_processes": world.world_size,
                     "identity": self.identity,
                 },
                 best_step=state.best_step,
                 num_bytes=self.num_bytes,
             )
-            self.say(Saved("checkpoint", self.last))
-        ranks.wait()
+            self.run.say(Saved("checkpoint", self.last))
+        world.wait()
 
     def resume(self, allow_changes: Sequence[str]) -> None:
         """Make this run what the newest valid checkpoint says.
@@ -161,49 +158,49 @@ class Saver:
         found = self._found()
         changes = check_same_run(found.manifest["identity"], self.identity, allow_changes)
         if changes:
-            self.say(Notice("No exact continuation; accepted changes: " + "; ".join(changes)))
+            self.run.say(Notice("No exact continuation; accepted changes: " + "; ".join(changes)))
         self._compare_versions(found)
         self._load(found.folder, exact=not changes)
         self.last, self.resumed_step = found.folder, found.step
 
     def _found(self) -> Checkpoint:
         """Return the newest valid checkpoint that the main process sees, on all processes."""
-        ranks, error, found = self.learner.ranks, None, None
-        if ranks.is_main:
+        world, error, found = self.run.world, None, None
+        if world.is_main:
             try:
-                found = self.checkpoints.newest_valid(self.say)
+                found = self.checkpoints.newest_valid(self.run.say)
             except CheckpointError as problem:
                 error = problem  # the others must hear of it before this one ends
-        step = ranks.max(-1 if found is None else found.step)
+        step = world.max(-1 if found is None else found.step)
         if step < 0:
             raise error or self.checkpoints.nothing_to_resume([])
         return found or self.checkpoints.verified(step)
 
     def _load(self, folder: Path, *, exact: bool) -> None:
-        learner, ranks = self.learner, self.learner.ranks
+        trainer, world = self.trainer, self.run.world
         saved = read_json(folder / STATE, max_bytes=MAX_STATE_BYTES, error=CheckpointError)
         tensors = read_tensors(folder / OPTIMIZER, error=CheckpointError)
         generators = read_tensors(folder / RANDOM, error=CheckpointError)
         state = state_from_json(saved["run"])
         self.weights.load(folder)
-        load_optimizer_state(learner.optimizer, learner.parameters, tensors, saved["optimizer"])
+        load_optimizer_state(trainer.optimizer, trainer.parameters, tensors, saved["optimizer"])
         if not exact:
-            state.plan, state.measured = learner.asked, False
-        learner.load_state(state)
+            state.plan, state.measured = trainer.requested, False
+        trainer.load_state(state)
         saved_ranks = 1 + max(int(name.split(".")[0]) for name in generators)
-        own = f"{ranks.rank % saved_ranks}."
-        device = ranks.device
+        own = f"{world.rank % saved_ranks}."
+        device = world.device
         rng.restore(
             {n.removeprefix(own): t for n, t in generators.items() if n.startswith(own)}, device
         )
 
     def _generators(self) -> dict[str, Tensor]:
         """Return the generators' state of every process, named "rank.generator"."""
-        ranks = self.learner.ranks
+        world = self.run.world
         return {
             f"{rank}.{name}": row.clone()
-            for name, own in rng.capture(ranks.device).items()
-            for rank, row in enumerate(ranks.gather(own))
+            for name, own in rng.capture(world.device).items()
+            for rank, row in enumerate(world.gather(own))
         }
 
     def _compare_versions(self, found: Checkpoint) -> None:
@@ -214,4 +211,5 @@ class Saver:
             if before.get(name) != now.get(name)
         ]
         if changed:
-            self.say(Notice(f"Other versions than before, so not to the bit: {', '.join(changed)}"))
+            text = f"Other versions than before, so not to the bit: {', '.join(changed)}"
+            self.run.say(Notice(text))

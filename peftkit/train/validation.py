@@ -4,7 +4,7 @@ whether it still improves."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,45 +12,45 @@ from torch import Tensor
 
 from peftkit.base.sharding import gathered, is_sharded
 from peftkit.errors import DataError
-from peftkit.events import EvalDone, Event, Notice, Sampled
+from peftkit.events import EvalDone, Notice, Sampled
 from peftkit.execution import rng
-from peftkit.execution.out_of_memory import release_memory
+from peftkit.execution.parallel import Part
+from peftkit.inference.evaluate import TextWatch
 from peftkit.model.modes import begin_training
-from peftkit.tasks.batches import too_large
-from peftkit.tasks.lockstep import GlobalBatchValues, Pass
-from peftkit.tasks.training import GenerationEvaluator, perplexity
+from peftkit.tasks.batches import batches_that_fit, split_micro_batches
+from peftkit.tasks.loss import perplexity
 from peftkit.train.batches import on_device
-from peftkit.train.rollouts import Rollouts
-from peftkit.train.trainer import Trainer
+from peftkit.train.step import Trainer
 
 
 class Evaluator:
     """Measures the loss; leaves the generators as they were, so that training takes no notice.
 
     Attributes:
+        rows: This process's share of the eval rows.
         batch_size: Rows at once; halved when memory runs out, without effect on training.
     """
 
-    def __init__(self, learner: Trainer, rows: Sequence[Any]) -> None:
-        self.learner, self.model, self.task = learner, learner.model, learner.task
-        self.ranks, self.in_step, self.stop = learner.ranks, learner.in_step, learner.stop
-        self.batch_size = learner.config.batch_size
-        self._max_tokens = learner.asked.tokens
-        self.rows = rows[self.ranks.dp_rank :: self.ranks.dp_size]
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.run, self.task = trainer, trainer.run, trainer.task
+        self.batch_size = self.run.config.batch_size
+        parallel = self.run.parallel
+        self.rows = self.run.eval_rows[parallel.rank :: parallel.size]
 
-    def run(self) -> dict[str, float] | None:
+    def evaluate(self) -> dict[str, float] | None:
         """Return what `figures` does, or None if some process was asked to stop meanwhile."""
-        before = rng.capture(self.ranks.device)
-        self.model.eval()
+        world = self.run.world
+        before = rng.capture(world.device)
+        self.run.model.eval()
         try:
             with torch.no_grad():
                 sums, targets = self._sums()
         finally:
-            begin_training(self.model)
-            rng.restore(before, self.ranks.device)
-        stopped = float(self.stop.signum != 0)
-        own = on_device([targets, stopped], self.ranks.device)
-        targets, stopped, *summed = self.ranks.sum(torch.cat([own, sums])).tolist()
+            begin_training(self.run.model)
+            rng.restore(before, world.device)
+        stopped = float(self.run.stop.signum != 0)
+        counts = on_device([targets, stopped], world.device)
+        targets, stopped, *summed = world.sum(torch.cat([counts, sums])).tolist()
         if stopped:
             return None
         if targets == 0:
@@ -65,152 +65,117 @@ class Evaluator:
         return {"loss": loss, "perplexity": perplexity(loss)}
 
     def _sums(self) -> tuple[Tensor, int]:
-        """Return what is summed of all rows, and their targets; with fewer at a time until it fits.
+        """Return the sums of `Task.loss` over this process's rows, and their targets."""
+        run, trainer, task = self.run, self.trainer, self.task
+        sums = torch.zeros(1 + len(task.metric_names), device=run.world.device)
+        num_targets = 0
 
-        Where losses depend on each other all rows are looked at first.
-        """
-        known = None
-        while self.task.needs_whole_step and known is None:
-            known = self.in_step.step_values(self.learner.row_values, self.rows, self._passes())
-            if known is None:
-                self._take_fewer(known)
-        while (found := self._try(self._passes(), known)) is None:
-            self._take_fewer(known)
-        return found
+        def compute(part: Part) -> tuple[Tensor, int]:
+            (batch,) = trainer.prefetcher.batches([part])
+            return trainer.sums(batch), task.num_targets(batch)
 
-    def _passes(self) -> list[Pass]:
-        parts = self.learner.cut(self.rows, self.batch_size, self._max_tokens)
-        return self.in_step.padded_passes(parts)
+        def use_fewer(size: int) -> None:
+            self.batch_size = size
 
-    def _take_fewer(self, known: GlobalBatchValues | None) -> None:
-        """Halve the rows at a time.
-
-        Raises:
-            RunError: One does not fit.
-        """
-        release_memory()
-        most = max((len(part) for part, _ in self._passes()), default=1)
-        if most == 1:
-            longest = max(self.rows, key=lambda row: self.task.num_positions([row]), default=None)
-            passes = {id(row): [([row], True)] for row in self.rows}
-            raise too_large(
-                longest, self.rows, lambda row: self._try(passes[id(row)], known) is not None
-            )
-        self.batch_size = most // 2
-
-    def _try(
-        self, passes: Sequence[Pass], known: GlobalBatchValues | None
-    ) -> tuple[Tensor, int] | None:
-        """Return what is summed of rows, and their targets; None if memory ran out.
-
-        Args:
-            known: What was seen of all rows, where losses depend on each other.
-        """
-        sums, targets = torch.zeros(1 + self.task.num_metrics, device=self.ranks.device), 0
-        feed, coming = self.learner.feed, [rows for rows, _ in passes[1:]]
-        try:
-            for rows, is_real in passes:
-                if self.stop.signum and not self.in_step.needed:
+        for rows in task.before_step(self.rows, run):
+            for _, (some, number), is_own in batches_that_fit(
+                rows,
+                self.batch_size,
+                self._split,
+                compute,
+                parallel=run.parallel,
+                on_fewer=use_fewer,
+                ahead=lambda part: trainer.prefetcher.prefetch([part]),
+            ):
+                if is_own:
+                    sums += some
+                    num_targets += number
+                if run.stop.signum and not run.parallel.in_lockstep:
                     break
-                (batch,) = feed.batches([rows])
-                if coming:
-                    feed.prefetch([coming.pop(0)])
-                if known is not None:
-                    batch = known.given_to(batch, rows)
-                found = self.learner.sums(batch)
-                if is_real:
-                    sums += found
-                    targets += self.task.num_targets(batch)
-        except Exception as error:
-            if not self.in_step.ran_out(error):
-                raise
-            return None
-        return sums, targets
+        return sums, num_targets
+
+    def _split(self, rows: Sequence[Any], size: int) -> list[Part]:
+        tokens, task = self.trainer.requested.tokens, self.task
+        return split_micro_batches(rows, task.num_positions, size, tokens, task.bucket_key)
 
 
 class Validation:
     """Evaluates a run, and counts evaluations without improvement.
 
     Args:
-        watch: What the model generates, if that is asked for.
-        say: Hears what was found.
-        rollouts: Of a task whose rows are the model's own answers, by which it is evaluated.
+        watch: Generates samples and answers to eval rows, if that is asked for.
     """
 
     def __init__(
-        self,
-        learner: Trainer,
-        evaluator: Evaluator,
-        num_steps: int,
-        watch: GenerationEvaluator | None,
-        say: Callable[[Event], None],
-        rollouts: Rollouts | None = None,
+        self, trainer: Trainer, evaluator: Evaluator, num_steps: int, watch: TextWatch | None
     ) -> None:
-        self.rollouts = rollouts
-        self.learner, self.evaluator, self.num_steps = learner, evaluator, num_steps
+        self.trainer, self.evaluator, self.num_steps = trainer, evaluator, num_steps
+        self.run = trainer.run
         # the main process generates, or all that share a base
-        generates = learner.ranks.is_main or is_sharded(learner.model)
-        self.watch, self.say = watch if generates else None, say
+        generates = self.run.world.is_main or is_sharded(self.run.model)
+        self.watch = watch if generates else None
 
     @property
     def is_over(self) -> bool:
         """Whether the last step is done, or early stopping has seen enough."""
-        state, asked = self.learner.state, self.learner.config.early_stopping
-        enough = asked is not None and state.worse_evals >= asked.patience
-        return enough or state.is_sure or state.step >= self.num_steps
+        state, early_stopping = self.run.state, self.run.config.early_stopping
+        enough = early_stopping is not None and state.worse_evals >= early_stopping.patience
+        return enough or state.is_ended or state.step >= self.num_steps
 
     def evaluate(self) -> bool:
         """Evaluate, and emit EvalDone; False where some process was asked to stop meanwhile."""
-        state, batch_size = self.learner.state, self.evaluator.batch_size
-        with self.learner.blocks.eagerly():
-            rollouts, rows = self.rollouts, self.evaluator.rows
-            metrics = rollouts.evaluate(rows) if rollouts else self.evaluator.run()
+        run, state, batch_size = self.run, self.run.state, self.evaluator.batch_size
+        with self.trainer.blocks.eagerly():
+            metrics = run.task.evaluate(self.evaluator.rows, run)
+            if metrics is None:
+                metrics = self.evaluator.evaluate()
         if (fewer := self.evaluator.batch_size) != batch_size:
             text = f"it goes on with {fewer} rows at a time instead of {batch_size}"
-            self.say(Notice(f"Memory ran out in the evaluation: {text}. Training is not affected."))
+            text = f"Memory ran out in the evaluation: {text}. Training is not affected."
+            run.say(Notice(text))
         if metrics is None:
             return False
         loss = metrics["loss"]
         finite = math.isfinite(loss)
         if not finite:
-            self.say(Notice(f"The eval loss after step {state.step} is {loss}."))
+            self.run.say(Notice(f"The eval loss after step {state.step} is {loss}."))
         best = state.step > 0 and finite and (state.best_loss is None or loss < state.best_loss)
         if best:
             state.best_step, state.best_loss = state.step, loss
         state.evaluated_step, state.eval_loss = state.step, loss if finite else None
         if self.watch is not None:
-            with self.learner.blocks.eagerly(), gathered(self.learner.model):
+            with self.trainer.blocks.eagerly(), gathered(self.run.model):
                 metrics |= self.watch.metrics()
-        self.say(EvalDone(state.step, metrics, best))
+        self.run.say(EvalDone(state.step, metrics, best))
         self._judge(loss)
         return True
 
     @property
     def figures(self) -> dict[str, float]:
-        """What the last evaluation found, by name; empty without one."""
-        loss = self.learner.state.eval_loss
+        """The loss of the last evaluation and its perplexity, by name; empty without one."""
+        loss = self.run.state.eval_loss
         if loss is None:
             return {}
-        return {"loss": loss} if self.rollouts else self.evaluator.figures(loss)
+        return self.evaluator.figures(loss)
 
     def sample(self) -> None:
         """Emit what the model says to the sample prompts."""
         if self.watch is not None:
-            with self.learner.blocks.eagerly(), gathered(self.learner.model):
-                self.say(Sampled(self.learner.state.step, self.watch.samples()))
+            with self.trainer.blocks.eagerly(), gathered(self.run.model):
+                self.run.say(Sampled(self.run.state.step, self.watch.samples()))
 
     def _judge(self, loss: float) -> None:
         """Count evaluations without improvement, for early stopping."""
-        state, asked = self.learner.state, self.learner.config.early_stopping
-        if asked is None:
+        state, early_stopping = self.run.state, self.run.config.early_stopping
+        if early_stopping is None:
             return
         lowest = state.patience_loss
-        if lowest is None or loss < lowest - asked.min_delta:
+        if lowest is None or loss < lowest - early_stopping.min_delta:
             state.patience_loss, state.worse_evals = loss, 0
         else:
             state.worse_evals += 1
         if self.is_over and state.step < self.num_steps:
-            self.say(
+            self.run.say(
                 Notice(
                     f"Stopped early after step {state.step} of {self.num_steps}: the eval loss did "
                     f"not fall below {state.patience_loss:.4g} in {state.worse_evals} evaluations."

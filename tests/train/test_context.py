@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peftkit.tasks.context_parallel import own_part, unsuited
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from peftkit.adapter import attach
@@ -22,7 +23,6 @@ from peftkit.methods.lora import LoRA
 from peftkit.recipe import run
 from peftkit.run.config import Recipe
 from peftkit.tasks.causal_lm import CausalLM
-from peftkit.tasks.context_parallel import own_part, unsuited
 from tests.families import ARCHITECTURES, FURTHER, tiny_tokenizer
 from tests.tasks.test_unpadding import a_row
 from tests.train.children import exit_code, start

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from peftkit.tasks.lockstep import LockstepForward, Part
+from torch import Tensor
 
 
 class Two:

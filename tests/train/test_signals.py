@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from peftkit.train.run import Run
 from torch import Tensor, nn
 
 from peftkit.events import EvalDone, Event
 from peftkit.execution.signals import Interrupted, StopRequest, stop_requests
 from peftkit.train.checkpoints import manifest
 from peftkit.train.checkpoints.checkpoint import Checkpoints
-from peftkit.train.run import Run
 from tests.train.toy import COUNTED, Played, Row, Toy, ToyTask, play, same
 
 BOTH = [signal.SIGINT, signal.SIGTERM]

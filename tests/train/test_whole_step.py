@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from peftkit.tasks.training import Run
 from torch import Tensor, nn
 
 from peftkit.events import EvalDone, StepDone
-from peftkit.tasks.training import Run
 from tests.train.toy import Row, Toy, ToyTask, learner_of, make_rows, play
 
 ROWS = make_rows(8)

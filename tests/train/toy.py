@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peftkit.train.trainer import Trainer
 from torch import Tensor, nn
 
 from peftkit.data.pack import padded
@@ -20,7 +21,6 @@ from peftkit.execution.world import World
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
 from peftkit.train.loop import fit
-from peftkit.train.trainer import Trainer
 
 VOCABULARY = 31
 COUNTED = 2

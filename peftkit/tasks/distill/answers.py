@@ -13,9 +13,10 @@ import torch
 from peftkit.errors import DataError
 from peftkit.events import Notice, Progress, Stage, Table
 from peftkit.execution.signals import Interrupted
+from peftkit.inference.generate import SampledAnswer
+from peftkit.tasks.base import Run
 from peftkit.tasks.distill.rows import Distilled
 from peftkit.tasks.metrics import rouge_l
-from peftkit.tasks.training import SampledAnswer, Run
 
 FILE = "teacher_answers.jsonl"
 AT_ONCE = 64
@@ -31,7 +32,7 @@ def teacher_answers(
     answer: Callable[[Sequence[Sequence[int]]], list[SampledAnswer]],
     text: Callable[[Sequence[int]], str],
     longest: int,
-    context: Run,
+    run: Run,
 ) -> Answers:
     """Return the teacher's answers to rows: those of the run's folder, and others made now.
 
@@ -45,31 +46,31 @@ def teacher_answers(
         Interrupted: A signal came; what was made is kept.
         DataError: The teacher says nothing.
     """
-    path, ranks = context.folder / FILE, context.ranks
+    path, world = run.config.output_dir / FILE, run.world
     asked = {row.teacher_ids: row for row in rows}
     keys = {ids: _key(key, ids) for ids in asked}
     kept = _kept(path)
-    ranks.wait()  # all have read it before one writes
+    world.wait()  # all have read it before one writes
     found = {ids: kept[known] for ids, known in keys.items() if known in kept}
     missing = sorted(asked.keys() - found.keys(), key=lambda ids: (-len(ids), ids))
     if missing:
-        context.say(Stage(f"The teacher answers {len(missing):,} rows"))
+        run.say(Stage(f"The teacher answers {len(missing):,} rows"))
     for start in range(0, len(missing), AT_ONCE):
-        if context.stop.signum and ranks.world_size == 1:
+        if run.stop.signum and world.world_size == 1:
             told = "stopped before the first step; the teacher's answers so far are kept."
-            raise Interrupted(context.stop.signum, told)
-        context.say(Progress("The teacher answers", start, len(missing)))
+            raise Interrupted(run.stop.signum, told)
+        run.say(Progress("The teacher answers", start, len(missing)))
         part = missing[start : start + AT_ONCE]
-        made = _on_all(part, answer, longest, context)
+        made = _on_all(part, answer, longest, run)
         found |= zip(part, made, strict=True)
         lines = [
             json.dumps(_as_json(keys[ids], asked[ids].source, one, text), ensure_ascii=False) + "\n"
             for ids, one in zip(part, made, strict=True)
         ]
-        if ranks.is_main:
+        if world.is_main:
             with open(path, "a", encoding="utf-8", errors="surrogatepass") as file:
                 file.write("".join(lines))
-    _tell([*asked.values()], found, text, context)
+    _tell([*asked.values()], found, text, run)
     return found
 
 
@@ -77,19 +78,19 @@ def _on_all(
     prompts: Sequence[tuple[int, ...]],
     answer: Callable[[Sequence[Sequence[int]]], list[SampledAnswer]],
     longest: int,
-    context: Run,
+    run: Run,
 ) -> list[SampledAnswer]:
     """Have each process answer some prompts; all get all answers."""
-    ranks = context.ranks
-    if ranks.world_size == 1 or context.in_step.needed:
+    world = run.world
+    if world.world_size == 1 or run.parallel.in_lockstep:
         return answer(prompts)
-    made = torch.zeros(len(prompts), longest + 3, dtype=torch.long, device=ranks.device)
-    own = range(ranks.rank, len(prompts), ranks.world_size)
+    made = torch.zeros(len(prompts), longest + 3, dtype=torch.long, device=world.device)
+    own = range(world.rank, len(prompts), world.world_size)
     for n, one in zip(own, answer([prompts[n] for n in own]), strict=True):
         told = [len(one.ids), int(one.is_cut), *one.ids]
-        made[n, : len(told)] = torch.tensor(told, device=ranks.device)
+        made[n, : len(told)] = torch.tensor(told, device=world.device)
     return [
-        SampledAnswer(tuple(ids[:size]), bool(cut)) for size, cut, *ids in ranks.sum(made).tolist()
+        SampledAnswer(tuple(ids[:size]), bool(cut)) for size, cut, *ids in world.sum(made).tolist()
     ]
 
 
@@ -97,7 +98,7 @@ def _tell(
     rows: Sequence[Distilled],
     answers: Answers,
     text: Callable[[Sequence[int]], str],
-    context: Run,
+    run: Run,
 ) -> None:
     """Say what the teacher's answers are worth: beside the rows' own, where they have any."""
     said = [(row, text(answers[row.teacher_ids].ids)) for row in rows]
@@ -117,10 +118,10 @@ def _tell(
         lines.append(("ROUGE-L to the row's own", f"{likeness:.3f}"))
     lines += [(row.source, " ".join(answer.split())[:200]) for row, answer in said[:SHOWN]]
     title = "The teacher's answers, before anything is learnt"
-    context.say(Table(title, ("what", "value"), tuple(lines)))
+    run.say(Table(title, ("what", "value"), tuple(lines)))
     if 2 * cut > len(said):
         more = "raise task.max_new_tokens, or show the teacher shorter ones."
-        context.say(Notice(f"Most of the teacher's answers are cut: {more}"))
+        run.say(Notice(f"Most of the teacher's answers are cut: {more}"))
 
 
 def _key(key: str, ids: tuple[int, ...]) -> str:

@@ -27,6 +27,7 @@ from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, Notice, ScoredAnswer, ignore
 from peftkit.execution.rng import seed_of
 from peftkit.execution.signals import Interrupted
+from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.kernels.device import free_bytes
 from peftkit.kernels.divergence import (
     Divergence,
@@ -37,14 +38,15 @@ from peftkit.kernels.divergence import (
 from peftkit.model.modes import evaluating
 from peftkit.model.places import unwrap_adapter
 from peftkit.model.side_adapter import SideAdapter
+from peftkit.tasks.base import Run
 from peftkit.tasks.distill.answers import Answers, teacher_answers
 from peftkit.tasks.distill.prompt import TeacherPrompt, read_prompt
 from peftkit.tasks.distill.rows import Distilled, DistillEncoder
 from peftkit.tasks.distill.teacher import OtherModel, TeacherConfig, other_model
 from peftkit.tasks.length import exact_length
 from peftkit.tasks.loss import find_head, target_logits, target_rows, unwrapped
-from peftkit.tasks.token_task import AnswerConfig, DocumentTask
-from peftkit.tasks.training import Rollout, SampledAnswer, Sampler, Run
+from peftkit.tasks.rollouts import Rollout, RolloutTask
+from peftkit.tasks.token_task import AnswerConfig
 
 TEACHER = "teacher_"
 """How the names of a batch begin that are of the teacher's documents."""
@@ -57,7 +59,7 @@ DIVERGENCES = {"forward": "KL(teacher, student)", "reverse": "KL(student, teache
 """What the header calls them."""
 
 
-class Distill(DocumentTask):
+class Distill(RolloutTask):
     """Learn to answer as the teacher does.
 
     Raises:
@@ -66,10 +68,6 @@ class Distill(DocumentTask):
 
     metric_names = ("same_token",)
     """The share of answer tokens at which both choose the same one."""
-    updates: ClassVar[int] = 1
-    evaluates_answers: ClassVar[bool] = False
-    needs_log_probs: ClassVar[bool] = False
-    stop_entropy: ClassVar[None] = None
     exact_name: ClassVar[str] = "agreement"
     row_encoder: DistillEncoder
 
@@ -128,7 +126,7 @@ class Distill(DocumentTask):
         with evaluating(model), state:
             yield
 
-    def setup(self, model: nn.Module, context: Run) -> None:
+    def setup(self, run: Run) -> None:
         """Have the teacher answer the rows, and keep what reaches the head after its documents.
 
         Of rows that the student answers these are the eval rows alone.
@@ -137,23 +135,25 @@ class Distill(DocumentTask):
             Interrupted: A signal came; answers are kept.
             DataError: The teacher says nothing.
         """
+        model = run.model
         if self.config.teacher.model and self._other is None:
             name, bare = self.config.teacher.model, unwrapped(model)
-            self._other = other_model(name, bare, self.tokenizer, self._head, context.say)
-        rows = context.rows[context.num_train :] if self.makes_rows else context.rows
+            self._other = other_model(name, bare, self.tokenizer, self._head, run.say)
+        if self.makes_rows:
+            self.check_answers(run)
+        rows = run.eval_rows if self.makes_rows else run.all_rows
         if self.config.answers != "data" and len(rows):
-            self._ask(model, rows, context)
-        if self._head is not None and context.ranks.world_size == 1 and len(rows):
-            self._find_hidden(model, rows, context)
+            self._ask(rows, run)
+        if self._head is not None and run.world.world_size == 1 and len(rows):
+            self._find_hidden(rows, run)
 
-    def _ask(self, model: nn.Module, rows: Sequence[Distilled], context: Run) -> None:
-        if context.sampler is None:
-            raise ConfigError(
-                f"task.answers: {self.config.answers} needs peftkit train.",
-                found="`fit` has nothing that makes answers.",
-                fix="Set task.answers: data.",
-            )
-        sampler, longest = context.sampler, self.config.max_new_tokens
+    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+        is_trained = self.makes_rows and torch.is_grad_enabled()
+        return self.answered_step(rows, run) if is_trained else [rows]
+
+    def _ask(self, rows: Sequence[Distilled], run: Run) -> None:
+        model, longest = run.model, self.config.max_new_tokens
+        sampler = self.sampler(model)
         stops = stop_ids(self.tokenizer, self.row_encoder.style)
 
         def answer(prompts: Sequence[Sequence[int]]) -> list[SampledAnswer]:
@@ -168,7 +168,7 @@ class Distill(DocumentTask):
 
         who = self.config.teacher.model or (self._adapter.key if self._adapter else "")
         key = f"{self.reference.key} {who} {longest} {stops}"
-        self._answers = teacher_answers(rows, key, answer, self.answer_text, longest, context)
+        self._answers = teacher_answers(rows, key, answer, self.answer_text, longest, run)
 
     def answered(self, row: Distilled) -> Distilled:
         """Return a row with its answer: the teacher's; to plan memory, the longest one."""
@@ -179,7 +179,7 @@ class Distill(DocumentTask):
         return row.answered(ids[: self.max_length - row.lengths[0]])
 
     def roll_out(
-        self, prompts: Sequence[Distilled], seeds: Sequence[int] | None, sampler: Sampler
+        self, prompts: Sequence[Distilled], seeds: Sequence[int] | None, sampler: ModelSampler
     ) -> Rollout:
         """Have the student answer rows, to compare it with the teacher on its own answers."""
         self.forget_layout()
@@ -204,10 +204,9 @@ class Distill(DocumentTask):
 
     # The loss.
 
-    def _find_hidden(
-        self, model: nn.Module, rows: Sequence[Distilled], context: Run
-    ) -> None:
+    def _find_hidden(self, rows: Sequence[Distilled], run: Run) -> None:
         """Keep what reaches the head after the teacher's documents, where memory has room."""
+        model = run.model
         bare = unwrapped(model)
         number = sum(self.answered(row).num_targets // 2 for row in rows)
         own, other = int(bare.config.get_text_config().hidden_size), self._other
@@ -216,14 +215,14 @@ class Distill(DocumentTask):
         needed, free = shape[0] * shape[1] * dtype.itemsize, free_bytes()
         if free is not None and needed > SHARE * free:
             told = f"it takes {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
-            context.say(Notice(f"What the teacher says is computed in each step: {told}."))
+            run.say(Notice(f"What the teacher says is computed in each step: {told}."))
             return
         hidden, places, start = torch.empty(shape, dtype=dtype), {}, 0
         compute, told = partial(self.teacher_hidden, model), "Asking the teacher"
-        with context.ranks.autocast():
-            for some, _, said in self.over_batches(model, rows, told, context.say, compute):
-                if context.stop.signum:
-                    raise Interrupted(context.stop.signum, "stopped before the first step.")
+        with run.world.autocast():
+            for some, _, said in self.over_batches(model, rows, told, run.say, compute):
+                if run.stop.signum:
+                    raise Interrupted(run.stop.signum, "stopped before the first step.")
                 hidden[start : start + len(said)] = said
                 for row in map(self.answered, some):
                     places[_key(row)] = (start, start + row.num_targets // 2)

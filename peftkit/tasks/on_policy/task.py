@@ -24,7 +24,9 @@ from peftkit.data.pack import padded_rows
 from peftkit.errors import AdapterError
 from peftkit.events import Listener, ScoredAnswer, ignore
 from peftkit.execution.rng import seed_of
+from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.model.side_adapter import SideAdapter
+from peftkit.tasks.base import Run
 from peftkit.tasks.loss import accepted, target_rows, unwrapped
 from peftkit.tasks.on_policy.losses import (
     CLIP,
@@ -36,23 +38,20 @@ from peftkit.tasks.on_policy.losses import (
 )
 from peftkit.tasks.on_policy.rewards import Rewards, RewardTerm, source_hashes
 from peftkit.tasks.on_policy.rows import Group, Prompt, PromptEncoder
-from peftkit.tasks.token_task import AnswerConfig, DocumentTask
-from peftkit.tasks.training import Rollout, SampledAnswer, Sampler, Run
+from peftkit.tasks.rollouts import Rollout, RolloutTask
+from peftkit.tasks.token_task import AnswerConfig
 
 SCORED = 16
 """Documents that a reward adapter reads at once."""
 
 
-class GRPO(DocumentTask):
+class GRPO(RolloutTask):
     """Answers in groups, weighted by how much better than their group they are."""
-
-    makes_rows = True
-    evaluates_answers: ClassVar[bool] = True
 
     def build(self, model: nn.Module) -> None:
         super().build(model)
         tokenizer, config = self.tokenizer, self.config
-        self.updates, self.stop_entropy = config.updates, config.stop_entropy
+        self.updates = config.updates
         kl = ("kl",) if config.kl else ()
         self.metric_names = ("entropy", "clipped_low", "clipped_high", *kl)
         self.needs_log_probs = config.updates > 1 or config.kl > 0
@@ -101,9 +100,10 @@ class GRPO(DocumentTask):
 
     # What the model says, and what it is worth.
 
-    def setup(self, model: nn.Module, context: Run) -> None:
+    def setup(self, run: Run) -> None:
         """Load the reward functions: here, so that opening an adapter runs no code."""
-        scorer = partial(self._scores, model)
+        self.check_answers(run)
+        scorer = partial(self._scores, run.model)
         self._rewards = Rewards(self.config.rewards, self.config.reward_timeout, scorer)
 
     def _scores(
@@ -135,8 +135,21 @@ class GRPO(DocumentTask):
                     found[n] = value
         return found
 
+    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+        return self.answered_step(rows, run)
+
+    def evaluate(self, rows: Sequence[Any], run: Run) -> dict[str, float]:
+        return self.greedy_metrics(rows, run)
+
+    def stop_reason(self, figures: Mapping[str, float]) -> str:
+        least, entropy = self.config.stop_entropy, figures.get("entropy")
+        if least is None or entropy is None or entropy >= least:
+            return ""
+        sure = f"The model is sure: its entropy fell to {entropy:.4g}"
+        return f"{sure}, below task.stop_entropy: {least:g}. The run ends here."
+
     def roll_out(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int] | None, sampler: Sampler
+        self, prompts: Sequence[Prompt], seeds: Sequence[int] | None, sampler: ModelSampler
     ) -> Rollout:
         """Have the model answer prompts; groups whose rewards are equal teach nothing."""
         self.forget_layout()
@@ -272,10 +285,10 @@ class GRPO(DocumentTask):
                 found["reference"] = self.token_log_probs(model, batch)
         return found
 
-    def remember(self, rows: Sequence[Group], found: Mapping[str, Tensor]) -> None:
+    def remember(self, rows: Sequence[Group], values: Mapping[str, Tensor]) -> None:
         sizes = [sum(map(len, group.answers)) for group in rows]
-        for name, values in found.items():
-            for group, own in zip(rows, values.cpu().split(sizes), strict=True):
+        for name, each in values.items():
+            for group, own in zip(rows, each.cpu().split(sizes), strict=True):
                 setattr(group, name, own)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -296,7 +309,7 @@ class GRPO(DocumentTask):
             kl = kl_to_reference(now, batch["reference"].to(now))
             losses = losses + config.kl * kl
         told = (-now, found.clipped_low.to(now), found.clipped_high.to(now), kl)
-        means = [value.detach() * found.mean_weights for value in told[: self.num_metrics]]
+        means = [value.detach() * found.mean_weights for value in told[: len(self.metric_names)]]
         return torch.stack([(losses * found.weights).sum(), *(each.sum() for each in means)])
 
 

@@ -13,9 +13,12 @@ from peftkit.data.load import Record
 from peftkit.data.pack import LazyRows, cut_document
 from peftkit.data.preferences import Verdict, check_both_labels, read_verdicts
 from peftkit.data.rows import Dropped, EncodedRows, StoredRows
+from peftkit.events import Listener, ignore
+from peftkit.tasks.base import Run
 from peftkit.tasks.preference.losses import kto_losses
 from peftkit.tasks.preference.rows import AnswerEncoder, Compared, Judged, answer_start
 from peftkit.tasks.preference.task import Preference, summed
+from peftkit.tasks.whole_step import INDEX, WholeStep
 
 OTHER = "other_"
 """How the names of a batch begin that are of the prompts with other prompts' answers."""
@@ -82,7 +85,8 @@ class KTO(Preference):
         *("wanted", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected"),
         *("accuracy", "z", "cut"),
     )
-    needs_whole_step: ClassVar[bool] = True
+    collates_ahead: ClassVar[bool] = False
+    _step: WholeStep | None = None
 
     encoder_type: ClassVar[type[AnswerEncoder]] = JudgedEncoder
 
@@ -129,15 +133,29 @@ class KTO(Preference):
         """Return the log-probabilities of each answer, and of the other one (B, 2)."""
         return torch.stack([self._own(model, batch), self._others(model, batch)], dim=1)
 
+    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+        """Compute what the answers of other prompts gain, over the whole step."""
+        self._step = WholeStep(self, rows, run, super().collate, self.gains)
+        return [rows]
+
+    def collate(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
+        return super().collate(rows) if self._step is None else self._step.batch(rows)
+
+    def metrics(
+        self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        self._step = None
+        return super().metrics(model, rows, on_event=on_event)
+
     @torch.no_grad()
-    def row_values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def gains(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return what another prompt's answer gains over the reference (B, 1)."""
         reference = self.reference_of(model, batch)[:, 1]
         return (self._others(model, batch) - reference)[:, None]
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        seen = batch.get("step_values")
-        gains = self.row_values(model, batch) if seen is None else seen
+        shared = self._step.values if self._step is not None and INDEX in batch else None
+        gains = self.gains(model, batch) if shared is None else shared
         z = gains.mean().clamp(min=0)
         reference = self.reference_of(model, batch)[:, 0]
         log_probs, wanted = self._own(model, batch), batch["wanted"]

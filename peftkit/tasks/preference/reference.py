@@ -20,18 +20,19 @@ from peftkit.data.pack import View, tokens_of_each
 from peftkit.data.rows import row_digest
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice, Progress, Stage
-from peftkit.execution.out_of_memory import release_memory
+from peftkit.execution.parallel import Part
 from peftkit.execution.signals import Interrupted
 from peftkit.files.tensors import read_tensors, write_tensors
 from peftkit.model.modes import evaluating
-from peftkit.tasks.batches import too_large
+from peftkit.tasks.base import Run
+from peftkit.tasks.batches import batches_that_fit
 from peftkit.tasks.token_task import Reference
-from peftkit.tasks.training import Run
 
 FILE = "reference_log_probs.safetensors"
 KEYS, VALUES = "keys", "values"
 BATCH_SIZE = 8
 """Rows at once; as inference they need a part of what a step needs."""
+FIX = "Lower data.max_length, or quantise the base."
 
 
 Values = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
@@ -66,83 +67,65 @@ class ReferenceValues:
         with evaluating(model), reference.state():
             return self._values(model, batch)
 
-    def find(self, model: nn.Module, reference: Reference, context: Run) -> None:
+    def find(self, reference: Reference, run: Run) -> None:
         """Know all rows of a run: as the run's file says, computed where that does not.
 
         Raises:
             Interrupted: A signal came; what was computed is kept.
         """
-        ranks, rows = context.ranks, context.rows
+        world, rows = run.world, run.all_rows
         each = torch.tensor(array("q", (_key(reference.key, row) for row in rows)))
         keys, places = each.unique(return_inverse=True)
         numbers = torch.arange(len(rows))
         first = torch.full_like(keys, len(rows)).scatter_reduce(0, places, numbers, "amin")
         values, known = torch.zeros(len(keys), 2), torch.zeros(len(keys), dtype=torch.bool)
-        path = context.folder / FILE
-        if reference.key and ranks.is_main:
+        path = run.config.output_dir / FILE
+        if reference.key and world.is_main:
             values, known = _kept(path, keys)
-        values = ranks.sum(values.to(ranks.device)).cpu()
-        known = ranks.sum(known.float().to(ranks.device)).cpu() > 0
+        values = world.sum(values.to(world.device)).cpu()
+        known = world.sum(known.float().to(world.device)).cpu() > 0
         missing = (~known).nonzero().flatten()
         if len(missing):
-            context.say(Stage(f"Asking the reference about {len(missing):,} rows"))
-            made = self._missing(model, reference, View([rows], first[missing]), context)
-            values[missing], known[missing] = made[:, :2], made[:, 2] > 0
-            if reference.key and ranks.is_main:
-                _keep(path, keys[known], values[known], context)
+            run.say(Stage(f"Asking the reference about {len(missing):,} rows"))
+            computed = self._missing(reference, View([rows], first[missing]), run)
+            values[missing], known[missing] = computed[:, :2], computed[:, 2] > 0
+            if reference.key and world.is_main:
+                _keep(path, keys[known], values[known], run)
         if not bool(known.all()):
             raise Interrupted(
-                context.stop.signum,
+                run.stop.signum,
                 "stopped before the first step; what the reference said so far is kept.",
             )
         self._reference, self._keys, self._known = reference.key, keys, values
 
-    def _missing(
-        self, model: nn.Module, reference: Reference, rows: View, context: Run
-    ) -> Tensor:
+    def _missing(self, reference: Reference, rows: View, run: Run) -> Tensor:
         """Return (rows, 3): values, and 1 where there are any, computed by all processes."""
-        ranks, in_step = context.ranks, context.in_step
+        model, world = run.model, run.world
         order = tokens_of_each(rows).sort(descending=True, stable=True).indices
-        places = order[ranks.rank :: ranks.world_size]
+        places = order[world.rank :: world.world_size]
         own = View([rows], places)
-        made = torch.zeros(len(rows), 3, device=ranks.device)
-        done, pending = 0, in_step.padded_passes(_parts(own, BATCH_SIZE))
-        with evaluating(model), reference.state():
-            while pending:
-                if context.stop.signum and ranks.world_size == 1:
-                    break
-                part, is_real = pending.pop(0)
-                found = self._try(model, part, context)
-                if found is None:
-                    release_memory()
-                    if len(part) == 1:
-                        raise too_large(
-                            part[0],
-                            rows,
-                            lambda row: self._try(model, [row], context) is not None,
-                            fix="Lower data.max_length, or quantise the base.",
-                        )
-                    pending = in_step.padded_passes(_parts(own[done:], len(part) // 2))
-                elif is_real:
-                    index = places[done : done + len(part)].to(ranks.device)
-                    made[index, :2], made[index, 2] = found.float(), 1.0
-                    done += len(part)
-                    context.say(Progress("Asking the reference", done, len(own)))
-        return ranks.sum(made).cpu()  # the only wait for the device
+        values, done = torch.zeros(len(rows), 3, device=world.device), 0
 
-    def _try(self, model: nn.Module, rows: Sequence[Any], context: Run) -> Tensor | None:
-        device = context.ranks.device
-        batch = {name: tensor.to(device) for name, tensor in self._collate(rows).items()}
-        try:
-            with context.ranks.autocast():
+        def compute(part: Part) -> Tensor:
+            batch = {name: tensor.to(world.device) for name, tensor in self._collate(part).items()}
+            with world.autocast():
                 return self._values(model, batch)
-        except Exception as error:
-            if not context.in_step.ran_out(error):
-                raise
-            return None
+
+        with evaluating(model), reference.state():
+            for part, some, is_own in batches_that_fit(
+                own, BATCH_SIZE, _split, compute, parallel=run.parallel, fix=FIX
+            ):
+                if is_own:
+                    index = places[done : done + len(part)].to(world.device)
+                    values[index, :2], values[index, 2] = some.float(), 1.0
+                    done += len(part)
+                    run.say(Progress("Asking the reference", done, len(own)))
+                if run.stop.signum and world.world_size == 1:
+                    break
+        return world.sum(values).cpu()  # the only wait for the device
 
 
-def _parts(rows: Sequence[Any], size: int) -> list[Sequence[Any]]:
+def _split(rows: Sequence[Any], size: int) -> list[Part]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
@@ -177,10 +160,10 @@ def _kept(path: Path, keys: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(known[:, None], kept[order][places].float(), 0.0), known
 
 
-def _keep(path: Path, keys: Tensor, values: Tensor, context: Run) -> None:
+def _keep(path: Path, keys: Tensor, values: Tensor, run: Run) -> None:
     """Write what is known; a disk that refuses costs the file, not the run."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_tensors({KEYS: keys, VALUES: values}, path)
     except (PeftkitError, OSError) as problem:
-        context.say(Notice(f"{path} was not written; a resume asks again. {problem}"))
+        run.say(Notice(f"{path} was not written; a resume asks again. {problem}"))

@@ -19,11 +19,11 @@ from peftkit.data.load import Record
 from peftkit.data.pack import IGNORE, Row, labelled_segments
 from peftkit.data.preferences import Pair, read_pairs_of
 from peftkit.data.rows import Dropped, EncodedRows, StoredRows
+from peftkit.tasks.base import Run
 from peftkit.tasks.preference.losses import Answers, pair_losses, rewards
 from peftkit.tasks.preference.reference import ReferenceValues
 from peftkit.tasks.preference.rows import AnswerEncoder, Compared, after_common_tokens, compared
 from peftkit.tasks.token_task import DocumentTask
-from peftkit.tasks.training import Run
 
 
 class Preference(DocumentTask):
@@ -45,9 +45,9 @@ class Preference(DocumentTask):
         loss = f"{self.config.loss}, {chunks}"
         return {**known, "loss": loss, "pairs": rows, "reference": reference}
 
-    def setup(self, model: nn.Module, context: Run) -> None:
+    def setup(self, run: Run) -> None:
         if self.config.needs_reference:
-            self._values.find(model, self.reference, context)
+            self._values.find(self.reference, run)
 
     def num_positions(self, rows: Sequence[Compared]) -> int:
         lengths = [length for row in rows for length in row.lengths]

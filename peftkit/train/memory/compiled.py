@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from peftkit.data.pack import tokens_of_each
 from peftkit.errors import RunError
-from peftkit.events import Event, Notice, Stage
+from peftkit.events import Notice, Stage
 from peftkit.execution import rng
 from peftkit.execution.out_of_memory import (
     is_compile_error,
@@ -27,9 +27,7 @@ from peftkit.execution.out_of_memory import (
 )
 from peftkit.quant.audit import audit
 from peftkit.settings import TrainConfig
-from peftkit.train.trainer import Trainer
-
-Say = Callable[[Event], None]
+from peftkit.train.step import Trainer
 
 WORTH = {"cpu": 1.2e13, "cuda": 4e16}
 """Tokens of the whole run times parameters of the model, over the kinds of its blocks."""
@@ -55,23 +53,23 @@ def cpp_compiler() -> str | None:
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
-def compile_blocks(learner: Trainer, rows: Sequence[Any], num_steps: int, say: Say) -> None:
+def compile_blocks(trainer: Trainer, num_steps: int) -> None:
     """Compile the blocks if the plan says so, or if it leaves that open and the run repays it.
 
     Raises:
         RunError: Blocks that have to be compiled cannot be.
     """
-    config = learner.config
-    if learner.plan.compile is None:
-        work = work_of(learner, rows, num_steps) / learner.blocks.num_kinds
-        learner.state.plan = replace(
-            learner.plan, compile=is_worth_it(config, work, learner.plan.device)
+    run, config = trainer.run, trainer.run.config
+    if trainer.plan.compile is None:
+        work = work_of(trainer, num_steps) / trainer.blocks.num_kinds
+        trainer.run.state.plan = replace(
+            trainer.plan, compile=is_worth_it(config, work, trainer.plan.device)
         )
-    if not learner.plan.compile:
+    if not trainer.plan.compile:
         return
-    say(Stage("Compiling the model's blocks"))
-    problem = _try_to_compile(learner, rows[: config.batch_size])
-    if learner.ranks.max(int(problem != "")) == 0:
+    run.say(Stage("Compiling the model's blocks"))
+    problem = _try_to_compile(trainer, run.rows[: config.batch_size])
+    if trainer.world.max(int(problem != "")) == 0:
         return
     problem = problem or "another process could not."
     if config.compile is True:
@@ -80,36 +78,37 @@ def compile_blocks(learner: Trainer, rows: Sequence[Any], num_steps: int, say: S
             found=problem,
             fix="Set it to auto or false: the run is the same, and slower.",
         )
-    learner.stop_compiling()
-    say(Notice(f"Blocks are not compiled, which only takes longer. {problem}"))
+    trainer.stop_compiling()
+    run.say(Notice(f"Blocks are not compiled, which only takes longer. {problem}"))
 
 
-def _try_to_compile(learner: Trainer, rows: Sequence[Any]) -> str:
+def _try_to_compile(trainer: Trainer, rows: Sequence[Any]) -> str:
     """Run a forward and a backward pass with compiled blocks; return why that does not work."""
-    blocks, device = learner.blocks, learner.ranks.device
+    blocks, device = trainer.blocks, trainer.world.device
     if blocks.are_streamed:
         return "Their weights are streamed (base.placement), each block's when it is entered."
     if not blocks.blocks:
-        return f"{type(learner.model).__name__} has no blocks that transformers marks as such."
-    if not learner.plan.on_gpu and cpp_compiler() is None:
+        return f"{type(trainer.model).__name__} has no blocks that transformers marks as such."
+    if not trainer.plan.on_gpu and cpp_compiler() is None:
         return "There is no C++ compiler here (CXX, c++, g++, clang++)."
     try:
         blocks.compile()
-        first = learner.micro_batches(rows)[0]
-        with rng.untouched(learner.model, device):
-            learner.loss(first).backward()
+        first = trainer.run.micro_batches(rows)[0]
+        with rng.untouched(trainer.model, device):
+            trainer.loss(first).backward()
     except Exception as error:
         if is_out_of_memory(error) and not is_compile_error(error):
             release_memory()  # the first step will find what fits
             return ""
         return one_line(error)
     finally:
-        learner.optimizer.zero_grad(set_to_none=True)
+        trainer.optimizer.zero_grad(set_to_none=True)
     return ""
 
 
-def work_of(learner: Trainer, rows: Sequence[Any], num_steps: int) -> float:
+def work_of(trainer: Trainer, num_steps: int) -> float:
     """Return the tokens of the whole run times the parameters of the model."""
-    per_step = learner.config.rows_per_step(learner.ranks.world_size)
+    rows = trainer.run.rows
+    per_step = trainer.run.config.rows_per_step(trainer.world.world_size)
     tokens = int(tokens_of_each(rows).sum()) * num_steps * min(per_step / len(rows), 1.0)
-    return tokens * audit(learner.model).num_parameters
+    return tokens * audit(trainer.model).num_parameters

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from peftkit.data.pack import num_tokens, tokens_of_each
 from peftkit.errors import RunError
-from peftkit.events import Event, Notice
+from peftkit.events import Notice
 from peftkit.execution import rng
 from peftkit.execution.environment import used_bytes
 from peftkit.execution.out_of_memory import release_memory
@@ -30,7 +30,7 @@ from peftkit.execution.strategies import choose
 from peftkit.kernels.device import free_bytes, gpu_of
 from peftkit.train.memory.compiled import compile_blocks
 from peftkit.train.optim import STATE_BYTES
-from peftkit.train.trainer import Trainer
+from peftkit.train.step import Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,38 +103,31 @@ AUTO_SHARE = 0.8
 GIVEN_SHARE = 0.92
 """Of the memory that is given, so much is planned; the rest is for what lies between tensors."""
 
-Say = Callable[[Event], None]
-
-
 LOOKED_AT = 2_000
 """Of more rows so many are looked at to plan memory."""
 
 
-def plan_memory_and_compile(
-    learner: Trainer, rows: Sequence[Any], num_steps: int, say: Say
-) -> None:
+def plan_memory_and_compile(trainer: Trainer, num_steps: int) -> None:
     """Refine the plan by what rows take, and compile the blocks, unless a resumed run has done so.
 
     On several processes all come here, with the same rows, and come to the same plan.
 
     Args:
-        rows: All that are trained on, the same on every process.
         num_steps: Of the whole run.
-        say: Hears what the user should know.
 
     Raises:
         RunError: Not even one row fits, or blocks that have to be compiled cannot be.
     """
-    positions = learner.task.num_positions
+    rows, positions = trainer.run.rows, trainer.task.num_positions
     by_length = sorted(_of_all_lengths(rows), key=lambda row: (positions([row]), num_tokens(row)))
-    if _is_measured(learner):
-        short = _saved(learner, by_length[len(by_length) // 2])
-        if not learner.state.measured:
-            _refine(learner, by_length, short, say)
-    learner.state.measured = True
-    if learner.in_step.needed:
-        learner.state.plan = replace(learner.plan, compile=False)
-    compile_blocks(learner, rows, num_steps, say)
+    if _is_measured(trainer):
+        short = _saved(trainer, by_length[len(by_length) // 2])
+        if not trainer.run.state.measured:
+            _refine(trainer, by_length, short)
+    trainer.run.state.measured = True
+    if trainer.run.parallel.in_lockstep:
+        trainer.run.state.plan = replace(trainer.plan, compile=False)
+    compile_blocks(trainer, num_steps)
 
 
 def _of_all_lengths(rows: Sequence[Any]) -> Sequence[Any]:
@@ -146,90 +139,88 @@ def _of_all_lengths(rows: Sequence[Any]) -> Sequence[Any]:
     return [rows[n] for n in order[places].tolist()]
 
 
-def _is_measured(learner: Trainer) -> bool:
+def _is_measured(trainer: Trainer) -> bool:
     """Tell whether there is something to plan for: not every system says how much memory it has."""
-    known = learner.plan.on_gpu or free_bytes() is not None
-    return known or learner.config.memory != "auto"
+    known = trainer.plan.on_gpu or free_bytes() is not None
+    return known or trainer.run.config.memory != "auto"
 
 
-def _refine(
-    learner: Trainer, by_length: Sequence[Any], short: ActivationBytes | None, say: Say
-) -> None:
-    asked, longest = learner.asked, by_length[-1]
-    long = _saved(learner, longest)
+def _refine(trainer: Trainer, by_length: Sequence[Any], short: ActivationBytes | None) -> None:
+    asked, longest = trainer.requested, by_length[-1]
+    long = _saved(trainer, longest)
     available = _available(
-        learner
+        trainer
     )  # after the warm-up forward pass: weights and buffers are resident
     if short is None or long is None:
         return  # the first step will say so
-    positions = learner.task.num_positions([longest])
-    middle = learner.task.num_positions([by_length[len(by_length) // 2]])
+    positions = trainer.task.num_positions([longest])
+    middle = trainer.task.num_positions([by_length[len(by_length) // 2]])
     counted = ((short, middle), (long, positions))
-    costs = [(way, max(s.needed(way) / tokens for s, tokens in counted)) for way in learner.modes]
-    if learner.ranks.world_size > 1:  # whose parts of a row may differ
-        costs = [(way, float(learner.ranks.max(math.ceil(each)))) for way, each in costs]
+    costs = [(way, max(s.needed(way) / tokens for s, tokens in counted)) for way in trainer.modes]
+    if trainer.world.world_size > 1:  # whose parts of a row may differ
+        costs = [(way, float(trainer.world.max(math.ceil(each)))) for way, each in costs]
     plan = choose(asked, costs, available, positions)
     if plan is None:
-        raise _too_little(learner, longest, costs, available)
-    learner.use(plan)
-    if learner.config.memory != "auto" or plan != asked:
-        say(Notice(_sentence(learner, costs, available, longest)))
+        raise _too_little(trainer, longest, costs, available)
+    trainer.use(plan)
+    if trainer.run.config.memory != "auto" or plan != asked:
+        trainer.run.say(Notice(_sentence(trainer, costs, available, longest)))
 
 
-def _saved(learner: Trainer, row: Any) -> ActivationBytes | None:
+def _saved(trainer: Trainer, row: Any) -> ActivationBytes | None:
     """Count what one row saves where all is kept; None if not even that fits into memory."""
     try:
-        with rng.untouched(learner.model, learner.ranks.device), learner.blocks.keeping_all():
-            return saved_by(lambda: learner.loss([row]), learner.blocks.blocks)
+        with rng.untouched(trainer.model, trainer.world.device), trainer.blocks.keeping_all():
+            return saved_by(lambda: trainer.loss([row]), trainer.blocks.blocks)
     except Exception as error:
-        if not learner.in_step.ran_out(error):
+        if not trainer.run.parallel.ran_out(error):
             raise
     release_memory()
     return None
 
 
-def _available(learner: Trainer) -> float:
+def _available(trainer: Trainer) -> float:
     """Return the bytes for activations, the least that any process has."""
-    config, device = learner.config, learner.ranks.device
-    trained = learner.parameters.values()
+    config, device = trainer.run.config, trainer.world.device
+    trained = trainer.parameters.values()
     still = sum(p.numel() * (p.element_size() + STATE_BYTES[config.optimizer]) for p in trained)
     gpu = gpu_of(device)
-    still += _passing(learner)
+    still += _passing(trainer)
     if config.memory == "auto" and gpu is not None:
         available = GIVEN_SHARE * gpu.total(device) - gpu.used(device) - still
     elif config.memory == "auto":
-        available = AUTO_SHARE * (free_bytes() or 0) / learner.ranks.world_size - still
+        available = AUTO_SHARE * (free_bytes() or 0) / trainer.world.world_size - still
     else:
         available = GIVEN_SHARE * config.memory * 1e9 - used_bytes(device) - still
-    return -learner.ranks.max(-int(available))
+    return -trainer.world.max(-int(available))
 
 
-def _passing(learner: Trainer) -> int:
+def _passing(trainer: Trainer) -> int:
     """Return the bytes of the two largest blocks that are gathered from other processes at once."""
-    if not learner.plan.is_sharded:
+    if not trainer.plan.is_sharded:
         return 0
-    sizes = [sum(p.nbytes for p in block.parameters()) for block in learner.blocks.blocks]
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in trainer.blocks.blocks]
     return sum(sorted(sizes)[-2:])
 
 
 def _sentence(
-    learner: Trainer,
+    trainer: Trainer,
     costs: Sequence[tuple[Activations, float]],
     available: float,
     longest: Any,
 ) -> str:
-    plan = learner.plan
+    plan = trainer.plan
     at_once = f"{plan.rows} rows" if plan.tokens is None else f"{plan.tokens:,} tokens"
-    less = "" if plan == learner.asked else " Each step learns from the same rows."
+    less = "" if plan == trainer.requested else " Each step learns from the same rows."
     how = ACTIVATIONS_IN_WORDS[plan.activations]
     return (
-        f"{_left(learner, available)} {_each(costs, longest)}. So {how}, "
+        f"{_left(trainer, available)} {_each(costs, longest)}. So {how}, "
         f"of at most {at_once} at once.{less}"
     )
 
 
-def _left(learner: Trainer, available: float) -> str:
-    memory = learner.config.memory
+def _left(trainer: Trainer, available: float) -> str:
+    memory = trainer.run.config.memory
     whole = "what is free" if memory == "auto" else f"train.memory's {memory:g} GB"
     left = f"{available / 1e9:.3g} GB" if available > 0 else "nothing"
     return f"Weights, optimizer and all else leave {left} of {whole} for activations."
@@ -241,12 +232,12 @@ def _each(costs: Sequence[tuple[Activations, float]], longest: Any) -> str:
 
 
 def _too_little(
-    learner: Trainer, longest: Any, costs: Sequence[tuple[Activations, float]], available: float
+    trainer: Trainer, longest: Any, costs: Sequence[tuple[Activations, float]], available: float
 ) -> RunError:
     way, each = min(costs, key=lambda cost: cost[1])
     fit = int(available / each)
     length, where = num_tokens(longest), getattr(longest, "source", "row")
-    found = [_left(learner, available)]
+    found = [_left(trainer, available)]
     if length:
         found.append(f"The longest row, {where}, has {length:,} tokens.")
     found.append(f"{_each([(way, each)], longest)}.")

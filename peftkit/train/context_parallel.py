@@ -14,19 +14,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from peftkit.errors import ConfigError
+from peftkit.errors import ConfigError, RunError
 from peftkit.execution.plan import ExecutionPlan
+from peftkit.execution.world import World
 from peftkit.kernels.context import Context
 from peftkit.model.modes import evaluating
-from peftkit.tasks import training as loop
 from peftkit.tasks.attention import TrainingAttention, training_attention
+from peftkit.tasks.base import Task
+from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.isolation import logits_of, rms_difference
 from peftkit.tasks.length import num_virtual
 from peftkit.tasks.loss import accepted, head_of, token_loss, unwrapped
 from peftkit.tasks.token_task import TokenTask
+from peftkit.train.lockstep import Lockstep
 
 BY_LENGTH = ("dynamic", "longrope")
 """Rotations that depend on the longest position a process sees."""
@@ -35,7 +39,38 @@ CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}
 """How far logits may be from those of a row in one piece, as a part of them; 0.05 in 16 bits."""
 
 
-class ContextParallelTask(loop.Task):
+class ContextParallel(Lockstep):
+    """Groups of processes that each have the tokens of the same rows in parts.
+
+    Args:
+        size: Processes of a group.
+
+    Raises:
+        RunError: The processes do not make up whole groups.
+    """
+
+    def __init__(self, world: World, task: Task, size: int, *rows: Sequence[Any]) -> None:
+        if world.world_size % size:
+            raise RunError(
+                f"train.context_parallel: {size} takes groups of {size} processes",
+                found=f"There are {world.world_size}.",
+            )
+        super().__init__(world, task, *rows)
+        self.rank, number = divmod(world.rank, size)
+        self.size = world.world_size // size
+        group, _ = dist.new_subgroups(size)
+        self.context = Context(group, size, number)
+
+    def adapt(self, task: Task) -> Task:
+        if not isinstance(task, CausalLM):
+            raise ConfigError(
+                f"train.context_parallel does not go with {type(task).__name__}",
+                fix="Set train.context_parallel: 1.",
+            )
+        return ContextParallelTask(task, self.context)
+
+
+class ContextParallelTask(Task):
     """A task on rows of which this process has a part of the tokens."""
 
     predicts_tokens = True
@@ -75,11 +110,15 @@ class ContextParallelTask(loop.Task):
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         return batch["targets"].numel()
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def spans(self, row: Any) -> list[tuple[str, str]]:
+        return self._task.spans(row)
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         assert self._attention is not None, "the model is not being trained"
         self._attention.layout = self._context
         inputs = accepted(model, _inputs(batch))
-        return token_loss(model, self._head, inputs, batch["target_index"], batch["targets"])
+        targets = batch["targets"]
+        return token_loss(model, self._head, inputs, batch["target_index"], targets)[None]
 
     def _check(self, model: nn.Module, attention: TrainingAttention | None) -> None:
         """Make sure, on all processes, that a row in parts is to the model what it is in one."""

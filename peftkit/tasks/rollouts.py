@@ -1,0 +1,155 @@
+"""Steps that learn from the model's own answers to the prompts of the step.
+
+Which prompts, seeds and answers a step has is a function of the run's seed, the step and the
+weights: nothing of them is saved, and a resumed run makes them again.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.errors import ConfigError, RunError
+from peftkit.events import RolledOut, ScoredAnswer
+from peftkit.execution import rng
+from peftkit.inference.engine import MAX_ROWS
+from peftkit.inference.generate import ModelSampler
+from peftkit.model.modes import evaluating
+from peftkit.tasks.base import Run
+from peftkit.tasks.batches import OnDevice
+from peftkit.tasks.token_task import DocumentTask
+
+MAX_EMPTY = 20
+"""Steps in a row that teach nothing before the run ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """The answers to the prompts of a step, on one process.
+
+    Attributes:
+        rows: What to learn from, possibly nothing.
+        metrics: Means over the answers; the same names on every process.
+        answers: The answers and their rewards.
+    """
+
+    rows: Sequence[Any]
+    metrics: Mapping[str, float]
+    answers: tuple[ScoredAnswer, ...]
+
+
+class RolloutTask(DocumentTask):
+    """A task whose rows are prompts: the model makes the answers that a step learns from.
+
+    Attributes:
+        updates: Optimizer steps with the same answers.
+        needs_log_probs: Whether a step needs `log_probs`.
+    """
+
+    updates: int = 1
+    needs_log_probs: bool = False
+    _empty_steps = 0
+
+    @abstractmethod
+    def roll_out(
+        self, prompts: Sequence[Any], seeds: Sequence[int] | None, sampler: ModelSampler
+    ) -> Rollout:
+        """Have the model answer prompts, and judge the answers.
+
+        Args:
+            seeds: Of each prompt; None: greedy answers, of which nothing is learnt.
+
+        Raises:
+            RunError: A reward function failed.
+        """
+
+    def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return log-probabilities that a step needs beside the model's own."""
+        return {}
+
+    def remember(self, rows: Sequence[Any], values: Mapping[str, Tensor]) -> None:
+        """Keep with the rows of a batch what `log_probs` returned of them."""
+
+    def sampler(self, model: nn.Module) -> ModelSampler:
+        """Return what has a model answer prompts."""
+        return ModelSampler(model, self.tokenizer, MAX_ROWS)
+
+    def check_answers(self, run: Run) -> None:
+        """Make sure that each process can answer prompts by itself.
+
+        Raises:
+            ConfigError: The base, or a row, is spread over processes.
+        """
+        if run.parallel.in_lockstep:
+            raise ConfigError(
+                "learning from the model's own answers needs the whole base on each process",
+                fix="Set train.shard: none and train.context_parallel: 1.",
+            )
+
+    def answered_step(self, prompts: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+        """Return the rows of the optimizer steps that learn from answers to prompts.
+
+        Raises:
+            RunError: A reward function failed, or nothing is left to learn.
+        """
+        began = time.perf_counter()
+        step = run.state.step
+        seeds = [rng.seed_of(run.config.seed, step, index) for index in run.indices]
+        rollout = self._rolled_out(prompts, seeds, run)
+        seconds = time.perf_counter() - began
+        run.say(RolledOut(step + 1, seconds, rollout.answers))
+        run.figures |= _means(rollout, run) | {"rollout_seconds": seconds}
+        if not run.world.max(len(rollout.rows)):
+            self._count_empty(run.figures)
+            return []
+        self._empty_steps = 0
+        if self.needs_log_probs:
+            self._find_log_probs(rollout.rows, run)
+        return [rollout.rows] * self.updates
+
+    def greedy_metrics(self, prompts: Sequence[Any], run: Run) -> dict[str, float]:
+        """Return the mean rewards of greedy answers, and as "loss" minus their reward."""
+        means = _means(self._rolled_out(prompts, None, run), run)
+        return {"loss": -means["reward"], **means}
+
+    def _rolled_out(self, prompts: Sequence[Any], seeds: Sequence[int] | None, run: Run) -> Rollout:
+        """Have prompts answered; leave the generators as they were."""
+        before = rng.capture(run.world.device)
+        with evaluating(run.model):
+            rollout = self.roll_out(prompts, seeds, self.sampler(run.model))
+        rng.restore(before, run.world.device)
+        return rollout
+
+    def _count_empty(self, figures: Mapping[str, float]) -> None:
+        self._empty_steps += 1
+        if self._empty_steps >= MAX_EMPTY:
+            raise RunError(
+                f"{MAX_EMPTY} steps in a row taught nothing: all answers to a prompt that are "
+                "learnt from are worth the same",
+                found=f"Their mean reward is {figures['reward']:.4g}; {figures['cut']:.0%} were "
+                "cut at task.max_new_tokens.",
+                fix="Give a reward that tells answers apart, easier prompts, more answers each, or "
+                "longer ones.",
+            )
+
+    @torch.no_grad()
+    def _find_log_probs(self, rows: Sequence[Any], run: Run) -> None:
+        """Compute log-probabilities under these weights, or the reference's."""
+        with evaluating(run.model), run.world.autocast():
+            for part in run.micro_batches(rows):
+                batch = OnDevice(self.collate(part), run.world.device)
+                self.remember(part, self.log_probs(run.model, batch))
+
+
+def _means(rollout: Rollout, run: Run) -> dict[str, float]:
+    """Return the means over the answers of all processes."""
+    number = len(rollout.answers)
+    sums = torch.tensor([number, *(value * number for value in rollout.metrics.values())])
+    total, *summed = run.world.sum(sums.to(run.world.device)).tolist()
+    return {name: value / total for name, value in zip(rollout.metrics, summed, strict=True)}

@@ -1,0 +1,122 @@
+"""Losses of rows that depend on other rows of the step, for rows that do not fit at once.
+
+A pass over the whole step without gradients computes the values that rows share; each micro-batch
+then replaces its own by values with a gradient (GradCache, arXiv:2101.06983).
+
+Shapes: N rows of the step on all processes, K values of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.execution import rng
+from peftkit.execution.parallel import Part
+from peftkit.execution.world import World
+from peftkit.tasks.base import Run, Task
+from peftkit.tasks.batches import batches_that_fit, on_host, split_micro_batches
+
+INDEX = "step_index"
+"""Entry of a batch: (rows,) its rows' places among the N."""
+
+
+class WholeStep:
+    """The rows of one step, and the values that their losses share.
+
+    Computed when it is made, where the rows of a step lie in several batches or processes; else
+    once a batch has only some of them, because memory ran out for all.
+
+    Args:
+        rows: This process's share of the step.
+        collate: Returns a batch of rows.
+        compute: Returns (rows, K) of a model and a batch.
+
+    Attributes:
+        values: (N, K), or None while one batch holds all rows.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        rows: Sequence[Any],
+        run: Run,
+        collate: Callable[[Sequence[Any]], dict[str, Tensor]],
+        compute: Callable[[nn.Module, Mapping[str, Tensor]], Tensor],
+    ) -> None:
+        self._task, self._run, self._collate, self._compute = task, run, collate, compute
+        self._rows = [*rows]  # kept, so that no other row gets the id of one of them
+        self._places = {id(row): place for place, row in enumerate(self._rows)}
+        self._states: dict[tuple[int, ...], rng.State] = {}
+        self.values: Tensor | None = None
+        is_trained = torch.is_grad_enabled()
+        if not is_trained or run.world.world_size > 1 or len(run.micro_batches(rows)) > 1:
+            self._compute_values()
+
+    def batch(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """Return a batch of rows, with their places if the loss needs those of others."""
+        is_idle = self._run.parallel.in_lockstep  # other rows are padding, with anybody's place
+        is_known = all(id(row) in self._places for row in rows)
+        if not (is_known or is_idle) or (self.values is None and len(rows) == len(self._rows)):
+            return self._collate(rows)
+        if self.values is None:
+            self._compute_values()
+        places = [self._places.get(id(row), 0) for row in rows]
+        return {**self._collate(rows), INDEX: torch.tensor(places)}
+
+    def restore_generators(self, batch: Mapping[str, Tensor]) -> None:
+        """Have dropout leave out of a batch what it did when its values were computed."""
+        state = self._states.get(tuple(on_host(batch, INDEX).tolist()))
+        if state is not None:
+            rng.restore(state, self._run.world.device)
+
+    def _compute_values(self) -> None:
+        run, task, device = self._run, self._task, self._run.world.device
+        start, states = rng.capture(device), dict[tuple[int, ...], rng.State]()
+
+        def split(rows: Sequence[Any], size: int) -> list[Part]:
+            tokens = run.state.plan.tokens
+            return split_micro_batches(rows, task.num_positions, size, tokens, task.bucket_key)
+
+        def compute(part: Part) -> tuple[rng.State, Tensor]:
+            state = rng.capture(device)
+            batch = {name: tensor.to(device) for name, tensor in self._collate(part).items()}
+            with torch.no_grad(), run.world.autocast():
+                return state, self._compute(run.model, batch).float()
+
+        values, order = list[Tensor](), list[int]()
+        size = run.state.plan.rows
+        for part, (state, some), is_own in batches_that_fit(
+            self._rows, size, split, compute, parallel=run.parallel
+        ):
+            if is_own:
+                places = [self._places[id(row)] for row in part]
+                states[tuple(places)] = state
+                values.append(some)
+                order += places
+        rng.restore(start, device)
+        table = torch.zeros(0, device=device)
+        if values:
+            computed = torch.cat(values)
+            index = torch.tensor(order, device=device)
+            table = torch.empty_like(computed).index_copy_(0, index, computed)
+        self.values, first = _of_all(table, run.world)
+        self._places = {row: first + place for row, place in self._places.items()}
+        self._states = {tuple(first + n for n in key): state for key, state in states.items()}
+
+
+def _of_all(values: Tensor, world: World) -> tuple[Tensor, int]:
+    """Return the values of all processes in their order, and where this process's begin."""
+    if world.world_size == 1:
+        return values, 0
+    shape = torch.tensor([*values.shape, 0][:2], device=world.device)
+    shapes = world.gather(shape)  # (world_size, 2): a small last step may leave some without rows
+    counts, width = shapes[:, 0].tolist(), int(shapes[:, 1].max())
+    first = sum(counts[: world.rank])
+    table = values.new_zeros(sum(counts), width, dtype=torch.float32)
+    if len(values):
+        table[first : first + len(values)] = values
+    return world.sum(table), first

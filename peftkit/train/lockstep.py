@@ -1,0 +1,77 @@
+"""Passes over the model that all processes make together.
+
+Where each process holds a shard of the weights, or a part of a row's tokens, a pass gathers those
+of the others. So all processes have to run the model equally often, and the same parts of it: a
+batch with images runs the vision tower too. A process with fewer batches of a kind runs a short row
+of that kind, from which nothing is learnt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, islice
+from typing import Any
+
+import torch
+
+from peftkit.data.pack import num_tokens
+from peftkit.errors import RunError
+from peftkit.execution.out_of_memory import is_out_of_memory
+from peftkit.execution.parallel import Parallel, Part
+from peftkit.execution.world import World
+from peftkit.tasks.base import Task
+
+LOOKED_AT = 1000
+"""Rows of which the shortest is taken, where all are of one kind."""
+
+
+class Lockstep(Parallel):
+    """Processes that depend on each other in every pass.
+
+    Args:
+        task: Says which rows are of one kind (`Task.bucket_key`).
+        rows: Those of the run, the same on every process; one of each kind at least.
+    """
+
+    in_lockstep = True
+
+    def __init__(self, world: World, task: Task, *rows: Sequence[Any]) -> None:
+        super().__init__(world)
+        self._kind = task.bucket_key
+        self._idle: dict[Any, Part] = {}
+        is_one = self._kind(rows[0][0]) is None
+        for row in islice(rows[0], LOOKED_AT) if is_one else chain(*rows):
+            shortest = self._idle.get(self._kind(row))
+            if shortest is None or num_tokens(row) < num_tokens(shortest[0]):
+                self._idle[self._kind(row)] = [row]
+
+    def align(self, parts: Sequence[Part]) -> list[tuple[Part, bool]]:
+        kinds = sorted(self._idle, key=str)
+        parts_of = {
+            kind: [(part, True) for part in parts if self._kind(part[0]) == kind] for kind in kinds
+        }
+        counts = torch.tensor([len(parts_of[kind]) for kind in kinds], device=self.world.device)
+        most = self.world.gather(counts).amax(0).tolist()
+        passes: list[tuple[Part, bool]] = []
+        for kind, number in zip(kinds, most, strict=True):
+            padding = [(self._idle[kind], False)] * (number - len(parts_of[kind]))
+            passes += parts_of[kind] + padding
+        return passes
+
+    def ran_out(self, error: Exception) -> bool:
+        if not is_out_of_memory(error):
+            return False
+        raise RunError(
+            "memory ran out on one process, and the others wait for it in every pass",
+            fix="Lower train.tokens_per_batch or train.batch_size, or set "
+            "train.gradient_checkpointing: true.",
+        ) from None
+
+
+def lockstep(world: World, task: Task, context_parallel: int, *rows: Sequence[Any]) -> Lockstep:
+    """Return how processes go in lockstep: over shards of the base, or over parts of each row."""
+    if context_parallel == 1:
+        return Lockstep(world, task, *rows)
+    from peftkit.train.context_parallel import ContextParallel
+
+    return ContextParallel(world, task, context_parallel, *rows)
