@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import transformers
-from peftkit.train.trainer import Trainer
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import shapes
@@ -28,7 +27,6 @@ from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.execution.plan import Activations
 from peftkit.execution.signals import StopRequest
-from peftkit.execution.world import World
 from peftkit.kernels.packing import keep_copies, packed_tensors
 from peftkit.methods.lora import LoRA
 from peftkit.model.modes import prepared_for_training
@@ -38,8 +36,10 @@ from peftkit.run.config import Recipe
 from peftkit.settings import TrainConfig
 from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
 from peftkit.tasks.config import TaskConfig
+from peftkit.train.loop import new_run
 from peftkit.train.model import trainable_parameters
 from peftkit.train.optim import STATE_BYTES
+from peftkit.train.step import Trainer
 
 FAMILIES = ("smollm2-135m", "gpt2", "gpt_neox", "gemma2", "qwen3_moe")
 LAYERS = 6
@@ -111,23 +111,22 @@ class Measured:
         config = TrainConfig(
             gradient_checkpointing=way != "keep", compile=False, tokens_per_batch=None
         )
-        learner = Trainer(
-            self.model, self.task, self.parameters, config, World(self.device), StopRequest()
-        )
         ids = tuple(n % 1000 + 5 for n in range(length))
         row = Row(ids, (-100, *ids[1:]), (length,), "row 1")
-        self.optimizer, step = learner.optimizer, partial(learner.step, [row], 1e-4)
-        learner.set_activations(way)
-        learner.model.train()
+        run = new_run(self.model, self.task, [row], [], config, stop=StopRequest())
+        trainer = Trainer(run, self.parameters)
+        self.optimizer, step = trainer.optimizer, partial(trainer.step, [row], 1e-4)
+        trainer.set_activations(way)
+        trainer.model.train()
         try:
             with (
-                prepared_for_training(learner.model, learner.plan),
-                learner.task.training(learner.model),
+                prepared_for_training(trainer.model, trainer.plan),
+                trainer.task.training(trainer.model),
             ):
                 step()
                 yield step
         finally:
-            learner.blocks.restore()
+            trainer.blocks.restore()
 
     def peak(self, way: Activations, length: int) -> int:
         """Return the bytes of the weights, and of all that a step allocates at its most."""

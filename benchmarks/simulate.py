@@ -25,7 +25,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from peftkit.train.trainer import Trainer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import flop_registry
@@ -43,8 +42,10 @@ from peftkit.quant.quantize import quantize_model
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.loss import Head, token_loss
+from peftkit.train.loop import new_run
 from peftkit.train.memory import blocks
 from peftkit.train.model import trainable_parameters
+from peftkit.train.step import Trainer
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card, CudaTensor, Kernels
 
@@ -164,6 +165,9 @@ class Tokens(Task):
     ) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
+    def spans(self, row: Any) -> list[tuple[str, str]]:
+        return [("", str(row.input_ids))]
+
     def num_positions(self, rows: Sequence[Any]) -> int:
         return sum(len(row.input_ids) for row in rows)
 
@@ -174,9 +178,9 @@ class Tokens(Task):
     def num_targets(self, batch: Any) -> int:
         return batch["targets"].numel()
 
-    def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
         inputs = {"input_ids": batch["input_ids"], "use_cache": False}
-        return token_loss(model, self.head, inputs, batch["target_index"], batch["targets"])
+        return token_loss(model, self.head, inputs, batch["target_index"], batch["targets"])[None]
 
 
 @contextlib.contextmanager
@@ -210,18 +214,18 @@ def step(layers: int, args: argparse.Namespace) -> tuple[Counting, Card]:
         parameters = trainable_parameters(model)
         assert all(isinstance(parameter, CudaTensor) for parameter in parameters.values())
         task = Tokens(model)
-        learner = Trainer(
-            model, task, parameters, TrainConfig(batch_size=1), World(device), StopRequest()
-        )
-        learner.set_activations(args.activations)
+        config, rows = TrainConfig(batch_size=1), [Row((1,), (1,), (1,), "row")]
+        run = new_run(model, task, rows, [], config, stop=StopRequest(), world=World(device))
+        trainer = Trainer(run, parameters)
+        trainer.set_activations(args.activations)
         model.train()
         ids = tuple(range(10, 10 + args.length))
-        with prepared_for_training(model, learner.plan):
+        with prepared_for_training(model, trainer.plan):
             for length in (16, args.length):
                 counting.kinds.clear()
                 counting.operators.clear()
                 card.reset()
-                learner.step([Row(ids[:length], ids[:length], (length,), "row")], 1e-4)
+                trainer.step([Row(ids[:length], ids[:length], (length,), "row")], 1e-4)
     return counting, card
 
 

@@ -16,9 +16,7 @@ from peftkit.execution.signals import Interrupted, stop_requests, stopping_at_on
 from peftkit.execution.state import Result
 from peftkit.execution.world import joined_ranks
 from peftkit.files.disk import check_folder
-from peftkit.inference.engine import MAX_ROWS
 from peftkit.inference.evaluate import Metric, TextWatch
-from peftkit.inference.generate import ModelSampler
 from peftkit.planning.resolve import resolve_plan
 from peftkit.record import RunRecord, facts_writer, metrics_before_training, save_result
 from peftkit.run import rules
@@ -29,9 +27,8 @@ from peftkit.tasks.token_task import AnswerTask
 from peftkit.train.checkpoints.checkpoint import StartPolicy, locked
 from peftkit.train.checkpoints.identity import flat
 from peftkit.train.checkpoints.manifest import versions
-from peftkit.train.loop import check_output, train_job
+from peftkit.train.loop import check_output, new_run, train
 from peftkit.train.metrics import require_trackers
-from peftkit.train.run import Job
 
 
 def run(
@@ -77,20 +74,20 @@ def run(
             watch = watch_of(recipe, ready, metrics, on_event)
             base_metrics = {} if resume else metrics_before_training(ready, early)
         recipe, record = ready.recipe, RunRecord(ready, before)
-        job = Job(
-            ready.base.model,
-            ready.task,
-            ready.train,
-            ready.eval,
-            recipe.train,
-            weights=record.adapter_folder(),
-            identity=record.identity(),
-            on_event=to_all(facts_writer(record, on_event), on_event),
-            watch=watch,
-            plan=ready.plan,
-            sampler=ModelSampler(ready.base.model, ready.base.tokenizer, MAX_ROWS),
-        )
-        result = train_job(job, start)
+        with stop_requests() as stop:
+            run = new_run(
+                ready.base.model,
+                ready.task,
+                ready.train,
+                ready.eval,
+                recipe.train,
+                stop=stop,
+                on_event=to_all(facts_writer(record, on_event), on_event),
+                plan=ready.plan,
+                world=ranks,
+            )
+            weights, identity = record.adapter_folder(), record.identity()
+            result = train(run, start, weights=weights, identity=identity, watch=watch)
         if result.is_main or is_sharded(ready.base.model):  # then all processes run the model
             with stop_requests() as stop:
                 result = replace(result, metrics={**base_metrics, **result.metrics})

@@ -110,7 +110,7 @@ def train_base(rows: Path, seed: int) -> None:
     model.train()
     for step in range(BASE_STEPS):
         batch = batches[step % len(batches)]
-        loss = task.loss_sum(model, batch) / task.num_targets(batch)
+        loss = task.loss(model, batch)[0] / task.num_targets(batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

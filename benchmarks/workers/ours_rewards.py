@@ -48,7 +48,7 @@ def losses(job: dict[str, Any]) -> dict[str, Any]:
             old = now + APART * noise
             task.remember(groups, {"old": old})
             batch = task.collate(groups)
-            found[loss] = float(task.loss_sum(base.model, batch)) / task.num_targets(batch)
+            found[loss] = float(task.loss(base.model, batch)[0]) / task.num_targets(batch)
         found["old"] = old.tolist()
     return found
 

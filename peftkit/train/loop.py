@@ -131,8 +131,9 @@ def new_run(
     """
     if not rows:
         raise DataError("there are no rows to train on")
-    if world is None:
-        world = World(next(iter(trainable_parameters(model).values())).device)
+    device = next(iter(trainable_parameters(model).values())).device
+    if world is None or world.device != device:  # a base may be on the CPU for want of memory
+        world = World(device)
     parallel = Parallel(world)
     if is_sharded(model) or config.context_parallel > 1:
         from peftkit.train.lockstep import lockstep  # for several processes

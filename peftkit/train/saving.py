@@ -19,7 +19,7 @@ from peftkit.train.checkpoints.checkpoint import Checkpoint, Checkpoints
 from peftkit.train.checkpoints.identity import check_same_run
 from peftkit.train.checkpoints.manifest import versions
 from peftkit.train.optim import STATE_BYTES, load_optimizer_state, optimizer_state
-from peftkit.train.trainer import Trainer
+from peftkit.train.step import Trainer
 
 
 class Weights(Protocol):

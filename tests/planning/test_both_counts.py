@@ -19,10 +19,10 @@ block's backward pass to need as much again as the block saves: of recomputed on
 
 def of_a_run(measured: Measured, length: int) -> ActivationBytes:
     with measured.steps("keep", length) as step:
-        learner: Any = step.func.__self__  # type: ignore[attr-defined]
+        trainer: Any = step.func.__self__  # type: ignore[attr-defined]
         rows = step.args[0]  # type: ignore[attr-defined]
-        with learner.blocks.keeping_all():
-            return saved_by(lambda: learner.loss(rows), learner.blocks.blocks)
+        with trainer.blocks.keeping_all():
+            return saved_by(lambda: trainer.loss(rows), trainer.blocks.blocks)
 
 
 @pytest.mark.slow

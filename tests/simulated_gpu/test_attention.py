@@ -54,10 +54,10 @@ def test_documents_are_taken_apart_by_the_kernel_that_the_header_names(
         assert task.paths["rows"] == "without padding, common beginnings once"
         batch = {n: t.to("cuda") for n, t in task.collate(rows).items()}
         assert ("span_queries" in batch) == (name == "varlen")
-        found = float(task.loss_sum(model, batch))
+        found = float(task.loss(model, batch)[0])
     alone, own = task_on("cpu", family)
     with torch.no_grad():
-        assert found == pytest.approx(float(own.loss_sum(alone, own.collate(rows))), rel=0.01)
+        assert found == pytest.approx(float(own.loss(alone, own.collate(rows))[0]), rel=0.01)
 
 
 def test_nothing_waits_for_where_documents_begin(
@@ -76,7 +76,7 @@ def test_nothing_waits_for_where_documents_begin(
         batch = {n: t.to("cuda") for n, t in task.collate(make_rows(packed=True)).items()}
         monkeypatch.setattr(varlen, "kernel", lambda: passing)
         card.reset()
-        task.loss_sum(model, batch)
+        task.loss(model, batch)[0]
         assert [str(wait) for wait in card.waits] == []
     assert len(set(sizes)) == 1  # numbers of Python, read off a shape
     assert all(type(size) is int for pair in sizes for size in pair)

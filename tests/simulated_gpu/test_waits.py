@@ -63,7 +63,7 @@ def test_a_step_waits_once(
     for waits in steps.waits[1:]:  # before the first the model is looked at
         ours = [wait for wait in waits if IN_TRANSFORMERS not in wait.where]
         assert len(ours) == 1, "\n".join(map(str, ours))
-        assert ours[0].where.startswith("peftkit/train/trainer.py:")
+        assert ours[0].where.startswith("peftkit/train/step.py:")
         assert len(waits) - len(ours) <= 2  # of two micro-batches
 
 

@@ -80,7 +80,7 @@ def test_spans_teach_what_rows_teach(name: str, calls: Counter[str], tokenizer: 
         assert task.paths["attention"] == "varlen"
         assert task.paths["rows"].startswith("without padding")
         calls.clear()
-        task.loss_sum(model, task.collate(SHARING))
+        task.loss(model, task.collate(SHARING))[0]
         assert set(calls) == {"varlen"}  # all layers, windows too
 
 
@@ -124,7 +124,7 @@ def test_what_spans_cannot_serve_takes_another_way_by_name(
         batch = task.collate(ROWS)
         assert "span_queries" not in batch
         assert ("grid_tokens" in batch) == (name == "gemma2")
-        task.loss_sum(model, batch)
+        task.loss(model, batch)[0]
         assert not calls["varlen"]
 
 
@@ -164,7 +164,7 @@ def test_causal_documents_in_rows_of_their_own_need_no_mask(
         assert_same(task, model, rows, "grid_tokens")
     with task.training(model):
         masks.clear()
-        task.loss_sum(model, task.collate(SHARING))
+        task.loss(model, task.collate(SHARING))[0]
     windows = name in ("mistral_swa", "gemma2")
     assert all(mask is None for mask in masks) == (not windows)
 
@@ -177,7 +177,7 @@ def test_generating_meanwhile_sees_its_own_masks(calls: Counter[str], tokenizer:
     wanted = model.generate(ids, **settings)
     task = task_on(model, tokenizer)
     with task.training(model):
-        task.loss_sum(model, task.collate(ROWS)).backward()
+        task.loss(model, task.collate(ROWS))[0].backward()
         task._attention.layout = None
         assert torch.equal(model.generate(ids, **settings), wanted)
 

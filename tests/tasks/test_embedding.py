@@ -28,7 +28,7 @@ from peftkit.tasks.embedding import Embedding, EmbeddingConfig
 from peftkit.tasks.pooling import pooling_of
 from tests.families import ARCHITECTURES
 from tests.tasks.classifiers import framing_tokenizer, write_rows
-from tests.train.toy import learner_of
+from tests.train.toy import trainer_of
 
 ROWS = [
     {"anchor": "the quick brown fox", "positive": "jumps over the dog", "negatives": ["olives"]},
@@ -76,7 +76,7 @@ def test_the_loss_is_its_formula(symmetric: bool, folder: Path) -> None:
     if symmetric:
         back = cross_entropy(scores[:, : len(rows)].T, right, reduction="sum")
         expected = (expected + back) / 2
-    found = task.loss_and_metric_sums(model, task.collate(rows))
+    found = task.loss(model, task.collate(rows))
     assert found[0].item() == pytest.approx(expected.item(), rel=1e-4)
     hits = (scores.argmax(1) == right).float().mean().item()
     assert task.metric_means((found[1:].detach() / 5).tolist())["accuracy"] == pytest.approx(hits)
@@ -88,10 +88,11 @@ def test_parts_of_a_step_have_the_gradient_of_the_whole(dropout: bool, folder: P
     for size in (5, 2) if not dropout else (2, 2):
         model, task, rows = embedding(folder, ROWS)
         model.train(dropout)
-        learner = learner_of(model, task, max_grad_norm=None)
-        learner.use(replace(learner.plan, rows=size))
+        trainer = trainer_of(model, task, max_grad_norm=None)
+        trainer.use(replace(trainer.plan, rows=size))
         torch.manual_seed(1)
-        facts = learner.step(rows, 1e-2)
+        (rows,) = task.before_step(rows, trainer.run)
+        facts = trainer.step(rows, 1e-2)
         weights = [p.detach().clone() for p in model.parameters() if p.requires_grad]
         found.append((facts.loss, facts.grad_norm, weights))
     for loss, norm, weights in found[1:]:
@@ -105,7 +106,7 @@ def test_equal_texts_are_no_wrong_answers(folder: Path) -> None:
     twice = [ROWS[0], {**ROWS[1], "anchor": ROWS[0]["anchor"]}, {**ROWS[2], "positive": "a pizza"}]
     twice.append(ROWS[4])  # its positive is that of the row before
     model, task, rows = embedding(folder, twice)
-    masked = task.loss_and_metric_sums(model, task.collate(rows))[2]
+    masked = task.loss(model, task.collate(rows))[2]
     # of the first two rows each other's positive, for they have one anchor; of the others too
     assert masked.item() == 4
 

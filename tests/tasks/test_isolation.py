@@ -48,7 +48,7 @@ def test_a_packed_batch_gives_the_loss_and_gradients_of_its_rows_alone(
     first = next(model.parameters())
 
     def measured(batches: list[list[Row]]) -> tuple[Tensor, Tensor]:
-        total = torch.stack([task.loss_sum(model, task.collate(batch)) for batch in batches]).sum()
+        total = torch.stack([task.loss(model, task.collate(batch))[0] for batch in batches]).sum()
         return total.detach(), torch.autograd.grad(total, first)[0]
 
     alone, alone_gradient = measured([[row] for row in rows])
@@ -72,8 +72,8 @@ def test_a_model_that_cannot_isolate_documents_is_refused_by_name(name: str) -> 
     assert [event for event in told if "not packed" in getattr(event, "text", "")]
     assert not task.data.packing
     row = documents()[2]
-    loss = task.loss_sum(model, task.collate([row, documents()[3]]))
-    apart = [task.loss_sum(model, task.collate([one])) for one in (row, documents()[3])]
+    loss = task.loss(model, task.collate([row, documents()[3]]))[0]
+    apart = [task.loss(model, task.collate([one]))[0] for one in (row, documents()[3])]
     torch.testing.assert_close(loss, sum(apart), rtol=1e-5, atol=1e-4)
 
 

@@ -155,7 +155,7 @@ def _compare(name: str, ours: Any, theirs: Any, folder: Path, num_steps: int = 2
     for _ in range(num_steps):
         with task.training(ours):
             ours.train()
-            losses = [task.loss_sum(ours, task.collate(part)) for part in parts]
+            losses = [task.loss(ours, task.collate(part))[0] for part in parts]
             mine = torch.stack(losses).sum() / num_targets
             mine.backward()
         theirs.train()
@@ -206,8 +206,8 @@ def test_rows_of_a_batch_lose_what_they_lose_alone(name: str, folder: Path) -> N
     rows = rows_of(task, name, folder)
     with torch.no_grad():
         parts = split_micro_batches(rows, task.num_positions, 8, None, task.bucket_key)
-        together = sum(float(task.loss_sum(model, task.collate(part))) for part in parts)
-        alone = sum(float(task.loss_sum(model, task.collate([row]))) for row in rows)
+        together = sum(float(task.loss(model, task.collate(part))[0]) for part in parts)
+        alone = sum(float(task.loss(model, task.collate([row]))[0]) for row in rows)
     assert together == pytest.approx(alone, rel=1e-5)
     assert sum(map(len, parts)) == len(rows)
     if name in CHATTING:

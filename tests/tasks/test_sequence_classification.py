@@ -66,7 +66,7 @@ def test_loss_is_that_of_transformers(problem, family, tmp_path) -> None:
     data = labelled(tmp_path, PROBLEMS[problem])
     base, task = made(save_base(tmp_path / "base", family), data)
     batch = task.collate(task.load(data))
-    mean = task.loss_sum(base.model, batch) / task.num_targets(batch)
+    mean = task.loss(base.model, batch)[0] / task.num_targets(batch)
     inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
     assert base.model.config.problem_type == task.config.purpose.head.problem_type
     theirs = base.model(**inputs, labels=batch["targets"]).loss
@@ -83,7 +83,7 @@ def test_metrics_are_those_of_the_rows(tmp_path, bert) -> None:
     right = (logits.argmax(-1) == batch["targets"]).float().mean()
     found = task.metrics(base.model, rows)
     assert found["accuracy"] == pytest.approx(float(right))
-    assert found["loss"] == pytest.approx(float(task.loss_sum(base.model, batch)) / len(rows))
+    assert found["loss"] == pytest.approx(float(task.loss(base.model, batch)[0]) / len(rows))
     assert {"f1_macro", "f1_weighted"} <= found.keys()
     texts = [text for text, _ in TEXTS]
     torch.testing.assert_close(task.predict(base.model, texts), logits.softmax(-1))

@@ -229,7 +229,7 @@ def test_ten_steps_are_those_of_a_plain_loop(
     optimizer = torch.optim.AdamW(adapter.parameters(), lr=1e-2, weight_decay=0.0)
     batch = task.collate(read)
     for _ in range(10):
-        loss = task.loss_sum(base.model, batch) / task.num_targets(batch)
+        loss = task.loss(base.model, batch)[0] / task.num_targets(batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -73,7 +73,7 @@ def task_on(model: nn.Module, tokenizer: Any, packing: bool = False) -> CausalLM
 
 
 def learnt(task: TokenTask, model: nn.Module, batch: Any) -> tuple[Tensor, list[Tensor | None]]:
-    loss = task.loss_sum(model, batch)
+    loss = task.loss(model, batch)[0]
     own = [p for p in model.parameters() if p.requires_grad]
     return loss.detach(), list(torch.autograd.grad(loss, own, allow_unused=True))
 

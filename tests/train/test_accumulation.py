@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.train.batches import StatelessSampler
-from tests.train.toy import Toy, ToyTask, learner_of, make_rows, play
+from tests.train.toy import Toy, ToyTask, make_rows, play, trainer_of
 
 # Sums of the same few hundred fp32 terms in another order.
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
@@ -20,22 +20,22 @@ ROWS = make_rows(8)  # of 3 to 9 tokens
 
 def gradients_of_a_step(model: nn.Module, **changes: Any) -> dict[str, Tensor]:
     """Return what the optimizer is given in one step over ROWS."""
-    learner, seen = learner_of(model, ToyTask(), **changes), dict[str, Tensor]()
+    trainer, seen = trainer_of(model, ToyTask(), **changes), dict[str, Tensor]()
 
     def watch(*_: object) -> None:
         seen.update(
-            {n: p.grad.clone() for n, p in learner.parameters.items() if p.grad is not None}
+            {n: p.grad.clone() for n, p in trainer.parameters.items() if p.grad is not None}
         )
 
-    learner.optimizer.register_step_pre_hook(watch)
-    learner.step(ROWS, 0.1)
+    trainer.optimizer.register_step_pre_hook(watch)
+    trainer.step(ROWS, 0.1)
     return seen
 
 
 def reference_gradients() -> dict[str, Tensor]:
     model, task = Toy(), ToyTask()
     batch = task.collate(ROWS)
-    (task.loss_sum(model, batch) / task.num_targets(batch)).backward()
+    (task.loss(model, batch)[0] / task.num_targets(batch)).backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -59,7 +59,7 @@ def test_a_mean_of_means_would_be_noticed_here() -> None:
     model, task = Toy(), ToyTask()
     for row in ROWS:
         batch = task.collate([row])
-        (task.loss_sum(model, batch) / task.num_targets(batch) / len(ROWS)).backward()
+        (task.loss(model, batch)[0] / task.num_targets(batch) / len(ROWS)).backward()
     wrong = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     right = reference_gradients()
     assert any(not torch.allclose(wrong[name], right[name], rtol=1e-2) for name in right)
@@ -90,7 +90,7 @@ def test_a_run_is_a_plain_loop_over_its_groups(tmp_path: Path) -> None:
     order = StatelessSampler(14, 4, seed=0)
     for step in range(12):
         batch = task.collate([rows[index] for index in order.step_indices(step)])
-        loss = task.loss_sum(model, batch) / task.num_targets(batch)
+        loss = task.loss(model, batch)[0] / task.num_targets(batch)
         plain.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -111,17 +111,17 @@ def test_a_gradient_that_is_a_transposed_view_is_read_right() -> None:
     assert isinstance(twisted.lora_A.weight, nn.Parameter)
     twisted.lora_A.weight.register_post_accumulate_grad_hook(transposed)
     for model in (plain, twisted):
-        learner = learner_of(model, ToyTask())
+        trainer = trainer_of(model, ToyTask())
         for _ in range(3):
-            learner.step(ROWS, 0.1)
+            trainer.step(ROWS, 0.1)
     assert torch.equal(plain.lora_A.weight, twisted.lora_A.weight)
 
 
 def test_a_parameter_without_a_gradient_gets_zeros() -> None:
     model = Toy()
     model.unused = nn.Parameter(torch.ones(3, 3))
-    learner = learner_of(model, ToyTask(), weight_decay=0.5)
-    learner.step(ROWS, 0.1)
+    trainer = trainer_of(model, ToyTask(), weight_decay=0.5)
+    trainer.step(ROWS, 0.1)
     # only the decay has moved it: 1 - 0.1 x 0.5
     torch.testing.assert_close(model.unused.data, torch.full((3, 3), 0.95))
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from peftkit.tasks.context_parallel import own_part, unsuited
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from peftkit.adapter import attach
@@ -23,6 +22,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.recipe import run
 from peftkit.run.config import Recipe
 from peftkit.tasks.causal_lm import CausalLM
+from peftkit.train.context_parallel import own_part, unsuited
 from tests.families import ARCHITECTURES, FURTHER, tiny_tokenizer
 from tests.tasks.test_unpadding import a_row
 from tests.train.children import exit_code, start
@@ -114,12 +114,12 @@ def each_model(rank: int, folder: Path) -> None:
             continue  # is no causal language model
         own = [p for p in model.parameters() if p.requires_grad]
         torch.nn.init.normal_(own[-1], std=0.1)
-        want = task.loss_sum(model, task.collate([row]))
+        want = task.loss(model, task.collate([row]))[0]
         wanted = torch.autograd.grad(want, own, allow_unused=True)
         parts = task.in_parts(context)
         try:
             with parts.training(model):
-                loss = parts.loss_sum(model, parts.collate([row]))
+                loss = parts.loss(model, parts.collate([row]))[0]
                 grads = torch.autograd.grad(loss, own, allow_unused=True)
         except ConfigError as error:
             found[name] = str(error.found)

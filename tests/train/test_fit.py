@@ -93,7 +93,7 @@ def test_the_eval_loss_is_the_mean_over_all_targets(tmp_path: Path) -> None:
     run = play(tmp_path, eval_rows=rows)
     batch = task.collate(rows)
     with torch.no_grad():
-        loss = float(task.loss_sum(run.model.eval(), batch)) / task.num_targets(batch)
+        loss = float(task.loss(run.model.eval(), batch)[0]) / task.num_targets(batch)
     evals = [event for event in run.events if isinstance(event, EvalDone)]
     assert [event.step for event in evals] == [3, 6, 9, 12]
     # two batches of 2 and one of 1 against one of 5: sums in another order
@@ -115,10 +115,10 @@ def test_only_a_loss_of_tokens_has_a_perplexity(tokens: bool, tmp_path: Path) ->
 
 def test_evaluating_does_not_disturb_training(tmp_path: Path) -> None:
     class Drawing(ToyTask):
-        def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
             if not model.training:
                 torch.rand(3), random.random(), np.random.rand()
-            return super().loss_sum(model, batch)
+            return super().loss(model, batch)
 
     often = play(tmp_path / "a", model=Toy(dropout=0.3), task=Drawing(), eval_every=1)
     never = play(tmp_path / "b", model=Toy(dropout=0.3), eval_rows=[], eval_every=None)
@@ -130,9 +130,9 @@ def test_dropout_is_off_in_the_evaluation_and_on_in_training(tmp_path: Path) -> 
     seen: list[tuple[bool, bool]] = []
 
     class Watching(ToyTask):
-        def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
             seen.append((torch.is_grad_enabled(), model.get_submodule("dropout").training))
-            return super().loss_sum(model, batch)
+            return super().loss(model, batch)
 
     play(tmp_path, task=Watching())
     assert set(seen) == {(True, True), (False, False)}
@@ -228,8 +228,8 @@ def test_defaults_suffice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_an_eval_loss_that_is_not_finite_is_told_and_never_best(tmp_path: Path) -> None:
     class Diverging(ToyTask):
-        def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-            loss = super().loss_sum(model, batch)
+        def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+            loss = super().loss(model, batch)
             return loss if model.training else loss * float("nan")
 
     run = play(tmp_path, task=Diverging())

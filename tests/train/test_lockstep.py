@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from peftkit.tasks.lockstep import LockstepForward, Part
 from torch import Tensor
+
+from peftkit.execution.parallel import Parallel, Part
+from peftkit.train.lockstep import Lockstep
 
 
 class Two:
     """One of two processes, the other of which says what it is told."""
 
     device = torch.device("cpu")
+    rank, world_size = 0, 2
 
     def __init__(self, other: list[int]) -> None:
         self.other = other
@@ -24,33 +28,30 @@ class Two:
 ROWS = [("text", 5), ("image", 9), ("text", 2), ("image", 4)]
 
 
-def in_step(other: list[int], *, needed: bool = True) -> LockstepForward:
-    ranks: Any = Two(other)
-    return LockstepForward(ranks, lambda row: row[0], ROWS, needed=needed)
+def in_step(other: list[int]) -> Lockstep:
+    world: Any = Two(other)
+    task: Any = SimpleNamespace(bucket_key=lambda row: row[0])
+    return Lockstep(world, task, ROWS)
 
 
 def test_kinds_come_in_one_order_and_are_filled_up() -> None:
     parts: list[Part] = [ROWS[2:3], ROWS[:1], ROWS[1:2]]
-    lockstep = in_step([3, 1])  # batches of images and of text that the other process has
-    passes = lockstep.padded_passes(lockstep.ordered(parts))
-    assert [(rows[0][0], is_real) for rows, is_real in passes] == [
+    passes = in_step([3, 1]).align(parts)  # batches of images and text that the other process has
+    assert [(rows[0][0], is_own) for rows, is_own in passes] == [
         ("image", True),
         ("image", False),
         ("image", False),
         ("text", True),
         ("text", True),
     ]
-    assert [rows for rows, is_real in passes if is_real] == lockstep.ordered(parts)
+    assert [rows for rows, is_own in passes if is_own] == [ROWS[1:2], ROWS[2:3], ROWS[:1]]
 
 
 def test_a_process_without_rows_runs_as_many_as_the_other() -> None:
-    assert [rows[0][0] for rows, _ in in_step([1, 2]).padded_passes([])] == [
-        "image",
-        "text",
-        "text",
-    ]
+    assert [rows[0][0] for rows, _ in in_step([1, 2]).align([])] == ["image", "text", "text"]
 
 
 def test_processes_that_do_not_depend_on_each_other_run_what_they_have() -> None:
     parts: list[Part] = [ROWS[:2]]
-    assert in_step([9, 9], needed=False).padded_passes(parts) == [(ROWS[:2], True)]
+    world: Any = Two([9, 9])
+    assert Parallel(world).align(parts) == [(ROWS[:2], True)]

@@ -23,8 +23,8 @@ class Poisoned(ToyTask):
     def __init__(self, factor: float) -> None:
         self.factor, self.ids = factor, make_rows(14)[BAD].input_ids
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        loss = super().loss_sum(model, batch)
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        loss = super().loss(model, batch)
         has = any(tuple(ids[: len(self.ids)]) == self.ids for ids in batch["input_ids"].tolist())
         return loss * self.factor if has else loss
 

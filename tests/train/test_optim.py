@@ -19,7 +19,7 @@ from peftkit.train.optim import (
     optimizer_state,
     parameter_groups,
 )
-from tests.train.toy import Toy, ToyTask, crash_after, learner_of, make_rows, play, same
+from tests.train.toy import Toy, ToyTask, crash_after, make_rows, play, same, trainer_of
 
 
 def rates(**changes: object) -> list[float]:
@@ -167,12 +167,12 @@ class Half(Toy):
 
 
 def test_a_step_that_overflows_is_done_again_at_a_lower_scale_and_learns_the_same() -> None:
-    plain, scaled = learner_of(Toy(0.3), ToyTask()), learner_of(Half(0.3), ToyTask())
+    plain, scaled = trainer_of(Toy(0.3), ToyTask()), trainer_of(Half(0.3), ToyTask())
     scaled.scale = LossScale(needed=True)
-    for learner in (plain, scaled):
+    for trainer in (plain, scaled):
         torch.manual_seed(0)
         for _ in range(3):
-            learner.step(make_rows(8), 0.1)
+            trainer.step(make_rows(8), 0.1)
     assert 1.0 < scaled.scale.factor < 2.0**16
     assert scaled.scale.good_steps == 3
     for name, parameter in plain.parameters.items():

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from peftkit.train.run import Run
 from torch import Tensor, nn
 
 from peftkit.events import EvalDone, Event
 from peftkit.execution.signals import Interrupted, StopRequest, stop_requests
 from peftkit.train.checkpoints import manifest
 from peftkit.train.checkpoints.checkpoint import Checkpoints
+from peftkit.train.loop import Loop
 from tests.train.toy import COUNTED, Played, Row, Toy, ToyTask, play, same
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
@@ -29,12 +29,12 @@ class Signalling(ToyTask):
         self.calls, self.in_training = calls, in_training
         self.count = -COUNTED if in_training else 0
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         if model.training == self.in_training:
             self.count += 1
             if self.count in self.calls:
                 os.kill(os.getpid(), self.calls[self.count])
-        return super().loss_sum(model, batch)
+        return super().loss(model, batch)
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +67,10 @@ def test_a_signal_between_two_steps_never_loses_the_step_before(
     tmp_path: Path, whole: Played, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """At the very moment in which the run decides whether to save."""
-    decide = Run._is_due
+    decide = Loop._is_due
 
-    def decided(self: Run, every: int | None) -> bool:
-        now = self.learner.state.step == 5 and every == 100
+    def decided(self: Loop, every: int | None) -> bool:
+        now = self.run.state.step == 5 and every == 100
         if now and when == "before":
             os.kill(os.getpid(), signal.SIGTERM)
         result = decide(self, every)
@@ -79,7 +79,7 @@ def test_a_signal_between_two_steps_never_loses_the_step_before(
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "_is_due", decided)
+        patch.setattr(Loop, "_is_due", decided)
         run = play(tmp_path, model=Toy(dropout=0.3), save_every=100)
     assert isinstance(run.error, Interrupted)
     assert run.saved[-1] == f"step-{len(run.losses)}"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peftkit.tasks.training import Run
 from torch import Tensor, nn
 
 from peftkit.events import EvalDone, StepDone
-from tests.train.toy import Row, Toy, ToyTask, learner_of, make_rows, play
+from peftkit.tasks.base import Run
+from peftkit.tasks.whole_step import INDEX, WholeStep
+from tests.train.toy import Row, Toy, ToyTask, make_rows, play, trainer_of
 
 ROWS = make_rows(8)
 
@@ -22,7 +24,8 @@ class Centred(ToyTask):
 
     predicts_tokens = False
     metric_names = ("above",)
-    needs_whole_step = True
+    collates_ahead = False
+    _step: WholeStep | None = None
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         return len(batch["labels"])
@@ -31,14 +34,25 @@ class Centred(ToyTask):
         scores = model(batch["input_ids"]).float().tanh()
         return (scores * (batch["labels"] != -100)[..., None]).sum((1, 2))[:, None]
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return self.loss_and_metric_sums(model, batch)[0]
+    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+        self._step = WholeStep(self, rows, run, super().collate, self.row_values)
+        return [rows]
 
-    def loss_and_metric_sums(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        own = self.row_values(model, batch)
-        mean = batch.get("step_values", own.detach()).mean()
-        if "step_values" in batch:  # what was seen first is what is seen now, dropout and all
-            torch.testing.assert_close(batch["step_values"][batch["step_index"]], own.detach())
+    def collate(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        return super().collate(rows) if self._step is None else self._step.batch(rows)
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        if INDEX not in batch:
+            own = self.row_values(model, batch)
+            mean = own.detach().mean()
+        else:
+            assert self._step is not None
+            assert self._step.values is not None
+            self._step.restore_generators(batch)
+            own = self.row_values(model, batch)
+            # what was computed first is what is computed now, dropout and all
+            torch.testing.assert_close(self._step.values[batch[INDEX]], own.detach())
+            mean = self._step.values.mean()
         return torch.stack([((own - mean) ** 2).sum(), (own > mean).sum().float()])
 
 
@@ -47,9 +61,10 @@ def test_rows_know_the_whole_step_whatever_goes_through_at_once(dropout: float) 
     task, found = Centred(), []
     for size in (8, 3, 1) if dropout == 0 else (3,):
         model = Toy(dropout).train()
-        learner = learner_of(model, task)
-        learner.use(replace(learner.plan, rows=size))
-        facts = learner.step(ROWS, 1e-2)
+        trainer = trainer_of(model, task)
+        trainer.use(replace(trainer.plan, rows=size))
+        (rows,) = task.before_step(ROWS, trainer.run)
+        facts = trainer.step(rows, 1e-2)
         found.append((facts.loss, facts.figures["above"], model.lora_B.weight.detach().clone()))
     for loss, above, weight in found[1:]:
         assert (loss, above) == pytest.approx(found[0][:2], rel=1e-5)
@@ -57,10 +72,12 @@ def test_rows_know_the_whole_step_whatever_goes_through_at_once(dropout: float) 
 
 
 def test_rows_keep_their_values_where_they_are_sorted_to_fit() -> None:
-    learner = learner_of(Toy().train(), Centred(), tokens_per_batch=None)
-    learner.use(replace(learner.plan, tokens=16))  # the longest first
-    assert len(learner.micro_batches(ROWS)) > 2
-    learner.step(ROWS, 1e-2)  # Centred compares the values that each batch is given
+    task = Centred()
+    trainer = trainer_of(Toy().train(), task, tokens_per_batch=None)
+    trainer.use(replace(trainer.plan, tokens=16))  # the longest first
+    assert len(trainer.run.micro_batches(ROWS)) > 2
+    (rows,) = task.before_step(ROWS, trainer.run)
+    trainer.step(rows, 1e-2)  # Centred compares the values that each batch is given
 
 
 def test_figures_are_told_at_each_step_and_evaluation(tmp_path: Path) -> None:
@@ -75,17 +92,17 @@ def test_figures_are_told_at_each_step_and_evaluation(tmp_path: Path) -> None:
 
 
 def test_a_task_begins_once_with_all_rows(tmp_path: Path) -> None:
-    with_bos: list[Run] = []
+    begun: list[Run] = []
 
     class Beginner(ToyTask):
-        def setup(self, model: nn.Module, context: Run) -> None:
+        def setup(self, run: Run) -> None:
             torch.rand(3)  # draws: the run is the same
-            with_bos.append(context)
+            begun.append(run)
 
     rows: list[Row] = ROWS[:6]
     run = play(tmp_path / "a", task=Beginner(), rows=rows, eval_rows=ROWS[6:], eval_every=None)
-    (context,) = with_bos
-    assert list(context.rows) == ROWS
-    assert context.folder == tmp_path / "a"
+    (first,) = begun
+    assert list(first.all_rows) == ROWS
+    assert first.config.output_dir == tmp_path / "a"
     plain = play(tmp_path / "b", task=ToyTask(), rows=rows, eval_rows=ROWS[6:], eval_every=None)
     assert run.losses == plain.losses

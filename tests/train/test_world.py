@@ -30,7 +30,7 @@ class Listing(ToyTask):
     def __init__(self, what: str) -> None:
         self.what, self.seen, self.calls, self.last = what, list[Any](), -COUNTED, 0
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         if model.training:
             self.calls, self.last = self.calls + 1, len(batch["labels"])
             own = os.environ["RANK"] == "1"
@@ -41,8 +41,8 @@ class Listing(ToyTask):
             if self.what == "short" and own and len(batch["labels"]) > 1:
                 raise RuntimeError("CUDA out of memory.")
             if self.what == "nan" and own and self.calls == 5:
-                return super().loss_sum(model, batch) * float("nan")
-        loss = super().loss_sum(model, batch)
+                return super().loss(model, batch) * float("nan")
+        loss = super().loss(model, batch)
         if model.training and loss.requires_grad:
             rows = [tuple(row) for row in batch["input_ids"].tolist()]
             loss.register_hook(lambda _: self.seen.extend(rows))  # learnt from, not only counted
@@ -210,10 +210,10 @@ def test_a_killed_process_ends_the_other_in_bounded_time(tmp_path: Path) -> None
 
 
 class Precise(ToyTask):
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         assert torch.is_autocast_enabled("cpu"), "the launcher asked for bf16"
         assert model(batch["input_ids"]).dtype == torch.bfloat16
-        return super().loss_sum(model, batch)
+        return super().loss(model, batch)
 
 
 def train_precisely(folder: str) -> None:

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peftkit.train.trainer import Trainer
 from torch import Tensor, nn
 
 from peftkit.data.pack import padded
 from peftkit.events import Event, Notice, Saved, StepDone
 from peftkit.execution.signals import StopRequest
 from peftkit.execution.state import Result
-from peftkit.execution.world import World
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
-from peftkit.train.loop import fit
+from peftkit.train.loop import fit, new_run
+from peftkit.train.model import trainable_parameters
+from peftkit.train.step import Trainer
 
 VOCABULARY = 31
 COUNTED = 2
@@ -76,9 +76,11 @@ class ToyTask(Task):
 
     predicts_tokens = True
 
-    @property
-    def paths(self) -> Mapping[str, str]:
-        return {}
+    def __init__(self) -> None:
+        """Need no model and no files."""
+
+    def spans(self, row: Row) -> list[tuple[str, str]]:
+        return [("", str(row.input_ids))]
 
     def training(self, model: nn.Module, plan: Any = None) -> AbstractContextManager[object]:
         return nullcontext()
@@ -91,25 +93,23 @@ class ToyTask(Task):
             "labels": torch.tensor([[*r.labels] + [-100] * n for r, n in padded]),
         }
 
-    def bucket_key(self, row: Row) -> None:
-        """All rows can share a batch."""
-
     def num_positions(self, rows: Sequence[Row]) -> int:
         return len(rows) * padded(*rows)
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         return int((batch["labels"] != -100).sum())
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         logits = model(batch["input_ids"]).float()
-        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+        targets = batch["labels"].flatten()
+        return F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")[None]
 
 
-def learner_of(model: nn.Module, task: Any, **changes: Any) -> Trainer:
-    """Return a Learner alone, without a run around it."""
-    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+def trainer_of(model: nn.Module, task: Any, **changes: Any) -> Trainer:
+    """Return a trainer alone, without a loop around it."""
     config = config_of(Path("unused"), **{"batch_size": 8, **changes})
-    return Trainer(model, task, parameters, config, World(torch.device("cpu")), StopRequest())
+    run = new_run(model, task, make_rows(2), [], config, stop=StopRequest())
+    return Trainer(run, trainable_parameters(model))
 
 
 @dataclass
@@ -231,6 +231,6 @@ def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 class CausalTask(ToyTask):
     """The loss of a real causal model."""
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        return logits.logsumexp(-1).sum()
+        return logits.logsumexp(-1).sum()[None]

@@ -246,7 +246,7 @@ def _too_little(
     fixes = ["Lower data.max_length", "quantise the base (base.quantize: nf4)"]
     if way == "keep":
         fixes.append("recompute activations (train.gradient_checkpointing: auto)")
-    if learner.plan.device == "cuda" and learner.plan.placement == "device":
+    if trainer.plan.device == "cuda" and trainer.plan.placement == "device":
         fixes.append("stream a quantised base (base.placement: stream)")
     return RunError(
         "one row alone does not fit into memory",

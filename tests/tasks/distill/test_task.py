@@ -83,7 +83,7 @@ def test_loss_and_gradient_are_the_definition(
     llama.train()
 
     def step() -> tuple[Tensor, tuple[Tensor, ...]]:
-        found = task.loss_and_metric_sums(llama, task.collate(rows))
+        found = task.loss(llama, task.collate(rows))
         return found, torch.autograd.grad(found[0], parameters)
 
     if together:
@@ -124,7 +124,7 @@ def test_a_teacher_may_be_another_adapter_or_model(
     wanted = torch.autograd.grad(expected, [*adapter.parameters()])
     base.model.train()
     with task.training(base.model):
-        found = task.loss_and_metric_sums(base.model, task.collate(rows))[0]
+        found = task.loss(base.model, task.collate(rows))[0]
         gradients = torch.autograd.grad(found, [*adapter.parameters()])
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     for a, b in zip(gradients, wanted, strict=True):
@@ -145,9 +145,9 @@ def test_a_model_whose_head_is_not_apart_gives_the_same(
 ) -> None:
     moved_adapter(llama)
     task, rows = task_on(llama, tokenizer, settings(tmp_path), write_rows(tmp_path))
-    wanted = task.loss_and_metric_sums(llama, task.collate(rows))
+    wanted = task.loss(llama, task.collate(rows))
     task._head = None
-    found = task.loss_and_metric_sums(llama, task.collate(rows))
+    found = task.loss(llama, task.collate(rows))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -180,7 +180,7 @@ def test_a_teacher_without_another_prompt_than_the_student_is_at_zero(
         for one in row.documents[:1]
     ]
     with adapter.disabled():
-        loss, agreed = task.loss_and_metric_sums(llama, task.collate(same)).tolist()
+        loss, agreed = task.loss(llama, task.collate(same)).tolist()
     assert loss == pytest.approx(0, abs=1e-5)
     assert agreed == task.num_targets(task.collate(same))
 

@@ -111,7 +111,7 @@ def test_loss_and_gradient_are_the_formulas(
         expected, grads = float(torch.stack(terms).sum().detach()), gradients(adapter)
         llama.zero_grad()
         batch = task.collate(groups)
-        found = task.loss_and_metric_sums(llama, batch)
+        found = task.loss(llama, batch)
         found[0].backward()
     assert float(found[0].detach()) == pytest.approx(expected, abs=1e-5, rel=1e-5)
     assert torch.allclose(gradients(adapter), grads, atol=1e-5, rtol=1e-5)
@@ -132,7 +132,7 @@ def test_the_divergence_from_the_base_is_added(
         now = torch.cat(each_answer(llama))
         with adapter.disabled():
             d = torch.cat(each_answer(llama)) - now
-        found = task.loss_and_metric_sums(llama, task.collate(groups))
+        found = task.loss(llama, task.collate(groups))
     kl = (d.exp() - d - 1).sum()
     plain = sum(
         -value * len(answer)
@@ -164,4 +164,4 @@ def test_a_prompt_poses_as_its_longest_answers(
     assert prompt.reference == "fox"
     batch = task.collate([prompt])
     assert len(batch["targets"]) == 3 * MAX_NEW
-    assert float(task.loss_sum(llama, batch).detach()) == 0.0
+    assert float(task.loss(llama, batch)[0].detach()) == 0.0

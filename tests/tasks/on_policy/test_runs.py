@@ -160,7 +160,7 @@ def test_a_reward_that_cannot_be_used_is_an_error(function: str, told: str, tmp_
 def test_steps_that_teach_nothing_end_the_run(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peftkit.train.rollouts.MAX_EMPTY", 3)
+    monkeypatch.setattr("peftkit.tasks.rollouts.MAX_EMPTY", 3)
     events: list[Event] = []
     with pytest.raises(RunError, match=r"3 steps in a row taught nothing(.|\n)* 1"):
         run_recipe(recipe(asked("always"), train={"max_steps": 9}), on_event=events.append)

@@ -90,11 +90,11 @@ def test_loss_and_gradient_are_the_formulas(
         with task.training(llama):
             assert "the prompt once" in task.paths["pairs"]
             batch = task.collate(rows)
-            found = task.loss_and_metric_sums(llama, batch)
+            found = task.loss(llama, batch)
             gradients = torch.autograd.grad(found[0], parameters)
         assert batch["input_ids"].shape[0] == 1
     else:
-        found = task.loss_and_metric_sums(llama, task.collate(rows))
+        found = task.loss(llama, task.collate(rows))
         gradients = torch.autograd.grad(found[0], parameters)
     assert found[0].item() == pytest.approx(expected.item(), rel=1e-4)
     for a, b in zip(gradients, wanted, strict=True):
@@ -122,7 +122,7 @@ def test_kto_is_its_formula(
     wanted = torch.autograd.grad(expected, list(adapter.parameters()))
     llama.train()
     with task.training(llama):
-        found = task.loss_and_metric_sums(llama, task.collate(rows))
+        found = task.loss(llama, task.collate(rows))
         gradients = torch.autograd.grad(found[0], list(adapter.parameters()))
     told = task.metric_means((found[1:] / len(rows)).tolist())
     assert told["z"] == pytest.approx(float(z), rel=1e-4)

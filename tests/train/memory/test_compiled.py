@@ -28,7 +28,7 @@ from peftkit.train.memory.compiled import is_worth_it
 from tests.families import ARCHITECTURES, FAMILIES
 from tests.tasks.test_unpadding import a_row
 from tests.train.memory.test_plan import CausalTask, Deep
-from tests.train.toy import Played, Row, crash_after, learner_of, make_rows, play, same
+from tests.train.toy import Played, Row, crash_after, make_rows, play, same, trainer_of
 
 # torch.compile itself uses what torch has deprecated; who runs Python as usual does not see it
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
@@ -113,7 +113,7 @@ def test_documents_in_one_row_are_one_graph_whatever_their_lengths(
             for rows in batches:
                 batch = task.collate(rows)
                 assert "grid_tokens" in batch
-                task.loss_sum(model, batch).backward()
+                task.loss(model, batch)[0].backward()
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
     wanted = learnt()
@@ -183,11 +183,13 @@ def test_blocks_that_are_built_alike_are_of_one_kind(family: str, kinds: int) ->
 
 
 def test_the_work_of_a_run_is_its_tokens_times_the_parameters() -> None:
-    rows, learner = make_rows(14), learner_of(Deep(), CausalTask(), batch_size=4)
-    parameters = sum(p.numel() for p in learner.model.parameters())
+    rows, trainer = make_rows(14), trainer_of(Deep(), CausalTask(), batch_size=4)
+    parameters = sum(p.numel() for p in trainer.model.parameters())
     tokens = sum(len(row.input_ids) for row in rows)
-    assert compiled.work_of(learner, rows, 7) == pytest.approx(7 * 8 / 14 * tokens * parameters)
-    assert compiled.work_of(learner, rows[:2], 5) == 5 * (3 + 4) * parameters
+    trainer.run.rows = rows
+    assert compiled.work_of(trainer, 7) == pytest.approx(7 * 8 / 14 * tokens * parameters)
+    trainer.run.rows = rows[:2]
+    assert compiled.work_of(trainer, 5) == 5 * (3 + 4) * parameters
 
 
 def compiling(folder: Path, **changes: Any) -> Played:

@@ -17,7 +17,7 @@ from peftkit.events import StepDone
 from peftkit.execution.out_of_memory import is_compile_error, is_out_of_memory
 from peftkit.methods.lora import LoRA
 from peftkit.model.modes import prepared_for_training
-from peftkit.train import run as run_module
+from peftkit.train import loop as loop_module
 from peftkit.train.memory.blocks import Blocks
 from tests.families import FAMILIES
 from tests.train.toy import (
@@ -27,10 +27,10 @@ from tests.train.toy import (
     Toy,
     ToyTask,
     crash_after,
-    learner_of,
     make_rows,
     play,
     same,
+    trainer_of,
 )
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -52,9 +52,9 @@ class Small(ToyTask):
         self.error = error or RuntimeError(CUDA)
         self.order: list[int] = []
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         height, width = batch["input_ids"].shape
-        loss = super().loss_sum(model, batch)
+        loss = super().loss(model, batch)
         if model.training == self.in_training and (height > self.rows or width > self.tokens):
             raise self.error
         if model.training:
@@ -103,7 +103,7 @@ def test_memory_that_runs_out_in_the_middle_of_a_group_leaves_no_gradient_behind
 ) -> None:
     rows = make_rows(14)
     task = Small()
-    plain = task.loss_sum
+    plain = task.loss
     calls = -COUNTED
 
     def once(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -113,7 +113,7 @@ def test_memory_that_runs_out_in_the_middle_of_a_group_leaves_no_gradient_behind
             raise RuntimeError(CUDA)
         return plain(model, batch)
 
-    task.loss_sum = once  # type: ignore[method-assign]
+    task.loss = once  # type: ignore[method-assign]
     run = play(tmp_path / "a", task=task, rows=rows, batch_size=2)
     reference = play(tmp_path / "b", rows=rows, batch_size=2)
     assert [text.split(":")[0] for text in run.notices] == ["Step 2"]
@@ -135,9 +135,9 @@ def test_another_batch_size_that_is_allowed_counts_from_the_resume_on(tmp_path: 
     heights: list[int] = []
 
     class Measuring(ToyTask):
-        def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
             heights.append(len(batch["labels"]))
-            return super().loss_sum(model, batch)
+            return super().loss(model, batch)
 
     play(tmp_path, task=Small(1), on_event=crash_after(5), batch_size=2)
     play(tmp_path, task=Measuring(), resume=True, batch_size=4, allow_changes=["train"])
@@ -181,14 +181,14 @@ def test_an_eval_row_too_large_is_an_error(tmp_path: Path) -> None:
 
 
 def test_memory_that_runs_out_in_the_optimizer_is_told(tmp_path: Path) -> None:
-    learner = learner_of(Toy(), Small())
+    trainer = trainer_of(Toy(), Small())
 
     def fail(*_: object) -> None:
         raise RuntimeError(CUDA)
 
-    learner.optimizer.register_step_pre_hook(fail)
+    trainer.optimizer.register_step_pre_hook(fail)
     with pytest.raises(RunError, match="adamw_8bit"):
-        learner.step(make_rows(4), 0.1)
+        trainer.step(make_rows(4), 0.1)
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(tmp_path: Path) -> None:
@@ -234,9 +234,9 @@ class Deep(Toy):
 
 
 class SmallUnlessRecomputed(Small):
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         self.rows = 2 if isinstance(model, Deep) and model.block.gradient_checkpointing else 0
-        return super().loss_sum(model, batch)
+        return super().loss(model, batch)
 
 
 def test_recomputing_changes_no_number_and_is_undone(tmp_path: Path) -> None:
@@ -250,11 +250,11 @@ def test_recomputing_changes_no_number_and_is_undone(tmp_path: Path) -> None:
 
 
 def test_auto_recomputes_once_not_one_row_fits_and_then_tries_whole_batches_again() -> None:
-    learner = learner_of(Deep(), SmallUnlessRecomputed())
-    facts = learner.step(make_rows(8), 0.1)
-    assert learner.blocks.activations == "recompute"
-    assert learner.plan.activations == "recompute"
-    assert learner.plan.rows == 2
+    trainer = trainer_of(Deep(), SmallUnlessRecomputed())
+    facts = trainer.step(make_rows(8), 0.1)
+    assert trainer.blocks.activations == "recompute"
+    assert trainer.plan.activations == "recompute"
+    assert trainer.plan.rows == 2
     assert (
         "activations are recomputed (train.gradient_checkpointing), 2 rows at a time"
         in facts.notice
@@ -262,12 +262,12 @@ def test_auto_recomputes_once_not_one_row_fits_and_then_tries_whole_batches_agai
 
 
 def test_a_run_that_had_to_recompute_does_so_after_a_resume_unless_told_otherwise() -> None:
-    first, second = (learner_of(Deep(), ToyTask()) for _ in range(2))
+    first, second = (trainer_of(Deep(), ToyTask()) for _ in range(2))
     first.set_activations("recompute")
-    second.load_state(first.state)
+    second.load_state(first.run.state)
     assert second.blocks.activations == "recompute"
-    told = learner_of(Deep(), ToyTask(), gradient_checkpointing=False)
-    told.load_state(first.state)
+    told = trainer_of(Deep(), ToyTask(), gradient_checkpointing=False)
+    told.load_state(first.run.state)
     assert told.plan.activations == "keep"
 
 
@@ -321,8 +321,8 @@ def test_memory_in_holes_is_given_back_after_the_plan_and_now_and_then(
 ) -> None:
     given: list[int] = []
     steps: list[int] = []
-    monkeypatch.setattr(run_module, "GIVE_BACK_EVERY", 3)
-    monkeypatch.setattr(run_module, "trim_malloc", lambda: given.append(len(steps)))
+    monkeypatch.setattr(loop_module, "GIVE_BACK_EVERY", 3)
+    monkeypatch.setattr(loop_module, "trim_malloc", lambda: given.append(len(steps)))
     played = play(
         tmp_path,
         on_event=lambda event: steps.append(1) if isinstance(event, StepDone) else None,
@@ -353,10 +353,10 @@ def test_a_failed_attempt_leaves_nothing_of_its_graph_in_groups_of_layers() -> N
             return nn.functional.silu(x)
 
     model.model.layers[1].mlp.act_fn = full = Full()
-    learner = learner_of(model, CausalTask())
+    trainer = trainer_of(model, CausalTask())
     rows = [Row(tuple(range(3, 12)), (0,) * 9, "") for _ in range(4)]
-    with prepared_for_training(model, learner.plan):
-        facts = learner.step(rows, 1e-3)
+    with prepared_for_training(model, trainer.plan):
+        facts = trainer.step(rows, 1e-3)
     assert full.left_behind is False
     assert "2 rows at a time instead of" in facts.notice
 
