@@ -66,12 +66,3 @@ class Lockstep(Parallel):
             fix="Lower train.tokens_per_batch or train.batch_size, or set "
             "train.gradient_checkpointing: true.",
         ) from None
-
-
-def lockstep(world: World, task: Task, context_parallel: int, *rows: Sequence[Any]) -> Lockstep:
-    """Return how processes go in lockstep: over shards of the base, or over parts of each row."""
-    if context_parallel == 1:
-        return Lockstep(world, task, *rows)
-    from peftkit.train.context_parallel import ContextParallel
-
-    return ContextParallel(world, task, context_parallel, *rows)

@@ -18,7 +18,6 @@ from peftkit.base.sharding import is_sharded
 from peftkit.errors import DataError, PeftkitError
 from peftkit.events import Listener, Notice, RunDone, RunStarted, RunStopped, StepDone, ignore
 from peftkit.execution import rng
-from peftkit.execution.parallel import Parallel
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.signals import Interrupted, StopRequest, stop_requests
 from peftkit.execution.state import Result, State, StepFacts
@@ -48,6 +47,7 @@ from peftkit.train.model import (
     trainable_parameters,
 )
 from peftkit.train.optim import learning_rate
+from peftkit.train.parallel import parallel_of
 from peftkit.train.saving import Saver, TrainableWeights, Weights
 from peftkit.train.step import Trainer
 from peftkit.train.validation import Evaluator, Validation
@@ -134,11 +134,7 @@ def new_run(
     device = next(iter(trainable_parameters(model).values())).device
     if world is None or world.device != device:  # a base may be on the CPU for want of memory
         world = World(device)
-    parallel = Parallel(world)
-    if is_sharded(model) or config.context_parallel > 1:
-        from peftkit.train.lockstep import lockstep  # for several processes
-
-        parallel = lockstep(world, task, config.context_parallel, rows, eval_rows)
+    parallel = parallel_of(world, model, task, config.context_parallel, rows, eval_rows)
     plan = plan or plan_as_found(model, config, world)
     return Run(
         model=model,

@@ -388,7 +388,7 @@ def test_the_loss_is_that_of_the_processors_own_inputs(
         with torch.no_grad():
             logits = model(**made, use_cache=False).logits[0, :-1]
             theirs = F.cross_entropy(logits, labels[0, 1:], reduction="sum")
-            torch.testing.assert_close(task.loss_sum(model, task.collate([row])), theirs)
+            torch.testing.assert_close(task.loss(model, task.collate([row]))[0], theirs)
 
 
 def test_rows_say_how_much_of_a_video_is_shown(tmp_path: Path) -> None:

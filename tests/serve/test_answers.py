@@ -59,7 +59,7 @@ def test_an_adapter_that_knows_no_chat_is_asked_as_it_learnt(
     turns = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
     refused = client.post(CHAT, json={"model": "two", "messages": turns})
     assert refused.status_code == 400
-    assert "learnt from single prompts" in refused.json()["error"]["message"]
+    assert "trained on single prompts" in refused.json()["error"]["message"]
 
 
 def test_parts_of_text_and_the_developer_s_role_are_read(client: Any) -> None:

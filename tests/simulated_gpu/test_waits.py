@@ -12,7 +12,8 @@ from torch import Tensor
 
 from peftkit.events import Event, StepDone
 from peftkit.methods.lora import DoRA, LoRA
-from peftkit.train.batches import BatchPrefetcher, OnDevice
+from peftkit.tasks.batches import OnDevice
+from peftkit.train.batches import BatchPrefetcher
 from tests.simulated_gpu import same
 from tests.simulated_gpu.same import train
 from tests.simulated_gpu.simulation import simulated
@@ -117,7 +118,7 @@ def test_the_thread_pins_memory_for_the_card_of_its_process() -> None:
 
 def test_what_draws_random_numbers_is_collated_when_it_is_its_turn(card: Card) -> None:
     task = Collating()
-    task.draws_in_collate = True
+    task.collates_ahead = False
     BatchPrefetcher(task, torch.device("cuda", 0)).prefetch([make_rows(2)])
     assert task.seen == []
     BatchPrefetcher(Collating(), torch.device("cpu")).prefetch([make_rows(2)])
