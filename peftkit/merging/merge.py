@@ -110,22 +110,22 @@ def merge(
     out, tally, purpose = Path(out).expanduser(), Tally(), task_of(file).purpose
     stored = DTYPES[dtype] if dtype else None
     files = files_of(name, revision)
-    into_codes = from_quantized or published(read_config(name, revision, purpose)) is not None
-    same_config = not into_codes and not file.provenance.loading.get("rope_scaling")
+    is_quantized = from_quantized or published(read_config(name, revision, purpose)) is not None
+    same_config = not is_quantized and not file.provenance.loading.get("rope_scaling")
     load = partial(open_adapter, file.folder, base, force=force, on_event=on_event)
     with new_model_folder(out, overwrite, (file.folder, Path(name))) as folder:
         changes = reference = effect = agreed = None
         if files is not None and same_config:
-            bones = skeleton(name, revision=revision, purpose=purpose)
-            changes = changes_of(file, files, bones, stored, tally)
+            empty = skeleton(name, revision=revision, purpose=purpose)
+            changes = changes_of(file, files, empty, stored, tally)
         if files is not None and changes is not None:
             if verify:
-                opened = load(quantize="none", dtype=precision(bones))
+                opened = load(quantize="none", dtype=precision(empty))
                 reference = reference_of(opened, prompts)
                 del opened
             write_over_files(files, folder, changes, dtype=stored, on_event=on_event)
         else:
-            opened, usual = _open_whole(load, files, from_quantized, into_codes)
+            opened, usual = _open_to_merge(load, files, from_quantized, is_quantized)
             reference = reference_of(opened, prompts) if verify else None
             write_in_memory(opened, folder, stored or usual, tally, on_event)
             del opened
@@ -139,21 +139,21 @@ def merge(
         task_of(file).write_beside(folder, config, local_folder(name, revision))
         merged = Merged(out, name, tally, effect, agreed)
         hub_id = locate(name, revision).hub_id
-        write_card(_card(merged, file, purpose, into_codes, hub_id), folder)
+        write_card(_card(merged, file, purpose, is_quantized, hub_id), folder)
     on_event(Table("The merged model", ("", ""), tuple(_facts(merged).items())))
     on_event(Saved("merged model", out))
     return merged
 
 
-def _open_whole(
-    load: Callable[..., Opened], files: Shards | None, from_quantized: bool, into_codes: bool
+def _open_to_merge(
+    load: Callable[..., Opened], files: Shards | None, from_quantized: bool, is_quantized: bool
 ) -> tuple[Opened, torch.dtype]:
     """Load base and adapter to merge; return them, and the dtype of most of the base's weights.
 
     Args:
         load: Makes them. files: The base's, if they are on this machine.
         from_quantized: Into the base as it was loaded for training.
-        into_codes: Into the dequantised weights of a quantised base: so, or because its files are.
+        is_quantized: The base is quantised: on request, or in its files.
 
     Raises:
         MergeError: The base is quantised without `from_quantized`; or the reverse.
@@ -161,7 +161,7 @@ def _open_whole(
     # quantised weights as they were trained over; others in float32, to round only once
     how = {} if from_quantized else {"quantize": "none", "dtype": "fp32", "device": "cpu"}
     opened = load(**how)
-    _check_kind(opened, into_codes)
+    _check_kind(opened, is_quantized)
     usual = opened.base.model.dtype if from_quantized else _usual_dtype(files)
     if not free_now(opened.base.device).on_gpu:
         opened.base.model.float()  # also what comes out of quantised weights

@@ -137,12 +137,12 @@ def reference_of(opened: Opened, prompts: Sequence[str]) -> Reference:
     return Reference(adapted, bare, base.device, base.model.dtype)
 
 
-def precision(bones: nn.Module) -> str:
+def precision(model: nn.Module) -> str:
     """Return the dtype to compare in: float32, where every difference shows, if there is room.
 
     A model that a GPU does not hold in 16 bits either is loaded onto the CPU.
     """
-    number, main = sum(p.numel() for p in bones.parameters()), torch.device("cpu")
+    number, main = sum(p.numel() for p in model.parameters()), torch.device("cpu")
     here = free_now()
     if here.on_gpu and 2 * number > ROOM * here.usable:
         here = free_now(main)
