@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from peftkit.figures import duration
-from peftkit.report.chart import NUM_COLORS, Chart, Line, charts
+from peftkit.report.chart import Chart, Line, charts
 from peftkit.report.history import History, read_history
 from peftkit.report.html import text
 from peftkit.report.page import STYLE
@@ -28,8 +28,8 @@ THEMES = {
     "light": {"ground": "#ffffff", "text": "#1b1f26", "soft": "#5c6675", "rule": "#dde1e7"},
     "dark": {"ground": "#14171c", "text": "#e6e9ee", "soft": "#9aa5b4", "rule": "#343b46"},
 }
-_COLORS = re.findall(r"--c\d: (#\w+)", STYLE)
-COLORS = {"light": _COLORS[:NUM_COLORS], "dark": _COLORS[NUM_COLORS:]}
+_LIGHT, _DARK = zip(*re.findall(r"--c\d: light-dark\((#\w+), (#\w+)\)", STYLE), strict=True)
+COLORS = {"light": _LIGHT, "dark": _DARK}
 MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
 
 
@@ -58,12 +58,12 @@ def summary(run: History) -> str:
 def curve(chart: Chart, look: dict[str, str], colors: tuple[str, ...]) -> Iterator[str]:
     """Yield the chart of the losses, with its axes and its legend."""
     bottom = TOP + PLOT_HEIGHT
-    for value in chart.y_ticks():
+    for value, shown in chart.y_ticks():
         y = bottom - PLOT_HEIGHT * chart.y(value)
         yield f'<path d="M{LEFT} {y:.1f}h{PLOT_WIDTH}" stroke="{look["rule"]}"/>'
-        yield write(LEFT - 6, y + 4, chart.text(value), 11, look["soft"], anchor="end")
+        yield write(LEFT - 6, y + 4, shown, 11, look["soft"], anchor="end")
     for step in chart.x_ticks():
-        x = LEFT + PLOT_WIDTH * chart.x(step)
+        x = LEFT + PLOT_WIDTH * step / chart.last_step
         yield write(x, bottom + 17, f"{step:,}", 11, look["soft"], anchor="middle")
     yield write(LEFT + PLOT_WIDTH / 2, bottom + 36, "step", 11, look["soft"], anchor="middle")
     legend = LEFT + PLOT_WIDTH - 200
@@ -86,7 +86,7 @@ def curve(chart: Chart, look: dict[str, str], colors: tuple[str, ...]) -> Iterat
 def places_of(chart: Chart, line: Line) -> list[tuple[float, float]]:
     """Return where a line's points lie in the picture."""
     return [
-        (LEFT + PLOT_WIDTH * chart.x(step), TOP + PLOT_HEIGHT * (1 - chart.y(value)))
+        (LEFT + PLOT_WIDTH * step / chart.last_step, TOP + PLOT_HEIGHT * (1 - chart.y(value)))
         for step, value in line.points
     ]
 

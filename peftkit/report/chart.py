@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
-from peftkit.figures import count, metric, size
+from peftkit.figures import metric
 from peftkit.report.history import Curve, History, smoothed
 from peftkit.report.html import text
 
@@ -26,6 +26,7 @@ NUM_COLORS = 8
 MAX_DOTS = 60
 """With more points only the last has a dot."""
 TITLES = {
+    "loss": "Loss",
     "learning_rate": "Learning rate",
     "grad_norm": "Gradient norm",
     "tokens_per_second": "Tokens per second",
@@ -53,16 +54,16 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over steps; seams are steps at which the run was resumed."""
+    """Lines over steps.
+
+    Attributes:
+        name: Of the curve. seams: Steps at which the run was resumed.
+    """
 
     title: str
+    name: str
     lines: Sequence[Line]
     seams: Sequence[int] = ()
-
-    @property
-    def counts_bytes(self) -> bool:
-        """Whether its values are sizes."""
-        return self.title == TITLES["peak_bytes"]
 
     @cached_property
     def span(self) -> tuple[float, float]:
@@ -82,31 +83,18 @@ class Chart:
         """The end of the x axis."""
         return max(1, *(line.points[-1][0] for line in self.lines if line.points))
 
-    def x(self, step: float) -> float:
-        """Return where a step is, from 0 to 1."""
-        return step / self.last_step
-
     def y(self, value: float) -> float:
         """Return where a value is, from 0 (bottom) to 1; outliers are put on the edge."""
         low, high = self.span
         return min(1.0, max(0.0, (value - low) / (high - low)))
 
-    def y_ticks(self) -> list[float]:
-        """Return the round values that are written next to the y axis."""
-        return round_ticks(*self.span)
+    def y_ticks(self) -> list[tuple[float, str]]:
+        """Return round values for the y axis, with their text."""
+        return [(value, metric(self.name, value)) for value in round_ticks(*self.span)]
 
     def x_ticks(self) -> list[int]:
-        """Return the round steps that are written below the x axis."""
-        ticks = round_ticks(0, self.last_step)
-        return sorted({round(step) for step in ticks if step == round(step)})
-
-    def text(self, value: float) -> str:
-        """Return a value as the y axis shows it."""
-        if self.counts_bytes:
-            return size(value)
-        if abs(value) >= 1000:
-            return count(value) if abs(value) >= 100_000 else f"{value:,.0f}"
-        return metric("", value) if abs(value) >= 1e-3 or value == 0 else f"{value:.1e}"
+        """Return round steps for the x axis."""
+        return [int(step) for step in round_ticks(0, self.last_step) if step.is_integer()]
 
 
 def round_ticks(low: float, high: float, number: int = 4) -> list[float]:
@@ -124,19 +112,15 @@ def round_ticks(low: float, high: float, number: int = 4) -> list[float]:
 def charts(runs: Sequence[History]) -> list[Chart]:
     """Return the charts of runs: one run in all detail, several overlaid."""
     names = dict.fromkeys(name for run in runs for name in run.curves)
-    of_titles = {"Loss": ["loss", "eval/loss"]}
-    for prefix, title in (("eval/", "Eval"), ("train/", "Train")):
-        for name in names:
-            if name.startswith(prefix) and name != "eval/loss":
-                of_titles[f"{title}: {name.removeprefix(prefix).replace('_', ' ')}"] = [name]
-    for name, title in TITLES.items():
-        if any(any(run.curves[name].values()) for run in runs):
-            of_titles[title] = [name]
-    seams = runs[0].seams if len(runs) == 1 else ()
+    of_eval, of_task = ([n for n in names if n.startswith(p)] for p in ("eval/", "train/"))
     found = []
-    for title, group in of_titles.items():
-        lines = [line for name in group for line in _lines(runs, name) if line.points]
-        found += [Chart(title, lines, seams)] if lines else []
+    for name in dict.fromkeys(["loss", *of_eval, *of_task, *TITLES]):
+        title = TITLES.get(name) or name.replace("_", " ").replace("/", ": ").capitalize()
+        lines = list(_lines(runs, name))
+        if name == "loss":
+            lines += _lines(runs, "eval/loss")
+        if lines and name != "eval/loss":
+            found.append(Chart(title, name, lines, runs[0].seams if len(runs) == 1 else ()))
     return found
 
 
@@ -145,8 +129,10 @@ def _lines(runs: Sequence[History], name: str) -> Iterator[Line]:
     is_alone, is_eval = len(runs) == 1, name.startswith("eval/")
     for color, run in enumerate(runs):
         curve = run.curves[name]
+        if not curve or (name == "peak_bytes" and not any(curve.values())):
+            continue
         if is_eval:
-            label = "eval" if is_alone else f"{run.name}, eval"
+            label = "eval" * (name == "eval/loss") if is_alone else f"{run.name}, eval"
             yield Line(label, points(curve), color + is_alone, "points")
         elif name in SMOOTH:
             yield Line("" if is_alone else run.name, points(curve), color)
@@ -173,28 +159,23 @@ def points(curve: Curve, columns: int = COLUMNS) -> list[Point]:
 def drawn(chart: Chart) -> str:
     """Return a chart as a figure of HTML."""
     lines = sorted(chart.lines, key=lambda line: line.style != "raw")
-    rules = (f"M0 {_y(chart, value)}H{WIDTH}" for value in chart.y_ticks())
-    seams = (f"M{_x(chart, step)} 0V{HEIGHT}" for step in chart.seams)
-    y_axis = (
-        f'<span style="bottom:{100 * chart.y(value):.2f}%">{text(chart.text(value))}</span>'
-        for value in chart.y_ticks()
-    )
+    y_ticks = [(HEIGHT * (1 - chart.y(value)), shown) for value, shown in chart.y_ticks()]
+    rules = (f"M0 {y:.2f}H{WIDTH}" for y, _ in y_ticks)
+    seams = (f"M{WIDTH * step / chart.last_step:.1f} 0V{HEIGHT}" for step in chart.seams)
+    y_axis = (f'<span style="top:{y / HEIGHT:.2%}">{text(shown)}</span>' for y, shown in y_ticks)
     x_axis = (
-        f'<span{" class=end" * (chart.x(step) > 0.95)} style="left:{100 * chart.x(step):.2f}%">'
-        f"{step:,}</span>"
+        f"<span{' class=end' * (step > 0.95 * chart.last_step)} "
+        f'style="left:{step / chart.last_step:.2%}">{step:,}</span>'
         for step in chart.x_ticks()
     )
-    keys = (
-        f'<span class="key {_kind(line)}">{text(line.label)}</span>'
-        for line in chart.lines
-        if line.label
-    )
+    labelled = [line for line in chart.lines if line.label]
+    keys = (f"<span {_kind(line, 'key')}>{text(line.label)}</span>" for line in labelled)
     low, high = chart.span
     return f"""<figure>
 <figcaption><b>{text(chart.title)}</b>{"".join(keys)}<output></output></figcaption>
 <div class="frame"><div class="y">{"".join(y_axis)}</div>
 <div class="plot" data-low="{low:.6g}" data-high="{high:.6g}"
- data-last="{chart.last_step}" data-kind="{"bytes" if chart.counts_bytes else "number"}">
+ data-last="{chart.last_step}" data-kind="{"bytes" if chart.name == "peak_bytes" else "number"}">
 <svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img"
  aria-label="{text(chart.title)}, by step"><path class="rule" d="{"".join(rules)}"></path>
 <path class="seam" d="{"".join(seams)}"></path>
@@ -206,26 +187,21 @@ def drawn(chart: Chart) -> str:
 
 
 def _polyline(chart: Chart, line: Line) -> str:
-    places = " ".join(f"{_x(chart, step)},{_y(chart, value)}" for step, value in line.points)
+    width = WIDTH / chart.last_step
+    places = (f"{width * step:.1f},{HEIGHT * (1 - chart.y(v)):.2f}" for step, v in line.points)
     label = text(line.label)
-    return f'<polyline class="{_kind(line)}" points="{places}" data-label="{label}"></polyline>'
+    return f'<polyline {_kind(line)} points="{" ".join(places)}" data-label="{label}"></polyline>'
 
 
 def _dots(chart: Chart, line: Line) -> str:
     """Return marks of points, as HTML: a stretched drawing would make them ovals."""
+    if line.style != "points":
+        return ""
     shown = line.points if len(line.points) <= MAX_DOTS else line.points[-1:]
-    places = (f"left:{100 * chart.x(s):.2f}%;bottom:{100 * chart.y(v):.2f}%" for s, v in shown)
-    dots = (f'<i class="dot {_kind(line)}" style="{place}"></i>' for place in places)
-    return "".join(dots) if line.style == "points" else ""
+    places = (f"left:{step / chart.last_step:.2%};bottom:{chart.y(v):.2%}" for step, v in shown)
+    return "".join(f"<i {_kind(line, 'dot', place)}></i>" for place in places)
 
 
-def _kind(line: Line) -> str:
-    return f"{line.style} c{line.color % NUM_COLORS}"
-
-
-def _x(chart: Chart, step: int) -> str:
-    return f"{WIDTH * chart.x(step):.1f}"
-
-
-def _y(chart: Chart, value: float) -> str:
-    return f"{HEIGHT * (1 - chart.y(value)):.2f}"
+def _kind(line: Line, name: str = "", place: str = "") -> str:
+    """Return the attributes that give an element the style and the colour of a line."""
+    return f'class="{name} {line.style}" style="--c:var(--c{line.color % NUM_COLORS});{place}"'

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +29,6 @@ IDLE_SECONDS = 120.0
 """A run that wrote nothing for so long, and for ten times its usual pause, has stopped."""
 CURVES = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "peak_bytes")
 MAX_DEPTH = 4
-SKIPPED_FOLDERS = {"checkpoints", "node_modules", "__pycache__"}
 State = Literal["finished", "running", "stopped", "failed", "not begun"]
 Curve = dict[int, float]
 """Value by step, in the order of steps."""
@@ -66,8 +66,7 @@ class History:
         curves: By name: those of CURVES, "eval/METRIC", and "train/FIGURE" for the task's figures.
         seams: Steps at which the run was resumed.
         notices: (last step before it, text).
-        started: The newest RunStarted line.
-        ended: How the run ended, if it did; reason: why it failed or stopped.
+        started: The newest RunStarted line. end: The RunDone or RunStopped line after it, if any.
         samples: Lines of samples.jsonl. scores: Entries of tasks.json.
         answers: By step, the lines of answers.jsonl with the highest and the lowest reward.
         changed: When metrics.jsonl was last written, in seconds since 1970.
@@ -79,8 +78,7 @@ class History:
     seams: list[int] = field(default_factory=list)
     notices: list[tuple[int, str]] = field(default_factory=list)
     started: dict[str, Any] = field(default_factory=dict)
-    ended: State | None = None
-    reason: str = ""
+    end: dict[str, Any] = field(default_factory=dict)
     facts: RunFacts = field(default_factory=RunFacts)
     samples: list[dict[str, Any]] = field(default_factory=list)
     scores: list[dict[str, Any]] = field(default_factory=list)
@@ -88,7 +86,6 @@ class History:
     num_tokens: int = 0
     began: float = 0.0
     changed: float = 0.0
-    training_seconds: float = 0.0
 
     @property
     def step(self) -> int:
@@ -103,12 +100,16 @@ class History:
     @property
     def seconds(self) -> float:
         """Duration so far; until the run is done with the pauses between its parts."""
-        return self.training_seconds or max(0.0, self.changed - self.began)
+        return self.end.get("seconds") or max(0.0, self.changed - self.began)
 
     def state(self, now: float | None = None) -> State:
         """Return whether the run goes on, or how it ended."""
-        if self.ended or not self.started:
-            return self.ended or "not begun"
+        if not self.started:
+            return "not begun"
+        if self.end:
+            if self.end["event"] == "RunDone":
+                return "finished"
+            return "stopped" if self.end.get("state") == "stopped" else "failed"
         pause = (self.changed - self.began) / max(self.step, 1)
         quiet = (time.time() if now is None else now) - self.changed
         return "running" if quiet < max(IDLE_SECONDS, 10 * pause) else "stopped"
@@ -126,11 +127,8 @@ class History:
             self.num_tokens = line.get("num_tokens", 0)
         elif event == "EvalDone" and isinstance(step, int):
             self._add_values(step, line.get("metrics", {}), prefix="eval/")
-        elif event == "RunDone":
-            self.ended, self.training_seconds = "finished", line.get("seconds", 0.0)
-        elif event == "RunStopped":
-            self.ended = "stopped" if line.get("state") == "stopped" else "failed"
-            self.reason = str(line.get("text"))
+        elif event in ("RunDone", "RunStopped"):
+            self.end = dict(line)
 
     def _add_values(self, step: int, values: Mapping[str, Any], prefix: str = "") -> None:
         for name, value in values.items():
@@ -140,8 +138,7 @@ class History:
     def _start(self, line: Mapping[str, Any]) -> None:
         """Begin anew, or go on from the step that the run is resumed at."""
         start = line.get("start_step", 0)
-        self.started = dict(line)
-        self.ended, self.reason, self.training_seconds = None, "", 0.0
+        self.started, self.end = dict(line), {}
         if start == 0:
             self.began = line.get("time", 0.0)
             for part in (self.curves, self.seams, self.notices):
@@ -159,13 +156,12 @@ def read_history(folder: str | Path) -> History:
         DataError: There is no run in it.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise DataError(f"there is no run '{folder}'", found="There is no such folder.")
     if not is_run(folder):
         inside = [str(path.parent) for path in sorted(folder.glob(f"*/{METRICS}"))]
+        lacking = f"It holds no {METRICS}, which every run writes."
         raise DataError(
             f"'{folder}' holds no run",
-            found=f"It holds no {METRICS}, which every run writes.",
+            found=lacking if folder.is_dir() else "There is no such folder.",
             fix=f"Runs in it: {first_few(inside, 8, ', ')}." if inside else "",
         )
     run = History(folder, str(folder))
@@ -236,25 +232,11 @@ def smoothed(curve: Curve) -> Curve:
 
     At both ends the window is cut off, to no less than its half.
     """
-    half = max(2, len(curve) // 100)
-    sums = [0.0]
-    for value in curve.values():
-        sums.append(sums[-1] + value)
-    means = {}
-    for place, step in enumerate(curve):
-        start, stop = max(0, place - half), min(len(curve), place + half + 1)
-        means[step] = (sums[stop] - sums[start]) / (stop - start)
-    return means
-
-
-def lowest(curve: Curve) -> tuple[int, float] | tuple[None, None]:
-    """Return the step and the value of a curve's minimum."""
-    return min(curve.items(), key=lambda point: point[1], default=(None, None))
-
-
-def last(curve: Curve) -> float | None:
-    """Return a curve's last value."""
-    return curve[next(reversed(curve))] if curve else None
+    number, half = len(curve), max(2, len(curve) // 100)
+    sums = [0.0, *accumulate(curve.values())]
+    windows = ((max(0, n - half), min(number, n + half + 1)) for n in range(number))
+    means = ((sums[stop] - sums[start]) / (stop - start) for start, stop in windows)
+    return dict(zip(curve, means, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,15 +264,16 @@ class RunRow:
 
 def row_of(run: History, differs: dict[str, str] | None = None) -> RunRow:
     """Return the row of a run."""
-    best_step, best = lowest(run.curves["eval/loss"])
+    losses, evals = list(smoothed(run.curves["loss"]).values()), run.curves["eval/loss"]
+    best_step = min(evals, key=evals.__getitem__, default=None)
     return RunRow(
         run=run.name,
         state=run.state(),
         step=run.step,
         num_steps=run.num_steps,
-        loss=last(smoothed(run.curves["loss"])),
-        eval_loss=last(run.curves["eval/loss"]),
-        best_eval_loss=best,
+        loss=losses[-1] if losses else None,
+        eval_loss=evals[next(reversed(evals))] if evals else None,
+        best_eval_loss=None if best_step is None else evals[best_step],
         best_step=best_step,
         seconds=run.seconds,
         changed=run.changed,
@@ -307,12 +290,8 @@ def list_runs(folder: str | Path = "runs") -> list[RunRow]:
     top = Path(folder)
     if not top.is_dir():
         raise DataError(f"there is no folder '{top}'", fix="Name the folder that your runs are in.")
-    runs = []
-    for path, names, files in os.walk(top):
-        deep = len(Path(path).relative_to(top).parts) >= MAX_DEPTH
-        names[:] = [n for n in names if not (deep or n in SKIPPED_FOLDERS or n.startswith("."))]
-        if METRICS in files:
-            runs.append(read_history(path))
+    found = (top.glob("*/" * depth + METRICS) for depth in range(MAX_DEPTH + 1))
+    runs = [read_history(path.parent) for paths in found for path in paths]
     if not runs:
         raise DataError(
             f"there are no runs in '{top}'", found=f"No folder in it holds a {METRICS}."
@@ -331,10 +310,5 @@ def differing(runs: Sequence[History]) -> list[dict[str, str]]:
 
 def as_texts(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return nested settings as one mapping of texts, names joined by dots."""
-
-    def text(value: Any) -> str:
-        if isinstance(value, float):
-            return f"{value:.6g}"
-        return value if isinstance(value, str) else json.dumps(value)
-
-    return {name: text(value) for name, value in flat(settings).items()}
+    values = flat(settings).items()
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values}

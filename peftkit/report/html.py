@@ -19,13 +19,15 @@ def text(value: object) -> str:
 def table(
     columns: Sequence[object], rows: Iterable[Sequence[object]], *, numbers: bool = False
 ) -> str:
-    """Return a table of texts, in a box that scrolls sideways on a narrow page.
+    """Return a table of texts, in a box that scrolls sideways on a narrow page; nothing of no rows.
 
     Args:
         numbers: All columns but the first are aligned to the right.
     """
     head = "".join(f"<th>{text(name)}</th>" for name in columns)
     body = "".join(f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    if not body:
+        return ""
     kind = ' class="numbers"' if numbers else ""
     top = f"<thead><tr>{head}</tr></thead>" if any(columns) else ""
     return f'<div class="scroll"><table{kind}>{top}<tbody>{body}</tbody></table></div>'
@@ -37,8 +39,8 @@ def paragraph(value: object, kind: str = "soft") -> str:
 
 
 def code(value: object) -> str:
-    """Return a block of code or of a file's text."""
-    return f"<pre><code>{text(value)}</code></pre>"
+    """Return a block of code or of a file's text; nothing of an empty one."""
+    return f"<pre><code>{text(value)}</code></pre>" if value else ""
 
 
 def histogram(bars: Sequence[tuple[int, int]], label: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from itertools import groupby
@@ -20,14 +20,7 @@ from peftkit.events import EvalDone, Event, Listener, Notice, RunStopped, Sample
 from peftkit.figures import count, duration, short, size
 from peftkit.files.disk import write_text
 from peftkit.report.chart import charts, drawn
-from peftkit.report.history import (
-    History,
-    as_texts,
-    differing,
-    read_histories,
-    read_history,
-    row_of,
-)
+from peftkit.report.history import History, as_texts, differing, read_histories, row_of
 from peftkit.report.html import code, histogram, paragraph, table, text
 
 REPORT = "report.html"
@@ -91,7 +84,7 @@ class LiveReport:
             return
         self._is_due, began = False, self._clock()
         try:
-            run = read_history(self.folder)
+            (run,) = read_histories([self.folder])
             run.add({"event": type(event).__name__, **asdict(event)})
             write_text(page([run]), self.folder / REPORT)
         except Exception as error:  # whatever it is
@@ -105,10 +98,8 @@ def page(runs: Sequence[History]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     body = _one(runs[0]) if len(runs) == 1 else _several(runs)
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = (
-        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
-        f"script-src 'sha256-{digest}'"
-    )
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+    policy += f"script-src 'sha256-{digest}'"
     refresh = ""
     if len(runs) == 1 and runs[0].state() == "running":
         refresh = f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">\n'
@@ -132,24 +123,21 @@ def page(runs: Sequence[History]) -> str:
 
 def _one(run: History) -> str:
     state = run.state()
-    written = time.strftime("%Y-%m-%d %H:%M", time.localtime())
-    parts = [
-        f'<h1>{text(run.name)} <span class="state {state.replace(" ", "-")}">{state}</span></h1>',
-        _end(run),
-        _tiles(run),
-        _curves([run]),
-        _scores(run),
-        _samples(run),
-        _answers(run),
-        _data(run),
-        _base(run),
-        f"<h2>Recipe</h2>{code(run.facts.recipe_yaml)}" if run.facts.recipe_yaml else "",
-        _section("Machine, versions, hashes", ("", ""), as_texts(run.facts.machine).items()),
-        _notices(run),
-        _commands(run),
-        paragraph(f"Written by peftkit, {written}."),
+    head = f'<h1>{text(run.name)} <span class="state {state.replace(" ", "-")}">{state}</span></h1>'
+    sections = [
+        ("Curves", _curves([run])),
+        ("Tasks", _scores(run)),
+        ("Samples", _samples(run)),
+        ("Answers and their rewards", _answers(run)),
+        ("Data", _tables(run, of_files=True) + _lengths(run) + _row(run)),
+        ("Base and adapter", _tables(run, of_files=False) + _paths(run)),
+        ("Recipe", code(run.facts.recipe_yaml)),
+        ("Machine, versions, hashes", table(("", ""), as_texts(run.facts.machine).items())),
+        ("Notices", _notices(run)),
+        ("Next", _commands(run)),
     ]
-    return "\n".join(filter(None, parts))
+    written = time.strftime("Written by peftkit, %Y-%m-%d %H:%M.", time.localtime())
+    return head + _end(run) + _tiles(run) + _joined(sections) + paragraph(written)
 
 
 def _several(runs: Sequence[History]) -> str:
@@ -159,33 +147,30 @@ def _several(runs: Sequence[History]) -> str:
         losses = map(short, (row.loss, row.best_eval_loss, row.eval_loss))
         rows.append((row.run, row.state, f"{row.step:,}", *losses, duration(row.seconds)))
     columns = ("run", "state", "steps", "loss", "eval loss, best", "eval loss, last", "time")
+    sections = [("What differs", _differences(runs)), ("Curves", _curves(runs))]
+    sections += [(run.name, _end(run) + _commands(run)) for run in runs]
+    return f"<h1>{len(runs)} runs</h1>{table(columns, rows, numbers=True)}{_joined(sections)}"
+
+
+def _joined(sections: Sequence[tuple[str, str]]) -> str:
+    """Return the sections that hold anything, under their titles."""
+    return "\n".join(f"<h2>{text(title)}</h2>{part}" for title, part in sections if part)
+
+
+def _differences(runs: Sequence[History]) -> str:
     settings = differing(runs)
-    keys = dict.fromkeys(key for differences in settings for key in differences)
-    compared = [(key, *(differences.get(key, "-") for differences in settings)) for key in keys]
-    parts = [
-        f"<h1>{len(runs)} runs</h1>",
-        table(columns, rows, numbers=True),
-        _section("What differs", ("setting", *(run.name for run in runs)), compared),
-        "" if compared else paragraph("The recipes are the same."),
-        _curves(runs),
-    ]
-    for run in runs:
-        parts += [f"<h2>{text(run.name)}</h2>", _end(run), _commands(run)]
-    return "\n".join(filter(None, parts))
-
-
-def _section(title: str, columns: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """Return a heading and a table; nothing without rows."""
-    rows = list(rows)
-    return f"<h2>{text(title)}</h2>{table(columns, rows)}" if rows else ""
+    keys = dict.fromkeys(key for each in settings for key in each)
+    rows = [(key, *(each.get(key, "-") for each in settings)) for key in keys]
+    compared = table(("setting", *(run.name for run in runs)), rows)
+    return compared or paragraph("The recipes are the same.")
 
 
 def _end(run: History) -> str:
     """Return why the run ended before its last step; nothing if it did not."""
     if run.state() not in ("stopped", "failed"):
         return ""
-    reason = f": {run.reason}" if run.reason else "."
-    sentence = f"The run {run.state()} after step {run.step:,} of {run.num_steps:,}{reason}"
+    reason = run.end.get("text", "nothing was written any more")
+    sentence = f"The run {run.state()} after step {run.step:,} of {run.num_steps:,}: {reason}"
     return paragraph(sentence, "warning")
 
 
@@ -196,7 +181,7 @@ def _tiles(run: History) -> str:
         "steps": f"{run.step:,} of {run.num_steps:,}" if run.num_steps else "",
         "time": duration(run.seconds) if run.step else "",
         "loss": short(row.loss),
-        f"best eval loss, step {row.best_step}": short(row.best_eval_loss),
+        f"best eval, step {row.best_step}": short(row.best_eval_loss),
         "trained": f"{count(trainable)} ({100 * trainable / total:.2f}\u202f%)" if total else "",
         "rows": f"{run.started['num_rows']:,}" if "num_rows" in run.started else "",
         "tokens": count(run.num_tokens) if run.num_tokens else "",
@@ -215,13 +200,13 @@ def _curves(runs: Sequence[History]) -> str:
     figures = "".join(map(drawn, charts(runs))) or paragraph("No step is done yet.")
     seams = ", ".join(f"{step:,}" for step in runs[0].seams) if len(runs) == 1 else ""
     note = paragraph(f"Resumed after step {seams} (dotted lines).") if seams else ""
-    return f'<h2>Curves</h2><div class="charts">\n{figures}</div>{note}'
+    return f'<div class="charts">\n{figures}</div>{note}'
 
 
 def _scores(run: History) -> str:
     columns = ("task", "metric", "base", "adapter", "standard error", "rows")
     keys = ("task", "metric", "base", "adapter", "stderr", "num_rows")
-    return _section("Tasks", columns, ([_cell(s.get(key)) for key in keys] for s in run.scores))
+    return table(columns, [[_cell(score.get(key)) for key in keys] for score in run.scores])
 
 
 def _cell(value: Any) -> str:
@@ -235,7 +220,7 @@ def _samples(run: History) -> str:
     for line in sorted(run.samples, key=lambda line: int(line["step"])):
         if line["step"] in steps:
             prompts.setdefault(str(line["prompt"]), []).append(line)
-    parts = ["<h2>Samples</h2>"] if prompts else []
+    parts = []
     for prompt, lines in prompts.items():
         reference = lines[-1].get("reference")
         rows = [("reference", reference)] if reference else []
@@ -258,7 +243,7 @@ def _answers(run: History) -> str:
             prompt, answer = str(line.get("prompt", ""))[-300:], str(line.get("completion", ""))
             rows.append((f"{step:,}", rewards, prompt, answer))
     columns = ("step", "reward", "prompt", "answer: the best and the worst of the step")
-    return _section("Answers and their rewards", columns, rows)
+    return table(columns, rows)
 
 
 def _some(steps: Sequence[int]) -> list[int]:
@@ -268,36 +253,35 @@ def _some(steps: Sequence[int]) -> list[int]:
     return [steps[place] for place in sorted(places)] if steps else []
 
 
-def _data(run: History) -> str:
-    """Return what became of the rows, how long they are, and one as the loss sees it."""
-    parts = _tables(run, of_files=True)
-    for name, bars in run.facts.lengths.items():
-        label = f"Lengths of the {name} rows, in tokens"
-        parts += [f"<h3>{text(label)}</h3>{histogram(bars, label)}"] if bars else []
-    if spans := run.facts.row:
-        shown, note = table(("", "text"), spans), "Its parts, as the task names them."
-        if {kind for kind, _ in spans if kind} <= {"learnt"}:
-            marked = (f"<mark>{text(part)}</mark>" if kind else text(part) for kind, part in spans)
-            shown = f"<pre>{''.join(marked)}</pre>"
-            note = "The loss is on what is marked; the rest is context."
-        title = text(f"A row as the loss sees it: {run.facts.row_source}")
-        parts.append(f"<h3>{title}</h3>{shown}{paragraph(note)}")
-    return "\n".join(["<h2>Data</h2>", *parts]) if parts else ""
+def _tables(run: History, *, of_files: bool) -> str:
+    tables = [one for one in run.facts.tables if bool(one.source) is of_files]
+    return "".join(f"<h3>{text(one.title)}</h3>{table(one.columns, one.rows)}" for one in tables)
 
 
-def _base(run: History) -> str:
-    """Return the audit of the base, the adapter's layers, and the kernels that compute them."""
-    parts, paths = _tables(run, of_files=False), run.started.get("paths")
-    parts += [paragraph(f"Computed by: {paths}.")] if paths else []
-    return "\n".join(["<h2>Base and adapter</h2>", *parts]) if parts else ""
+def _paths(run: History) -> str:
+    paths = run.started.get("paths")
+    return paragraph(f"Computed by: {paths}.") if paths else ""
 
 
-def _tables(run: History, *, of_files: bool) -> list[str]:
-    return [
-        f"<h3>{text(one.title)}</h3>{table(one.columns, one.rows)}"
-        for one in run.facts.tables
-        if bool(one.source) is of_files
-    ]
+def _lengths(run: History) -> str:
+    labels = {f"Lengths of the {n} rows, in tokens": bars for n, bars in run.facts.lengths.items()}
+    return "".join(
+        f"<h3>{text(label)}</h3>{histogram(bars, label)}" for label, bars in labels.items() if bars
+    )
+
+
+def _row(run: History) -> str:
+    """Return a row as the loss sees it."""
+    spans = run.facts.row
+    if not spans:
+        return ""
+    shown, note = table(("", "text"), spans), "Its parts, as the task names them."
+    if {kind for kind, _ in spans if kind} <= {"learnt"}:
+        marked = (f"<mark>{text(part)}</mark>" if kind else text(part) for kind, part in spans)
+        shown = f"<pre>{''.join(marked)}</pre>"
+        note = "The loss is on what is marked; the rest is context."
+    title = text(f"A row as the loss sees it: {run.facts.row_source}")
+    return f"<h3>{title}</h3>{shown}{paragraph(note)}"
 
 
 def _notices(run: History) -> str:
@@ -307,7 +291,7 @@ def _notices(run: History) -> str:
     for notice, same in groupby(notices, key=lambda pair: pair[1]):
         step, _ = next(same)
         rows.append((f"step {step:,}" if step else "before", notice))
-    return _section("Notices", ("", ""), rows)
+    return table(("", ""), rows)
 
 
 def _commands(run: History) -> str:
@@ -320,5 +304,4 @@ def _commands(run: History) -> str:
             lines.append(f"peftkit merge {quote(folder)} --out {quote(f'{folder}-merged')}")
         recipe, again = quote(str(run.folder / "recipe.yaml")), quote(f"{folder}-again")
         lines.append(f"peftkit train {recipe} --out {again}")
-    shown = "\n".join(filter(None, lines))
-    return f"<h3>Next</h3>{code(shown)}"
+    return code("\n".join(filter(None, lines)))

@@ -28,7 +28,7 @@ def test_a_run_from_the_start_replaces_the_one_before_it(tmp_path: Path) -> None
     run = read_history(write_run(tmp_path / "run", lines))
     assert len(run.curves["loss"]) == 1
     assert run.curves["eval/loss"] == {0: 3.0}
-    assert run.ended is None
+    assert not run.end
     assert run.seams == []
 
 
