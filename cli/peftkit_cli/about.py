@@ -1,4 +1,4 @@
-"""`peftkit recipes`, `quickstart`, `env` and `schema`: what is here to start from."""
+"""`peftkit recipes`, `quickstart`, `env` and `schema`."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def recipe_file(name: str) -> Path:
         ConfigError: There is none.
     """
     files = {file.stem: file for file in sorted(recipes_folder().glob("*.yaml"))}
-    wanted = name.removesuffix(".yaml")
-    if wanted not in files:
+    stem = name.removesuffix(".yaml")
+    if stem not in files:
         raise ConfigError(
             f"there is no recipe named '{name}'.",
-            found=f"The recipes are: {', '.join(files)}. {did_you_mean(wanted, files)}".rstrip(),
+            found=f"The recipes are: {', '.join(files)}. {did_you_mean(stem, files)}".rstrip(),
             fix="What each is for: peftkit recipes ls",
         )
-    return files[wanted]
+    return files[stem]
 
 
 def unknown_recipe_file(path: Path) -> ConfigError:
@@ -58,7 +58,7 @@ def unknown_recipe_file(path: Path) -> ConfigError:
 
 
 def headline(file: Path) -> str:
-    """Return a recipe's first comment line: what it gives, in a sentence."""
+    """Return a recipe's first comment line: its purpose in a sentence."""
     with file.open(encoding="utf-8") as lines:
         return next(lines).lstrip("# ").strip()
 
@@ -131,19 +131,19 @@ def env(as_json: Json = False) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Return what a bug report needs: versions, processor, accelerators."""
+    """Return the versions, the processor and the accelerators, for a bug report."""
     from importlib.metadata import distributions
 
     import torch
 
     from peftkit.train.memory.compiled import cpp_compiler
 
-    known = {found.metadata["Name"]: found.version for found in distributions()}
+    installed = {each.metadata["Name"]: each.version for each in distributions()}
     cards = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
     shown = [f"{c.name}, {c.total_memory / 2**30:.1f} GiB, sm_{c.major}{c.minor}" for c in cards]
     others = [name for name in ("mps", "xpu") if getattr(torch, name).is_available()]
     return {
-        "peftkit": known.get("peftkit", "not installed"),
+        "peftkit": installed.get("peftkit", "not installed"),
         "python": platform.python_version(),
         "system": platform.platform(),
         "processor": torch.backends.cpu.get_cpu_capability(),
@@ -152,5 +152,5 @@ def environment() -> dict[str, Any]:
         "c++ compiler": cpp_compiler() or "none: blocks are not compiled on a CPU",
         "accelerators": "; ".join([*shown, *others]) or "none",
         "cuda": torch.version.cuda or "not in this torch",
-        "libraries": {name: known[name] for name in LIBRARIES if name in known},
+        "libraries": {name: installed[name] for name in LIBRARIES if name in installed},
     }

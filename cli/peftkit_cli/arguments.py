@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and what can be said of them without torch."""
+"""Arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ Replace = Annotated[bool, typer.Option("--force", help="Replace an adapter in th
 
 
 def note(text: str) -> None:
-    """Say something on stderr: stdout is for the command's data."""
+    """Print a line to stderr; stdout is for the command's data."""
     typer.echo(text, err=True)

@@ -1,4 +1,4 @@
-"""`peftkit base`: the bases that the cache keeps packed."""
+"""`peftkit base`: quantised bases in the cache."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def list_(as_json: Json = False) -> None:
     from peftkit.figures import size
     from peftkit_cli.render import print_table
 
-    found = stored_bases()
+    stored = stored_bases()
     if as_json:
         names = ("model", "quantize", "dtype", "num_bytes", "problem")
-        facts = [{"name": e.folder.name, **{n: getattr(e, n) for n in names}} for e in found]
+        facts = [{"name": e.folder.name, **{n: getattr(e, n) for n in names}} for e in stored]
         typer.echo(json.dumps(facts, indent=2))
         return
     rows = tuple(
-        (e.folder.name, e.model, e.quantize, e.dtype, size(e.num_bytes), e.problem) for e in found
+        (e.folder.name, e.model, e.quantize, e.dtype, size(e.num_bytes), e.problem) for e in stored
     )
     if rows:
         columns = ("name", "model", "quantize", "dtype", "size", "problem")
         print_table("", columns, rows)
-    total = size(sum(each.num_bytes for each in found))
-    number = f"{len(found)} packed base{'' if len(found) == 1 else 's'}"
-    how = "" if found else " Pack one with: peftkit base pack MODEL"
+    total = size(sum(each.num_bytes for each in stored))
+    number = f"{len(stored)} packed base{'' if len(stored) == 1 else 's'}"
+    how = "" if stored else " Pack one with: peftkit base pack MODEL"
     note(f"{number} in {store_folder()}, {total} in all.{how}")
 
 

@@ -1,4 +1,4 @@
-"""`peftkit combine`: an adapter made of adapters."""
+"""`peftkit combine`: merge adapters of one base into one adapter."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def combine(
 
 
 def _weighted(adapters: list[str]) -> list[tuple[Path, float]]:
-    """Split each ADAPTER=WEIGHT at its last equals sign; without any weight all count alike."""
+    """Split each ADAPTER=WEIGHT at its last equals sign; without any, all are equal."""
     bare = [text for text in adapters if "=" not in text or Path(text).exists()]
     if len(bare) == len(adapters):
         return [(adapter_folder(text), 1 / len(adapters)) for text in adapters]
@@ -68,7 +68,7 @@ def _weighted(adapters: list[str]) -> list[tuple[Path, float]]:
             f"'{bare[0]}' has no weight, and others have.",
             fix=f"Write its weight after it: {bare[0]}=1. Or give none: all then count alike.",
         )
-    found = []
+    weighted = []
     for text in adapters:
         name, _, number = text.rpartition("=")
         try:
@@ -77,5 +77,5 @@ def _weighted(adapters: list[str]) -> list[tuple[Path, float]]:
             raise AdapterError(
                 f"the weight '{number}' of {name} is not a number.", fix=f"Write it as: {name}=0.5"
             ) from None
-        found.append((adapter_folder(name), weight))
-    return found
+        weighted.append((adapter_folder(name), weight))
+    return weighted

@@ -34,7 +34,7 @@ class Voice:
 
 
 def voices_of(source: Opened | AdapterBank) -> dict[str, Voice]:
-    """Return the adapters (that of `Opened` is called "adapter"), then the base."""
+    """Return the adapters, then the base; the one adapter of `Opened` is named "adapter"."""
     if isinstance(source, Opened):
         style = source.style
         return {
@@ -49,10 +49,10 @@ def voices_of(source: Opened | AdapterBank) -> dict[str, Voice]:
 
 
 class Conversation:
-    """A conversation with a base whose adapters can be switched.
+    """A conversation with a base and adapters, one of which answers at a time.
 
     Attributes:
-        history: The messages so far, both sides; a switch does not touch them.
+        history: The messages so far, of both sides; a switch keeps them.
         current: Name of the voice that gives the next answer.
     """
 
@@ -61,7 +61,7 @@ class Conversation:
         "/adapter": "answer with the adapter again; /adapter NAME: with that one",
         "/compare": "let all answer the last message, or /compare TEXT; the current one's counts",
         "/image": "/image FILE: show it with the next message, if the adapter reads images",
-        "/audio": "/audio FILE: likewise, a sound",
+        "/audio": "/audio FILE: likewise, audio",
         "/video": "/video FILE: likewise",
         "/reset": "forget the conversation",
         "/help": "show this list",
@@ -69,19 +69,19 @@ class Conversation:
     }
 
     def __init__(self, source: Opened | AdapterBank, **settings: Any) -> None:
-        """Begin it; settings are those of `peftkit.inference.sampling.Sampling`."""
+        """Begin it; `settings` are fields of `peftkit.inference.sampling.Sampling`."""
         self.base, self.voices = source.base, voices_of(source)
         self._settings = settings
         self.history: list[dict[str, Any]] = []
         reads = isinstance(source, Opened) and isinstance(source.task, MediaTextConfig)
-        self._seeing = media_task(source) if reads else None  # type: ignore[arg-type]
-        self._shown: list[Media] = []
+        self._media_task = media_task(source) if reads else None  # type: ignore[arg-type]
+        self._media: list[Media] = []
         self.current = self._adapter = next(iter(self.voices))
         self.on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         alone = [n for n, v in self.voices.items() if v.style.kind != "chat" and n != BASE]
         if alone:
             who = "This adapter" if isinstance(source, Opened) else ", ".join(alone)
-            note(f"{who} learnt from single prompts: each line is asked alone.")
+            note(f"{who} was trained on single prompts: each line is answered on its own.")
 
     def lines(self) -> Iterator[str]:
         """Yield the user's lines until the end of input."""
@@ -118,7 +118,7 @@ class Conversation:
             self._switch(BASE)
         elif command == "/reset":
             self.history.clear()
-            self._shown.clear()
+            self._media.clear()
             note("The conversation is forgotten.")
         elif command == "/help":
             for name, meaning in self.COMMANDS.items():
@@ -129,34 +129,34 @@ class Conversation:
         return command != "/quit" or bool(rest)
 
     def answer(self, text: str) -> None:
-        """Stream the answer to a message; Ctrl-C keeps what has come so far."""
-        asked = [*self.history, self._asking(text)]
-        if (said := self._say(self.current, asked)) is not None:
-            self.history = [*asked, {"role": "assistant", "content": said}]
+        """Stream the answer to a message; Ctrl-C keeps what was generated so far."""
+        messages = [*self.history, self._user_message(text)]
+        if (reply := self._stream_answer(self.current, messages)) is not None:
+            self.history = [*messages, {"role": "assistant", "content": reply}]
 
     def compare(self, text: str) -> None:
         """Stream every voice's answer to a message, by default the last one, each with its name.
 
         The conversation goes on with the current voice's answer to a new message.
         """
-        asked = [*self.history, self._asking(text)] if text else self.history[:-1]
-        if not asked:
+        messages = [*self.history, self._user_message(text)] if text else self.history[:-1]
+        if not messages:
             note("There is nothing to compare answers to yet: /compare TEXT")
             return
         for name in self.voices:
             typer.echo(f"[{name}] ", nl=False)
-            said = self._say(name, asked)
-            if said is None:
+            reply = self._stream_answer(name, messages)
+            if reply is None:
                 return
             if text and name == self.current:
-                self.history = [*asked, {"role": "assistant", "content": said}]
+                self.history = [*messages, {"role": "assistant", "content": reply}]
 
     def show(self, kind: type[Media], name: str) -> None:
-        """Read an image, a sound or a video that goes with the next message."""
-        if self._seeing is None:
+        """Read an image, audio or a video to go with the next message."""
+        if self._media_task is None:
             note(f"This adapter reads no {kind.kind}s: it was trained on text alone.")
             return
-        processor = self._seeing.encoder.media_processor
+        processor = self._media_task.encoder.media_processor
         medium = kind(Path(name).expanduser(), name)
         try:
             processor.check([medium], name)
@@ -164,33 +164,33 @@ class Conversation:
         except PeftkitError as error:
             note(str(error))
             return
-        self._shown.append(medium)
+        self._media.append(medium)
         note(f"{name} ({size}) goes with the next message.")
 
-    def _asking(self, text: str) -> dict[str, Any]:
-        """Return a message of the user, with the media that were shown before it."""
-        if not self._shown:
+    def _user_message(self, text: str) -> dict[str, Any]:
+        """Return a message of the user, with the media that were added before it."""
+        if not self._media:
             return {"role": "user", "content": text}
-        media, self._shown = tuple(self._shown), []
+        media, self._media = tuple(self._media), []
         content = "".join(one.mark for one in media) + text
         return {"role": "user", "content": content, "media": media}
 
-    def _prompt(self, asked: Sequence[dict[str, Any]], style: Style) -> Any:
+    def _prompt(self, messages: Sequence[dict[str, Any]], style: Style) -> Any:
         """Return the tokens of a prompt, or all inputs if media may be in it."""
-        prompt: Any = list(asked) if style.kind == "chat" else asked[-1]["content"]
-        if self._seeing is None:
+        prompt: Any = list(messages) if style.kind == "chat" else messages[-1]["content"]
+        if self._media_task is None:
             return prompt_ids(self.base.tokenizer, prompt, style)
-        used = asked if style.kind == "chat" else asked[-1:]
+        used = messages if style.kind == "chat" else messages[-1:]
         media = tuple(one for message in used for one in message.get("media", ()))
         if style.kind == "chat":
-            prompt = [{k: v for k, v in message.items() if k != "media"} for message in asked]
-        text = self._seeing.encoder.prompt(prompt, style)
-        return inputs_of(self.base.model, self._seeing, [MediaPrompt(text, media)])
+            prompt = [{k: v for k, v in message.items() if k != "media"} for message in messages]
+        text = self._media_task.encoder.prompt(prompt, style)
+        return inputs_of(self.base.model, self._media_task, [MediaPrompt(text, media)])
 
     def _stops(self, style: Style) -> list[int]:
-        if self._seeing is None:
+        if self._media_task is None:
             return stop_ids(self.base.tokenizer, style)
-        return self._seeing.encoder.stop_ids(style)
+        return self._media_task.encoder.stop_ids(style)
 
     def _switch(self, name: str) -> None:
         if name not in self.voices:
@@ -203,8 +203,8 @@ class Conversation:
             self._adapter = name
         note(f"The {name} answers." if name in (BASE, "adapter") else f"{name} answers.")
 
-    def _say(self, name: str, asked: Sequence[dict[str, Any]]) -> str | None:
-        """Stream a voice's answer and return it; None where the model could not be asked."""
+    def _stream_answer(self, name: str, messages: Sequence[dict[str, Any]]) -> str | None:
+        """Stream a voice's answer and return it; None if the prompt was refused."""
         style, tokenizer = self.voices[name].style, self.base.tokenizer
         pieces: list[str] = []
         try:
@@ -212,7 +212,7 @@ class Conversation:
                 for piece in stream(
                     self.base.model,
                     tokenizer,
-                    self._prompt(asked, style),
+                    self._prompt(messages, style),
                     stops=self._stops(style),
                     **self._settings,
                 ):

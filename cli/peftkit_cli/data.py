@@ -1,4 +1,4 @@
-"""`peftkit data`: what is in a file of rows, before any model is loaded."""
+"""`peftkit data`: show the contents of a data file, without loading a model."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def data(
         return
     from peftkit.data.survey import survey
 
-    found = survey(file)
+    summary = survey(file)
     if as_json:
-        typer.echo(json.dumps(asdict(found), indent=2))
+        typer.echo(json.dumps(asdict(summary), indent=2))
         return
-    _show(found)
+    _show(summary)
     note("Tokens are counted by: peftkit check RECIPE")
 
 
@@ -69,7 +69,7 @@ def _write_hard_negatives(
     from peftkit_cli.render import Renderer
 
     with Renderer() as on_event:
-        found = find_hard_negatives(
+        mined = find_hard_negatives(
             open_adapter(adapter, on_event=on_event),
             file,
             candidates=candidates,
@@ -78,22 +78,22 @@ def _write_hard_negatives(
             task=kind,
             on_event=on_event,
         )
-        write_rows(found.rows, out, on_event=on_event)
+        write_rows(mined.rows, out, on_event=on_event)
 
 
-def _show(found: Survey) -> None:
+def _show(summary: Survey) -> None:
     from peftkit_cli.render import print_table
 
     lines = [
-        ("rows", f"{found.num_rows:,}"),
-        ("format", found.format or "none of causal_lm's"),
-        *([("mixed", f"{found.mixed}: give rows of one format")] if found.mixed else []),
-        ("fits the task", ", ".join(found.tasks) or "none by these names; see docs/data.md"),
-        ("duplicates", f"{found.num_duplicates:,}"),
+        ("rows", f"{summary.num_rows:,}"),
+        ("format", summary.format or "none of causal_lm's"),
+        *([("mixed", f"{summary.mixed}: give rows of one format")] if summary.mixed else []),
+        ("fits the task", ", ".join(summary.tasks) or "none by these names; see docs/data.md"),
+        ("duplicates", f"{summary.num_duplicates:,}"),
     ]
-    print_table(f"Data: {found.where}", ("", ""), lines)
+    print_table(f"Data: {summary.where}", ("", ""), lines)
     rows = [
         (field.name, f"{field.num_rows:,}", f"{field.num_empty:,}", f"{field.mean_chars:,.0f}")
-        for field in found.fields
+        for field in summary.fields
     ]
     print_table("Fields", ("field", "rows", "empty", "mean characters"), rows)

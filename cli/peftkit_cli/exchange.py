@@ -1,4 +1,4 @@
-"""`peftkit export`, `import`, `push`, `pull`: adapters between programs and machines."""
+"""`peftkit export`, `import`, `push`, `pull`: exchange adapters with programs and the hub."""
 
 from __future__ import annotations
 

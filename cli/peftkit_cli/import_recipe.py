@@ -1,4 +1,4 @@
-"""`peftkit import-recipe`: a recipe from axolotl's or LLaMA-Factory's YAML."""
+"""`peftkit import-recipe`: convert axolotl's or LLaMA-Factory's YAML to a recipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from peftkit_cli.arguments import note
 
 Settings = dict[str, Any]
 TABLE = Path(__file__).with_suffix(".yaml")
-"""Their keys and ours."""
+"""Maps their keys to ours."""
 DATA_KEYS = ("datasets", "test_datasets", "dataset", "eval_dataset", "dataset_dir", "stage")
 
 
@@ -24,7 +24,7 @@ def import_recipe(
 ) -> None:
     """Convert a YAML file of axolotl or LLaMA-Factory. Prints the recipe's path.
 
-    Each of its keys that has no counterpart is named, with its value.
+    Keys without a counterpart are listed with their values.
     """
     if out.exists():
         raise OutputError(f"'{out}' exists already.", fix="Choose another name with --out.")
@@ -51,28 +51,28 @@ def read(file: Path) -> Settings:
     import yaml
 
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read '{file}'.", found=str(error)) from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"'{file}' holds no settings.", found=f"It holds {found!r:.60}.")
-    return found
+    if not isinstance(settings, dict):
+        raise ConfigError(f"'{file}' holds no settings.", found=f"It holds {settings!r:.60}.")
+    return settings
 
 
 def converted(theirs: Settings, folder: Path) -> tuple[Settings, Settings]:
-    """Return a recipe's values by section, and what of their settings has no counterpart.
+    """Return a recipe's values by section, and the settings without a counterpart.
 
     Args:
-        folder: Where LLaMA-Factory's dataset_dir is looked for.
+        folder: Contains LLaMA-Factory's dataset_dir.
 
     Raises:
         ConfigError: The settings are of neither program.
     """
-    known = read(TABLE)
+    table = read(TABLE)
     if "base_model" in theirs:
-        program, data = known["axolotl"], axolotl_data
+        program, data = table["axolotl"], axolotl_data
     elif "model_name_or_path" in theirs:
-        program, data = known["llama_factory"], llama_factory_data
+        program, data = table["llama_factory"], llama_factory_data
         rank = theirs.get("lora_rank") or program["defaults"]["lora_rank"]
         theirs.setdefault("lora_alpha", 2 * int(rank))
     else:
@@ -83,17 +83,17 @@ def converted(theirs: Settings, folder: Path) -> tuple[Settings, Settings]:
     ours: Settings = {"method": {"type": "lora"}}
     lost = data(theirs, folder, ours)
     left_out = {*lost, *DATA_KEYS, *(["pref_loss"] if theirs.get("stage") == "kto" else [])}
-    rules = known["both"] | program["keys"]
+    rules = table["both"] | program["keys"]
     for key, value in (program["defaults"] | theirs).items():
         if key in left_out or value is None:
             continue
         try:
-            made = translated(value, **rules[key])
+            translation = translated(value, **rules[key])
         except (KeyError, TypeError, ValueError):
             lost[key] = value
             continue
-        if made is not None and (place := rules[key].get("to")):
-            put(ours, place, made)
+        if translation is not None and (place := rules[key].get("to")):
+            put(ours, place, translation)
     if "loss" in ours.get("task", {}):
         ours["task"]["type"] = "preference"
         ours["data"].pop("packing", None)  # pairs are not packed
@@ -111,16 +111,16 @@ def translated(value: Any, **rule: Any) -> Any:
     Raises:
         KeyError, TypeError, ValueError: It has no counterpart.
     """
-    values, way = rule.get("values", {}), rule.get("as")
+    values, kind = rule.get("values", {}), rule.get("as")
     if isinstance(value, Hashable) and value in values:
         return values[value]
-    if way == "number":
+    if kind == "number":
         return float(value)
-    if way == "names":
+    if kind == "names":
         return names(value)
-    if values and way is None:
+    if values and kind is None:
         raise KeyError(value)
-    return way or value
+    return kind or value
 
 
 def names(value: Any) -> Any:
@@ -129,10 +129,10 @@ def names(value: Any) -> Any:
 
 
 def axolotl_data(theirs: Settings, folder: Path, ours: Settings) -> Settings:
-    """Put axolotl's data sets into `ours`; return what has no counterpart."""
+    """Put axolotl's data sets into `ours`; return the settings without a counterpart."""
     lost: Settings = {}
     for key, place in (("datasets", "train"), ("test_datasets", "eval")):
-        found = []
+        paths = []
         for n, one in enumerate(theirs.get(key) or ()):
             more = dict(one)
             files = more.pop("data_files", None)
@@ -142,35 +142,35 @@ def axolotl_data(theirs: Settings, folder: Path, ours: Settings) -> Settings:
             if str(more.get("type")).split(".")[0] in AXOLOTL_TYPES:
                 more.pop("type")
             several = path if isinstance(path, list) else [path]
-            found += [f"{p}:{split}" if split and not files else str(p) for p in several]
+            paths += [f"{p}:{split}" if split and not files else str(p) for p in several]
             lost |= {f"{key}[{n}].{name}": value for name, value in more.items()}
-        put_files(ours, place, found, lost, key)
+        put_files(ours, place, paths, lost, key)
     return lost
 
 
 AXOLOTL_TYPES = ("alpaca", "chat_template", "sharegpt", "completion", "input_output", "chatml")
-"""Of these the fields of a row say what they are."""
+"""Formats that are recognised by the fields of a row."""
 
 
 def llama_factory_data(theirs: Settings, folder: Path, ours: Settings) -> Settings:
-    """Put LLaMA-Factory's data sets, by dataset_info.json, into `ours`; return what is lost."""
+    """Put LLaMA-Factory's data sets into `ours`; return the settings without a counterpart."""
     lost: Settings = {}
     place = folder / str(theirs.get("dataset_dir", "data"))
     try:
-        known = json.loads((place / "dataset_info.json").read_text(encoding="utf-8"))
+        data_sets = json.loads((place / "dataset_info.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        known = {}
+        data_sets = {}
     for key, ours_key in (("dataset", "train"), ("eval_dataset", "eval")):
-        found = []
+        paths = []
         for name in names(theirs.get(key) or ""):
-            about = known.get(name, {})
+            about = data_sets.get(name, {})
             if "file_name" in about:
-                found.append(str(place / about["file_name"]))
+                paths.append(str(place / about["file_name"]))
             elif name:
-                found.append(about.get("hf_hub_url", name))
+                paths.append(about.get("hf_hub_url", name))
             more = {k: about[k] for k in ("columns", "tags") if k in about}
             lost |= {f"dataset_info.{name}.{k}": value for k, value in more.items()}
-        put_files(ours, ours_key, found, lost, key)
+        put_files(ours, ours_key, paths, lost, key)
     stage = theirs.get("stage", "sft")
     if stage == "rm":
         put(ours, "task.type", "reward")
@@ -181,17 +181,17 @@ def llama_factory_data(theirs: Settings, folder: Path, ours: Settings) -> Settin
     return lost
 
 
-def put_files(ours: Settings, place: str, found: list[str], lost: Settings, key: str) -> None:
-    """Put files into data.train or data.eval, which takes one alone."""
-    if place == "eval" and len(found) > 1:
-        lost[key] = found
-    elif found:
-        several = [{"path": path} for path in found]
-        put(ours, f"data.{place}", found[0] if len(found) == 1 else several)
+def put_files(ours: Settings, place: str, paths: list[str], lost: Settings, key: str) -> None:
+    """Put files into data.train, or one into data.eval."""
+    if place == "eval" and len(paths) > 1:
+        lost[key] = paths
+    elif paths:
+        several = [{"path": path} for path in paths]
+        put(ours, f"data.{place}", paths[0] if len(paths) == 1 else several)
 
 
 def put(ours: Settings, place: str, value: Any) -> None:
-    """Set a value by its dotted place."""
+    """Set a value by its dotted name."""
     *sections, name = place.split(".")
     for section in sections:
         ours = ours.setdefault(section, {})

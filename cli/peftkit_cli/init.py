@@ -20,11 +20,11 @@ HELD_OUT, FEWEST_TO_HOLD_OUT = 0.05, 100
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What an adapter can be trained to do.
+    """A purpose of an adapter.
 
     Attributes:
-        does: In words. recipe: The ready-made recipe to start from.
-        small: A base that a CPU trains in minutes; "" where there is none to name.
+        does: The purpose in words. recipe: The ready-made recipe to start from.
+        small: A base that a CPU trains in minutes; "" if there is none.
     """
 
     does: str
@@ -45,7 +45,7 @@ GOALS = {
     "masked_lm": Goal("get used to texts of a field, with BERT", "masked-lm", ENCODER),
     "image_classification": Goal("label images", "image-classification", ""),
     "image_text": Goal("answer questions about images", "read-digits", ""),
-    "audio_text": Goal("answer questions about sounds", "audio-chat", ""),
+    "audio_text": Goal("answer questions about audio", "audio-chat", ""),
 }
 """By task; kto is a loss of the task preference."""
 LORA = "type: lora\n  rank: 16\n  alpha: 32\n  targets: [attention, ffn]"
@@ -91,18 +91,19 @@ def init(
     except OSError as error:
         raise OutputError(f"'{out}' cannot be written.", found=str(error)) from None
     typer.echo(out)
-    asked = "" if on_cpu else f" --memory {memory}"
-    note(f"Next: peftkit check {out}\n      peftkit plan {out}{asked}\n      peftkit train {out}")
+    memory_option = "" if on_cpu else f" --memory {memory}"
+    commands = (f"check {out}", f"plan {out}{memory_option}", f"train {out}")
+    note("Next: " + "\n      ".join(f"peftkit {command}" for command in commands))
 
 
 def look_at(data: str) -> tuple[int, Sequence[str], Sequence[str]]:
-    """Return how many rows a file has, the tasks that they suit, and their fields."""
+    """Return the number of rows in a file, the tasks that they suit, and their fields."""
     from peftkit.data.survey import survey
 
-    found = survey(data)
-    tasks = ["kto" if "kto" in name else name for name in found.tasks]
+    summary = survey(data)
+    tasks = ["kto" if "kto" in name else name for name in summary.tasks]
     suited = [name for name in tasks if name in GOALS] or ["causal_lm"]
-    return found.num_rows, suited, [field.name for field in found.fields]
+    return summary.num_rows, suited, [field.name for field in summary.fields]
 
 
 def recipe_text(
@@ -136,20 +137,20 @@ def recipe_text(
 
 
 def _set(body: str, key: str, value: str | None, comment: str) -> str:
-    """Give a key of a section a value (None: as it is) and a comment, where the key is there."""
+    """Set the value (None: unchanged) and the comment of a key, if the recipe has it."""
 
-    def line(found: re.Match[str]) -> str:
-        text = found[2] if value is None else value
+    def line(match: re.Match[str]) -> str:
+        text = match[2] if value is None else value
         if value is not None and not re.fullmatch(r"[\w./-]+", value):
             text = "'" + value.replace("'", "''") + "'"
-        return f"{found[1]}{text}" + (f"  # {comment}" if comment else "")
+        return f"{match[1]}{text}" + (f"  # {comment}" if comment else "")
 
     return re.sub(rf"(?m)^(  {key}: )([^#\n]*?)(?: *#.*)?$", line, body, count=1)
 
 
 def _value(recipe: Path, key: str) -> str:
-    found = re.search(rf"(?m)^  {key}: (.+)$", recipe.read_text(encoding="utf-8"))
-    return found[1] if found else "none"
+    match = re.search(rf"(?m)^  {key}: (.+)$", recipe.read_text(encoding="utf-8"))
+    return match[1] if match else "none"
 
 
 def _menu(suited: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""`peftkit inspect`: what a model or an adapter is, without loading its weights."""
+"""`peftkit inspect`: show the parts of a model or an adapter, without loading weights."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Group:
     """Weights that differ only in their layer number.
 
     Attributes:
-        role: What they do; of an adapter's tensors, their name.
-        modules: Their path, with * for the number of a layer.
-        count: How many they are.
-        shape: Of a model's weights in -> out (experts x in -> out); of a tensor as it is.
-        parameters: Of all of them together.
+        role: Role of the weights; for an adapter, the tensors' name.
+        modules: Module path, with * for the layer number.
+        count: Number of weights.
+        shape: "in -> out" for a model ("experts x in -> out"); for an adapter, the tensor's shape.
+        parameters: Total number of values.
     """
 
     role: str
@@ -50,11 +50,12 @@ class MethodFacts:
     """A method with its defaults, on one model.
 
     Attributes:
-        num_trainable: What it would train; None where it does not suit the model.
-        merges: Whether weights can hold it. fresh_is_base: Before training.
-        four_bit: Whether the base may be in 4 bits: it is called, never looked into.
-        files: Who reads its files.
-        remark: Why not, for every no.
+        num_trainable: Number of trained values; None where the method does not suit the model.
+        merges: Whether it can be merged into the weights.
+        fresh_is_base: Whether a fresh adapter leaves the outputs unchanged.
+        four_bit: Whether the base may be in 4 bits.
+        files: Programs that read its files.
+        remark: The reason for each "no".
     """
 
     method: str
@@ -76,10 +77,10 @@ def inspect(
     ],
     as_json: Json = False,
 ) -> None:
-    """Show what a model or an adapter consists of.
+    """Show the parts of a model or an adapter.
 
-    Of a model: its roles, and what each method would train. Of an adapter: its settings, tensors
-    and the size of its updates. No weights are loaded.
+    For a model: its roles, and the values that each method would train. For an adapter: its
+    settings, tensors and the size of its updates. No weights are loaded.
     """
     path = Path(what).expanduser()
     if path.name in ADAPTER_FILES:
@@ -135,7 +136,7 @@ def adapter_facts(folder: Path) -> tuple[dict[str, Any], list[Group]]:
 
 
 def _updates(folder: Path) -> tuple[list[RoleUpdate], str]:
-    """Return an adapter's updates by role, or none and the reason why they cannot be measured."""
+    """Return an adapter's updates by role; or none, and the reason."""
     from peftkit.formats.peft.low_rank import read_low_rank, role_updates
 
     try:
@@ -152,15 +153,18 @@ def _tensors(tensors: Mapping[str, Entry]) -> Iterator[tuple[str, str, str, int]
 
 
 def grouped(weights: Iterable[tuple[str, str, str, int]]) -> list[Group]:
-    """Group weights (role, path, shape, number of values) that differ in a layer's number alone."""
-    found: dict[tuple[str, str, str], list[int]] = {}
+    """Group weights (role, path, shape, number of values) that differ only in the layer number."""
+    sizes_by_kind: dict[tuple[str, str, str], list[int]] = {}
     for role, path, shape, size in weights:
-        found.setdefault((role, starred(path), shape), []).append(size)
-    return [Group(*key[:2], len(sizes), key[2], sum(sizes)) for key, sizes in found.items()]
+        sizes_by_kind.setdefault((role, starred(path), shape), []).append(size)
+    return [
+        Group(role, modules, len(sizes), shape, sum(sizes))
+        for (role, modules, shape), sizes in sizes_by_kind.items()
+    ]
 
 
 def model_facts(name: str) -> tuple[dict[str, Any], list[Group], list[MethodFacts]]:
-    """Build a model without weights, name the roles of its modules, and try every method on it."""
+    """Build a model without weights; return its facts, its weights by role, and its methods."""
     from peftkit.model.blocks import blocks
     from peftkit.model.places import find_places
     from peftkit.model.targets import find_roles
@@ -182,7 +186,7 @@ def model_facts(name: str) -> tuple[dict[str, Any], list[Group], list[MethodFact
 
 
 def _without_weights(name: str) -> nn.Module:
-    """Build a model that writes text, with or without media before it."""
+    """Build a text-generating model, with or without media inputs."""
     from peftkit.base.skeleton import skeleton
     from peftkit.tasks.media_text import AudioTextConfig
 
@@ -196,7 +200,7 @@ def _without_weights(name: str) -> nn.Module:
 
 
 def method_facts(model: nn.Module) -> Iterator[MethodFacts]:
-    """Put every method on a model without weights, one after the other, and yield what it is."""
+    """Attach every method to a model without weights in turn, and yield its facts."""
     from peftkit.adapter import attach
     from peftkit.methods.table import METHODS
 
@@ -221,12 +225,12 @@ def method_facts(model: nn.Module) -> Iterator[MethodFacts]:
         )
 
 
-def _why(told: str) -> str:
-    """Return the first line of an error, where it is one of the model and not of its skeleton."""
-    # a prefix is measured by running the model, and some do not run without weights
-    if "Its cache is of another kind" in told:
+def _why(message: str) -> str:
+    """Return the first line of an error."""
+    # A prefix is measured by running the model; some models do not run without weights.
+    if "Its cache is of another kind" in message:
         return "only the weights tell whether it suits"
-    return told.splitlines()[0].rstrip(".")
+    return message.splitlines()[0].rstrip(".")
 
 
 def _weight(model: nn.Module, role: str, site: Site) -> tuple[str, str, str, int]:
@@ -237,7 +241,7 @@ def _weight(model: nn.Module, role: str, site: Site) -> tuple[str, str, str, int
 
 
 def weight_shape(model: nn.Module, role: str, site: Site) -> tuple[int, ...]:
-    """Return ([experts,] in, out) of the part of a weight that one role owns."""
+    """Return the shape ([experts,] in, out) of a role's part of a weight."""
     from peftkit.model.places import is_linear, linear_shape, stacked_shape
 
     module = model.get_submodule(site.path)
@@ -253,7 +257,7 @@ def weight_shape(model: nn.Module, role: str, site: Site) -> tuple[int, ...]:
 
 
 def starred(path: str) -> str:
-    """Return a module's path with * for the number of a layer."""
+    """Return a module path with * for the layer number."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
@@ -275,7 +279,7 @@ def show(facts: Mapping[str, Any], groups: Sequence[Group]) -> None:
 
 
 def _text(value: Any) -> str:
-    """Return a fact's value; paths that differ in the number of a layer alone are told once."""
+    """Return a fact's value; paths that differ only in the layer number are listed once."""
     if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
         counts = Counter(starred(name) for name in value)
         return ", ".join(f"{name} ({n} x)" if n > 1 else name for name, n in counts.items())
@@ -296,7 +300,7 @@ def show_updates(updates: Sequence[RoleUpdate]) -> None:
 
 
 def show_methods(methods: Sequence[MethodFacts], num_parameters: int) -> None:
-    """Print what each method would train, on stdout; nothing where there is no model."""
+    """Print the number of values that each method would train, on stdout."""
     from peftkit_cli.render import print_table
 
     if methods:
@@ -315,7 +319,7 @@ def method_rows(methods: Sequence[MethodFacts], num_parameters: int) -> list[tup
             "-"
             if one.num_trainable is None
             else f"{count(one.num_trainable)} ({one.num_trainable / num_parameters:.2%})",
-            *(("no", "yes")[told] for told in (one.merges, one.fresh_is_base, one.four_bit)),
+            *(("no", "yes")[is_so] for is_so in (one.merges, one.fresh_is_base, one.four_bit)),
             one.files,
             one.remark,
         )

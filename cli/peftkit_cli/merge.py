@@ -1,4 +1,4 @@
-"""`peftkit merge`: an adapter folded into its base."""
+"""`peftkit merge`: merge an adapter into its base."""
 
 from __future__ import annotations
 

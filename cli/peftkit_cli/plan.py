@@ -1,4 +1,4 @@
-"""`peftkit plan`: what a run will cost, before anything but the model's config is downloaded."""
+"""`peftkit plan`: estimate the memory, time and disk of a run from the model's config alone."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from peftkit.planning.memory import Strategy
     from peftkit.planning.plan import Plan
 
-STRATEGIES = ("base", "activations", "peak GB", "weights", "adapter", "step", "fits", "longest")
-"""adapter: with its gradients and the optimizer's state. longest: row that fits, in tokens."""
-CARDS = ("cards", "peak GB", "weights", "fits", "longest", "wire GB")
+COLUMNS = ("base", "activations", "peak GB", "weights", "adapter", "step", "fits", "longest")
+"""adapter: with gradients and optimizer state; longest: the longest row that fits, in tokens."""
+CARD_COLUMNS = ("cards", "peak GB", "weights", "fits", "longest", "wire GB")
 
 
 def plan(
@@ -56,11 +56,11 @@ def plan(
         raise unknown_recipe_file(Path(what))
     from peftkit.planning.plan import plan_run
 
-    found = plan_run(what, memory=memory, overrides=overrides or (), link=link)
+    estimate = plan_run(what, memory=memory, overrides=overrides or (), link=link)
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2))
+        typer.echo(json.dumps(estimate.as_json(), indent=2))
         return
-    _show(found, ranks)
+    _show(estimate, ranks)
 
 
 def _show(plan: Plan, ranks: bool) -> None:
@@ -81,24 +81,23 @@ def _show(plan: Plan, ranks: bool) -> None:
         f"Memory of {plan.rows} x {plan.length:,} tokens at once on {where}: "
         f"{_gb(plan.usable_bytes)} usable of {_gb(plan.memory_bytes)}"
     )
-    strategies = tuple(_strategy(strategy, plan.rows) for strategy in plan.ways)
-    show_table(console, Table(title, STRATEGIES, strategies))
+    rows = tuple(_strategy_row(strategy, plan.rows) for strategy in plan.ways)
+    show_table(console, Table(title, COLUMNS, rows))
     if ranks or (plan.cards and not plan.fits):
         show_table(console, _cards(plan))
     show_table(console, Table("", ("what", "how much"), tuple(_facts(plan).items())))
     typer.echo(_verdict(plan))
 
 
-def _strategy(strategy: Strategy, rows: int) -> tuple[str, ...]:
+def _strategy_row(strategy: Strategy, rows: int) -> tuple[str, ...]:
     sizes, most_rows = strategy.by_category, strategy.most_rows
-    fewer_rows = f"{most_rows} of {rows} rows" if most_rows else "no"
     adapter = sum(sizes[name] for name in ("adapters", "gradients", "optimizer"))
     return (
         strategy.placement,
         strategy.activations,
         *(f"{size / 1e9:.2f}" for size in (strategy.peak_bytes, sizes["weights"], adapter)),
         f"{sizes['activations'] / 1e9:.2f}",
-        "yes" if strategy.fits else fewer_rows,
+        "yes" if strategy.fits else f"{most_rows} of {rows} rows" if most_rows else "no",
         f"{strategy.longest_row:,}",
     )
 
@@ -123,14 +122,14 @@ def _cards(plan: Plan) -> Table:
     )
     rates = tuple(f"at {rate} GB/s" for rate in plan.cards[0].compute_bound_tokens)
     title = "Each of several such cards (train.shard: base); tokens that hide the wire"
-    return Table(title, (*CARDS, *rates), rows)
+    return Table(title, (*CARD_COLUMNS, *rates), rows)
 
 
 def _facts(plan: Plan) -> Mapping[str, str]:
     from peftkit.figures import duration
 
     chosen = plan.chosen
-    found = {
+    facts = {
         "batch": f"{chosen.step_flops / 1e12:,.2f} TFLOP ({chosen.activations})",
         **_streamed(plan),
         "adapter file": _gb(plan.adapter_bytes),
@@ -138,16 +137,16 @@ def _facts(plan: Plan) -> Mapping[str, str]:
     }
     work = "the run" if plan.run_tokens else "a batch"
     if plan.run_tokens:
-        found["data"] = f"about {plan.num_tokens:,} tokens in {plan.num_rows:,} rows"
+        facts["data"] = f"about {plan.num_tokens:,} tokens in {plan.num_rows:,} rows"
         each = plan.num_trained / max(plan.num_tokens or 1, 1)
-        found["trained values for a token"] = f"{each:,.0f}" if each >= 10 else f"{each:.2g}"
+        facts["trained values for a token"] = f"{each:,.0f}" if each >= 10 else f"{each:.2g}"
     if plan.seconds_here is not None:
-        found[f"{work} here"] = f"about {duration(plan.seconds_here)}, by a measured product"
+        facts[f"{work} here"] = f"about {duration(plan.seconds_here)}, by a measured product"
     for name, seconds in plan.seconds_on.items():
         shown = duration(seconds) if seconds >= 10 else f"{max(seconds, 0.1):.2g} s"
         shown = f"under {shown}" if seconds < 0.1 else shown
-        found[f"{work} on {name}"] = f"{shown} (at 40 % of its bf16 peak)"
-    return found
+        facts[f"{work} on {name}"] = f"{shown} (at 40 % of its bf16 peak)"
+    return facts
 
 
 def _streamed(plan: Plan) -> Mapping[str, str]:
@@ -168,9 +167,9 @@ def _verdict(plan: Plan) -> str:
         chosen = plan.chosen
         how = "the base streamed, " * (chosen.placement == "stream")
         less = "" if chosen.fits else ", with fewer rows at a time"
-        verdict = f"It fits: {how}activations: {chosen.activations}{less}."
+        summary = f"It fits: {how}activations: {chosen.activations}{less}."
         how = textwrap.fill(f"Plan: {plan.execution.describe()}.", 80)
-        return f"{verdict}\n{how}"
+        return f"{summary}\n{how}"
     several = next((share.cards for share in plan.cards if share.fits), 0)
     other = f"\n{several} such cards hold it with --set train.shard=base." if several else ""
     if plan.change:

@@ -1,4 +1,4 @@
-"""`peftkit report` and `peftkit runs`: what runs did, to look at and to compare."""
+"""`peftkit report` and `peftkit runs`: look at runs and compare them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`peftkit serve`: adapters behind OpenAI's HTTP interface, on this machine."""
+"""`peftkit serve`: an OpenAI-compatible HTTP server for adapters."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def serve(
     from peftkit.serve.server import serve_adapters, vllm_command
     from peftkit_cli.render import Renderer
 
-    def tell(url: str, bank: AdapterBank) -> None:
-        screen.close()  # the loading is over; what follows may take days
+    def announce(url: str, bank: AdapterBank) -> None:
+        screen.close()  # loading is over; serving may take days
         typer.echo(f"{url}/v1")
         models = ", ".join([*bank.names, "base"])
         note(f"Models: {models}. Ctrl-C ends it. Also there: {url}/health")
@@ -81,5 +81,5 @@ def serve(
             temperature=temperature,
             force=force,
             on_event=on_event,
-            on_ready=tell,
+            on_ready=announce,
         )

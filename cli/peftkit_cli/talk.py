@@ -35,11 +35,11 @@ def generate(
     ] = None,
     image: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="An image that stands before the prompt. Repeatable."),
+        typer.Option(metavar="FILE", help="An image before the prompt. Repeatable."),
     ] = None,
     audio: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="A sound, likewise; or to write down, without --prompt."),
+        typer.Option(metavar="FILE", help="Audio, likewise; without --prompt it is transcribed."),
     ] = None,
     video: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="A video, likewise. Repeatable.")
@@ -50,13 +50,13 @@ def generate(
     seed: Seed = None,
     force: Force = False,
 ) -> None:
-    """Complete a prompt, or write down what is said. Prints this and nothing else."""
+    """Complete a prompt, or transcribe audio. Prints the text and nothing else."""
     if audio and prompt is None:
         opened = _open(adapter, base, force)
         from peftkit.inference.predict import transcribe
 
-        for said in transcribe(opened, audio):
-            typer.echo(said)
+        for transcript in transcribe(opened, audio):
+            typer.echo(transcript)
         return
     text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
     if not text:
@@ -148,7 +148,7 @@ def evaluate(
 
 
 def _run_tasks(opened: Opened, names: list[str], *, as_json: bool, **how: Any) -> None:
-    """Print what base and adapter reach in tasks; of a run, keep it for its report."""
+    """Print the scores of base and adapter in benchmarks; keep those of a run for its report."""
     from rich.console import Console
 
     from peftkit.files.disk import write_json
@@ -159,11 +159,11 @@ def _run_tasks(opened: Opened, names: list[str], *, as_json: bool, **how: Any) -
     tables = Console(stderr=as_json, highlight=False)
     with Renderer(tables=tables, transient=True) as on_event:
         scores = run_tasks(opened, names, on_event=on_event, **how)
-    found = [asdict(score) for score in scores]
+    entries = [asdict(score) for score in scores]
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(entries))
     if is_run(folder := opened.file.folder):
-        write_json({"scores": found}, folder / TASKS)
+        write_json({"scores": entries}, folder / TASKS)
         note(f"Next: peftkit report {folder} shows them too.")
 
 
@@ -185,7 +185,7 @@ def predict(
 ) -> None:
     """Classify or score texts. Prints for each the most likely label, a tab, and its probability.
 
-    With --data: writes each row with what is predicted of it, a score or an embedding.
+    With --data: writes each row with its prediction, score or embedding.
     """
     if (text is None) == (data is None) or (data is None and out is not None):
         raise DataError(
@@ -198,11 +198,11 @@ def predict(
     opened = _open(adapter, base, force)
     from peftkit.inference.predict import predict as classify
 
-    found = classify(opened, text)
+    predictions = classify(opened, text)
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(predictions))
         return
-    for scores in found:
+    for scores in predictions:
         label, value = next(iter(scores.items()))
         typer.echo(f"{label}\t{value:.4g}")
 
@@ -263,7 +263,7 @@ def chat(
 def _open_all(
     adapter: str | None, named: Sequence[str] | None, base: str | None, force: bool
 ) -> Opened | AdapterBank:
-    """Open one adapter, or several side by side."""
+    """Open one adapter, or several over one base."""
     if (adapter is None) == (not named):
         raise AdapterError(
             "give either one adapter or several names.",
@@ -280,10 +280,10 @@ def _open_all(
 
 
 def named_adapters(texts: Sequence[str]) -> dict[str, Path]:
-    """Read [NAME=]ADAPTER texts: name to folder. Without a name it is the folder's.
+    """Parse [NAME=]ADAPTER texts into folders by name; the default name is the folder's.
 
     Raises:
-        AdapterError: A folder is not there, or two would have one name, or one that of the base.
+        AdapterError: A folder does not exist; or a name is used twice, or is "base".
     """
     folders: dict[str, Path] = {}
     for text in texts:

@@ -90,7 +90,7 @@ def check(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False)
 
 
 def _recipe_file(recipe: Path | None, run_folder: Path | None) -> Path:
-    """Return the recipe that is meant: by itself, or in the folder of a run."""
+    """Return the path of the recipe, given by itself or by the folder of a run."""
     if (recipe is None) == (run_folder is None):
         raise ConfigError(
             "peftkit train takes either a recipe or --from RUN",
@@ -119,9 +119,9 @@ def _load(path: Path, overrides: list[str] | tuple[str, ...]) -> Recipe:
 
 
 def _function(name: str) -> Callable[[str, str], float]:
-    """Return a function by "module:function"; modules of the current folder are found too.
+    """Return a function by "module:function"; modules of the current folder can be named, too.
 
-    Only the command line can name one: a recipe may come from elsewhere, and says no code to run.
+    Only the command line can name one: a recipe may be somebody else's, and must not run code.
 
     Raises:
         ConfigError: There is no such module or function.
@@ -130,16 +130,16 @@ def _function(name: str) -> Callable[[str, str], float]:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        found = getattr(import_module(module), attribute)
+        function = getattr(import_module(module), attribute)
     except (ModuleNotFoundError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"cannot use --metric {name}.",
             found=f"Python says: {error}. Looked in {Path.cwd()} and the installed packages.",
             fix="Write module:function: def function(completion: str, reference: str) -> float",
         ) from None
-    if not callable(found):
-        raise ConfigError(f"{name} is no function.", found=f"It is {found!r:.80}.")
-    return cast("Callable[[str, str], float]", found)
+    if not callable(function):
+        raise ConfigError(f"{name} is no function.", found=f"It is {function!r:.80}.")
+    return cast("Callable[[str, str], float]", function)
 
 
 def _output_dir(out: Path | None) -> list[str]:

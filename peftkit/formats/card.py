@@ -68,7 +68,7 @@ def adapter_usage(
     """
     model, auto_class = base or "BASE", purpose.auto_class
     labels = f", num_labels={len(purpose.head.labels)}" if purpose.head else ""
-    ways = [
+    usage = [
         (
             "peftkit",
             "bash",
@@ -84,8 +84,8 @@ def adapter_usage(
         ),
     ]
     if purpose == CAUSAL_LM and rank:
-        ways.append(("vLLM", "bash", vllm_serve(model, rank, f"adapter={folder}")))
-    return ways
+        usage.append(("vLLM", "bash", vllm_serve(model, rank, f"adapter={folder}")))
+    return usage
 
 
 def render_card(card: Card) -> str:
@@ -121,8 +121,8 @@ def adapter_table(adapter: Adapter) -> Table:
     for path, module in adapter.modules.items():
         kind = (", ".join(module.site.roles) or "-", path.rpartition(".")[2])
         number, values = kinds.get(kind, (0, 0))
-        own = sum(p.numel() for p in module.parameters() if p.requires_grad)
-        kinds[kind] = (number + 1, values + own)
+        num_values = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        kinds[kind] = (number + 1, values + num_values)
     rows = [(*kind, str(n), f"{values:,}") for kind, (n, values) in kinds.items()]
     left_out = Counter(
         (", ".join(site.roles) or "-", site.path.rpartition(".")[2])
@@ -146,11 +146,11 @@ def small_reach(adapter: Adapter, base: Audit) -> str:
         base: Of the model without the adapter.
     """
     targets = adapter.method.targets
-    message = [targets] if isinstance(targets, str) else targets
-    own = adapter.own.values()
-    reached = sum(shape.numel() for module in own for shape in _matrices(module))
+    requested = [targets] if isinstance(targets, str) else targets
+    modules = adapter.own.values()
+    reached = sum(shape.numel() for module in modules for shape in _matrices(module))
     share = reached / max(base.num_in_matrices, 1)
-    if ALL_LINEAR not in message or share >= SMALL_REACH:
+    if ALL_LINEAR not in requested or share >= SMALL_REACH:
         return ""
     return (
         f"{ALL_LINEAR} reaches {share:.0%} of the values in this base's matrices: the rest is in "
@@ -197,6 +197,6 @@ def training_card(
         },
         metrics=metrics,
         recipe=recipe,
-        usage=[way for way in usage if not (refused and way[0] == "PEFT")],
+        usage=[tool for tool in usage if not (refused and tool[0] == "PEFT")],
         notes=[refused] if refused else [],
     )
