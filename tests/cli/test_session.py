@@ -43,7 +43,7 @@ def test_train_prints_the_folder_and_tells_the_rest_on_stderr(trained: Path) -> 
         "README.md",
         "peftkit.json",
     } <= names
-    assert {"recipe.yaml", "metrics.jsonl", "checkpoints"} <= names
+    assert {"recipe.yaml", "run.json", "metrics.jsonl", "checkpoints", "report.html"} <= names
 
 
 def test_train_on_a_finished_run_is_refused_unless_told_to_overwrite(
