@@ -7,19 +7,17 @@ of the page reads the values under the pointer off the lines.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Literal
 
 from peftkit.figures import metric
 from peftkit.report.history import Curve, History, smoothed
 from peftkit.report.html import text
 
-COLUMNS = 500
-"""A line keeps the minimum and the maximum of so many spans of steps."""
+SPANS = 500
+"""A line keeps the minimum and the maximum of so many spans of its points."""
 WIDTH, HEIGHT = 1000, 300
 """Units of the drawing, which is stretched."""
 NUM_COLORS = 8
@@ -142,18 +140,15 @@ def _lines(runs: Sequence[History], name: str) -> Iterator[Line]:
             yield Line("smoothed" if is_alone else run.name, points(smoothed(curve)), color)
 
 
-def points(curve: Curve, columns: int = COLUMNS) -> list[Point]:
-    """Return the minimum and the maximum of each of so many equal spans of steps."""
-    steps, values = list(curve), list(curve.values())
-    if len(steps) <= 2 * columns:
-        return list(curve.items())
-    first, width = steps[0], steps[-1] - steps[0] + 1
-    edges = [bisect_left(steps, first + width * n // columns) for n in range(columns + 1)]
-    chosen = {0, len(steps) - 1}
-    for start, stop in pairwise(edges):
-        if span := values[start:stop]:
-            chosen |= {start + span.index(min(span)), start + span.index(max(span))}
-    return [(steps[n], values[n]) for n in sorted(chosen)]
+def points(curve: Curve, number: int = SPANS) -> list[Point]:
+    """Return the minimum and the maximum of each of so many spans of a curve, and its ends."""
+    every = list(curve.items())
+    if len(every) <= 2 * number:
+        return every
+    size = math.ceil(len(every) / number)
+    spans = [every[start : start + size] for start in range(0, len(every), size)]
+    ends = {pick(span, key=lambda point: point[1]) for span in spans for pick in (min, max)}
+    return sorted({every[0], *ends, every[-1]})
 
 
 def drawn(chart: Chart) -> str:

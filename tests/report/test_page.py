@@ -124,7 +124,7 @@ def test_a_hundred_thousand_steps_are_less_than_a_megabyte() -> None:
 
 def test_few_points_keep_the_lowest_and_the_highest() -> None:
     curve = {n: 1.0 + n % 7 for n in range(1, 50_001)} | {31_415: 100.0, 27_182: -5.0}
-    found = points(curve, columns=100)
+    found = points(curve, number=100)
     assert len(found) <= 202
     assert (31_415, 100.0) in found
     assert (27_182, -5.0) in found
