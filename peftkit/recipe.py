@@ -9,6 +9,7 @@ from typing import cast
 
 from peftkit.base.load import Base
 from peftkit.base.sharding import is_sharded
+from peftkit.config.schema import flat
 from peftkit.errors import ConfigError
 from peftkit.events import Event, Listener, Notice, Table, ignore, to_all
 from peftkit.execution.environment import world_size
@@ -25,7 +26,6 @@ from peftkit.run.prepare import Prepared, prepare
 from peftkit.tasks.seq2seq import EncoderDecoder
 from peftkit.tasks.token_task import AnswerTask
 from peftkit.train.checkpoints.checkpoint import StartPolicy, locked
-from peftkit.train.checkpoints.identity import flat
 from peftkit.train.checkpoints.manifest import versions
 from peftkit.train.loop import check_output, new_run, train
 from peftkit.train.metrics import require_trackers

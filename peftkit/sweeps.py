@@ -26,6 +26,7 @@ from peftkit.adapter import check_fits
 from peftkit.base.load import Base, open_base
 from peftkit.base.purpose import Purpose
 from peftkit.base.skeleton import skeleton
+from peftkit.config.schema import flat
 from peftkit.config.strict_yaml import SourceLocation, parse, written_values
 from peftkit.errors import ConfigError, OutputError, PeftkitError, RunError
 from peftkit.events import (
@@ -52,7 +53,6 @@ from peftkit.report.page import REPORT, LiveReport, write_report
 from peftkit.run import rules
 from peftkit.run.config import Recipe, load
 from peftkit.train.checkpoints.checkpoint import Checkpoints, StartPolicy, locked
-from peftkit.train.checkpoints.identity import flat
 from peftkit.train.loop import check_output
 
 SWEEP, BEST = "sweep.json", "best"

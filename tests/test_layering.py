@@ -76,6 +76,7 @@ WITHOUT_TORCH = (
     "peftkit.errors",
     "peftkit.events",
     "peftkit.model.roles",
+    "peftkit.report.page",
 )
 
 

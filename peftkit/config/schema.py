@@ -120,6 +120,14 @@ def dump_yaml(config: Config) -> str:
     )
 
 
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one, keys joined by dots."""
+    if not isinstance(value, Mapping) or not value:
+        return {prefix: value} if prefix else {}
+    inner = (flat(v, f"{prefix}.{k}" if prefix else str(k)) for k, v in value.items())
+    return {key: item for part in inner for key, item in part.items()}
+
+
 def json_schema(cls: type[Config]) -> dict[str, Any]:
     """Return the JSON schema that editors use to complete and check a recipe."""
     return {

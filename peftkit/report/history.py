@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
+from peftkit.config.schema import flat
 from peftkit.errors import DataError, first_few
 from peftkit.events import Table
-from peftkit.train.checkpoints.identity import flat
 
 METRICS, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
 FACTS, TASKS = "run.json", "tasks.json"

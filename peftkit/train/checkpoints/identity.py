@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from peftkit.config.schema import flat
 from peftkit.errors import CheckpointError, did_you_mean
 from peftkit.settings import TrainConfig
 
@@ -88,14 +89,6 @@ def check_same_run(saved: Identity, now: Identity, allowed: Sequence[str]) -> li
             fix = did_you_mean(name, known) or "Leave it out: nothing differs that needs it."
             raise CheckpointError(f"cannot allow changes of {name!r}: no run has that", fix=fix)
     return [line for _, line in accepted]
-
-
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, keys joined by dots."""
-    if not isinstance(value, Mapping) or not value:
-        return {prefix: value} if prefix else {}
-    inner = (flat(v, f"{prefix}.{k}" if prefix else str(k)) for k, v in value.items())
-    return {key: item for part in inner for key, item in part.items()}
 
 
 def fingerprint(rows: Iterable[Any]) -> str:
