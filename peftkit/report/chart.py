@@ -111,15 +111,15 @@ def charts(runs: Sequence[History]) -> list[Chart]:
     """Return the charts of runs: one run in all detail, several overlaid."""
     names = dict.fromkeys(name for run in runs for name in run.curves)
     of_eval, of_task = ([n for n in names if n.startswith(p)] for p in ("eval/", "train/"))
-    found = []
+    drawings = []
     for name in dict.fromkeys(["loss", *of_eval, *of_task, *TITLES]):
         title = TITLES.get(name) or name.replace("_", " ").replace("/", ": ").capitalize()
         lines = list(_lines(runs, name))
         if name == "loss":
             lines += _lines(runs, "eval/loss")
         if lines and name != "eval/loss":
-            found.append(Chart(title, name, lines, runs[0].seams if len(runs) == 1 else ()))
-    return found
+            drawings.append(Chart(title, name, lines, runs[0].seams if len(runs) == 1 else ()))
+    return drawings
 
 
 def _lines(runs: Sequence[History], name: str) -> Iterator[Line]:

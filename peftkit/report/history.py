@@ -290,8 +290,8 @@ def list_runs(folder: str | Path = "runs") -> list[RunRow]:
     top = Path(folder)
     if not top.is_dir():
         raise DataError(f"there is no folder '{top}'", fix="Name the folder that your runs are in.")
-    found = (top.glob("*/" * depth + METRICS) for depth in range(MAX_DEPTH + 1))
-    runs = [read_history(path.parent) for paths in found for path in paths]
+    depths = [top.glob("*/" * depth + METRICS) for depth in range(MAX_DEPTH + 1)]
+    runs = [read_history(path.parent) for paths in depths for path in paths]
     if not runs:
         raise DataError(
             f"there are no runs in '{top}'", found=f"No folder in it holds a {METRICS}."
