@@ -23,21 +23,21 @@ ROOM = 0.8
 STREAMED = "The base's blocks are streamed from main memory (base.placement: auto)."
 
 
-def fits_device(weights: int, free: int, step_bytes: Callable[[], int] | None = None) -> bool:
+def fits_device(weights: int, free: int, step_fits: Callable[[], bool] | None = None) -> bool:
     """Tell whether a base stays whole on its device.
 
     It does if its weights take less than half of the free memory, and does not if they take more
     than all of it. In between the smallest training step decides.
 
     Args:
-        weights, free: Bytes of the weights as they are kept, and of the device.
-        step_bytes: Counts that step, weights included; None: nothing is trained.
+        weights, free: Bytes of the weights as they are kept, and of the device's free memory.
+        step_fits: Counts that step; None: nothing is trained.
     """
     if weights <= HALF * free:
         return True
     if weights > free:
         return False
-    return (step_bytes() if step_bytes is not None else weights / ROOM) <= free
+    return weights <= ROOM * free if step_fits is None else step_fits()
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,18 +147,17 @@ class MemoryEstimator:
                 strategy = self.strategy("device", activations)
                 fits |= strategy.longest_row >= self.length
                 yield strategy
-        free = self.environment.usable
-        may_stream = placement == "stream" or (
-            placement == "auto"
-            and self.environment.on_gpu
-            and not fits_device(self.steps.weights, free, lambda: 0 if fits else free + 1)
-        )
+        if placement == "auto" and self.environment.on_gpu:
+            free = self.environment.usable
+            may_stream = not fits_device(self.steps.weights, free, lambda: fits)
+        else:
+            may_stream = placement == "stream"
         if may_stream and self.can_stream:
             for activations in self.activations("stream"):
                 yield self.strategy("stream", activations)
 
     def smallest(self, placement: Placement = "device", shard: Shard = "none") -> Strategy:
-        """Return the strategy that takes least memory, with one row."""
+        """Return the strategy that takes the least memory, for one row."""
         return self.strategy(placement, self.activations(placement)[-1], rows=1, shard=shard)
 
     def strategy(

@@ -43,13 +43,13 @@ def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:
     config = config_of(recipe)
     weights = weight_bytes(config, recipe.base, recipe.task.plain_purpose, dtype)
 
-    def step_bytes(plan: ExecutionPlan, weights: int) -> int:
-        from peftkit.planning.memory import smallest_step  # what counts a step is rarely needed
+    def step_fits(plan: ExecutionPlan, weights: int) -> bool:
+        from peftkit.planning.memory import smallest_step  # rarely needed, and slow to import
 
-        counted = smallest_step(recipe, config, here, plan, on_event)
-        return int(weights / ROOM) if counted is None else counted
+        needed = smallest_step(recipe, config, here, plan, on_event)
+        return (weights / ROOM if needed is None else needed) <= here.usable
 
-    if _on_all(fits_device(weights, here.usable, lambda: step_bytes(plan, weights)), here, device):
+    if _on_all(fits_device(weights, here.usable, lambda: step_fits(plan, weights)), here, device):
         return plan
     sizes = in_words(weights, here.usable)
     if weights <= here.usable:
@@ -57,7 +57,7 @@ def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:
     if _may_shard(recipe, plan):
         plan, how = replace(plan, shard="base"), "(train.shard: auto)"
         part = weights // plan.num_processes
-        if not _on_all(step_bytes(plan, part) <= here.usable, here, device):
+        if not _on_all(step_fits(plan, part), here, device):
             plan, how = replace(plan, shard="offload"), f", its parts in main memory {how}"
         on_event(Notice(f"The base is sharded over the processes {how}. {sizes}"))
         return plan

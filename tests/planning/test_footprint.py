@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,7 @@ from peftkit.quant.quantize import quantize_model
 from peftkit.train.memory.blocks import Blocks
 from tests.families import ARCHITECTURES, FAMILIES
 from tests.planning.test_step_estimator import llama
-
-ROOT = Path(__file__).parents[2]
+from tests.train.children import exit_code, start_ranks
 
 
 def reckoned(config: Any, quantize: str = "nf4") -> Any:
@@ -95,27 +92,17 @@ def test_more_devices_have_less_each_and_all_of_it_together() -> None:
     assert offloaded.resident + offloaded.elsewhere == found[0].resident
 
 
-WORKER = """
-import json, sys, torch, torch.distributed as dist
-from tests.planning.test_footprint import at_work
-dist.init_process_group("gloo")
-found = at_work(sys.argv[1])
-if dist.get_rank() == 0:
-    print(json.dumps(found))
-dist.destroy_process_group()
-"""
-
-
 def config_of(family: str) -> Any:
     return llama() if family == "llama" else ARCHITECTURES[family]().config
 
 
-def at_work(family: str) -> dict[str, int]:
-    """Return what a process has of a sharded base, and what it gets in a step; on each process."""
+def at_work(family: str, out: Path) -> None:
+    """Write what a process has of a sharded base, and what it gets in a step."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     from peftkit.base.sharding import local_bytes, shard_base
 
+    torch.distributed.init_process_group("gloo")
     model = real(config_of(family))
     attach(model, LoRA(rank=2, targets=("q", "v")))
     shard_base(model, torch.device("cpu"))
@@ -133,22 +120,19 @@ def at_work(family: str) -> dict[str, int]:
     model.train()
     ids = torch.arange(24)[None] + 3
     model(input_ids=ids, use_cache=False).logits.float().sum().backward()
-    return {"base": local_bytes(model)["base"], "gathered": gathered}
+    if os.environ["RANK"] == "0":
+        held = {"base": local_bytes(model)["base"], "gathered": gathered}
+        out.write_text(json.dumps(held))
+    torch.distributed.barrier()
+    os._exit(0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_sharded_base_is_held_and_moved_as_reckoned(family, tmp_path) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", str(script), family]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'cli'}", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    found = json.loads(ran.stdout.splitlines()[-1])
+    children = start_ranks(at_work, family, tmp_path / "found.json")
+    assert [exit_code(child) for child in children] == [0, 0]
+    found = json.loads((tmp_path / "found.json").read_text())
     held = sharded(reckoned(config_of(family)), 2)
     assert held.resident == pytest.approx(found["base"], rel=0.01)
     assert held.moved == pytest.approx(found["gathered"], rel=0.01)

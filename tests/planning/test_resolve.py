@@ -12,11 +12,13 @@ import torch
 import transformers
 from torch.utils._python_dispatch import _disable_current_modes
 
+from benchmarks import shapes
 from peftkit import recipe as story
 from peftkit.base.config import BaseConfig
 from peftkit.config.schema import from_dict
 from peftkit.events import Event, Notice
-from peftkit.execution.environment import GPU_SHARE, Environment
+from peftkit.execution.environment import GPU_SHARE, Environment, gpu_of_size
+from peftkit.methods.lora import LoRA
 from peftkit.planning import memory as planning
 from peftkit.planning import resolve
 from peftkit.planning.memory import MemoryEstimator
@@ -113,6 +115,17 @@ def test_step_that_cannot_be_counted_leaves_the_decision_to_the_weights(
         on_a_card(monkeypatch, int(memory))
         assert resolve_plan(recipe, events.append).placement == placement
         assert "cannot be counted" in str(events[0])
+
+
+def test_an_8b_on_8_gb_finds_by_itself_for_which_rows_it_is_streamed(tmp_path, monkeypatch) -> None:
+    config = shapes.SHAPES["llama-3.1-8b"].make_config()
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    on_a_card(monkeypatch, gpu_of_size(8 * GB).usable)
+    for length, placement in ((512, "device"), (4096, "stream")):
+        given = asked(tmp_path, tmp_path, data={"max_length": length}, base={"dtype": "bf16"})
+        recipe = given.model_copy(update={"method": LoRA(rank=16)})
+        assert resolve_plan(recipe, lambda event: None).placement == placement
 
 
 class Ranks:
