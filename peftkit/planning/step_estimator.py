@@ -90,9 +90,9 @@ class StepEstimator:
     ) -> None:
         self.key = _key(recipe, config, device)
         self._recipe, self._config = recipe, config
-        self._plan = recipe.train.plan(device)
-        fast = torch.bfloat16 if self._plan.on_gpu else fast_dtype(torch.device("cpu"))
+        fast = fast_dtype(torch.device("cpu")) if device == "cpu" else torch.bfloat16
         self.dtype = DTYPES.get(recipe.base.dtype) or fast
+        self._plan = recipe.train.plan(device, dtype=str(self.dtype).removeprefix("torch."))
         self._steps: dict[int, DatalessStep] = {}
         self._counts: dict[tuple[int, int, int, Activations], StepCount] = {}
         bare = skeleton_of(recipe, config, self.dtype)

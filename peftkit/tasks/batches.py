@@ -20,7 +20,7 @@ BATCH_SIZE = 8
 
 TOO_LARGE = (
     "Lower data.max_length, set train.gradient_checkpointing: auto, or quantise the base "
-    "(base.quantize: nf4)."
+    "(base.quantize: nf4) and, on a GPU, stream it (base.placement: stream)."
 )
 
 

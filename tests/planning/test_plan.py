@@ -61,7 +61,8 @@ def test_longest_row_fits_and_a_longer_one_does_not(folder) -> None:
     )
     longest = a_plan(folder, "8GB", *asked).chosen.longest_row
     assert 1024 < longest < 131072
-    for length, fits in ((longest, True), (int(1.15 * longest), False)):
+    # up to 15 % too short: at the length that is counted the chunk of logits is not full yet
+    for length, fits in ((longest, True), (int(1.2 * longest), False)):
         plan = a_plan(folder, "8GB", *asked, f"data.max_length={length}")
         assert plan.fits == fits
 
@@ -74,6 +75,16 @@ def test_change_that_is_told_makes_it_fit(folder) -> None:
     assert "base.quantize=nf4" in plan.change
     changes = [part for part in plan.change.split() if part != "--set"]
     assert a_plan(folder, "2.5GB", *asked, *changes).fits
+
+
+@pytest.mark.slow
+def test_base_in_the_way_of_a_long_row_stays_and_streaming_is_named(folder) -> None:
+    asked = ("base.quantize=nf4", "train.gradient_checkpointing=true", "train.batch_size=1")
+    asked += ("data.max_length=28000",)
+    plan = a_plan(folder, "4GB", *asked)
+    assert {way.placement for way in plan.ways} == {"device"}
+    assert plan.change == "--set base.placement=stream"
+    assert a_plan(folder, "4GB", *asked, "base.placement=stream").fits
 
 
 @pytest.mark.slow
