@@ -21,16 +21,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import shapes
 from benchmarks.report import heading, table, versions
-from peftkit.adapter import attach
+from peftkit.adapter import attach, prepared_for_training
 from peftkit.base.config import BaseConfig
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.execution.plan import Activations
 from peftkit.execution.signals import StopRequest
-from peftkit.kernels.packing import keep_copies, packed_tensors
 from peftkit.methods.lora import LoRA
-from peftkit.model.modes import prepared_for_training
 from peftkit.planning.step_estimator import StepEstimator
+from peftkit.quant.layers import keep_copies, packed_tensors
 from peftkit.quant.quantize import quantize_model
 from peftkit.run.config import Recipe
 from peftkit.settings import TrainConfig
@@ -140,7 +139,7 @@ class Measured:
 def _bytes_of(holder: Any) -> int:
     """Return the bytes of a model's parameters and buffers, or of an optimizer's state."""
     if isinstance(holder, torch.nn.Module):
-        copies = [packing.kept for _, _, packing in packed_tensors(holder)]
+        copies = [packing.unpacked for _, _, packing in packed_tensors(holder)]
         tensors = [*holder.parameters(), *holder.buffers(), *(c for c in copies if c is not None)]
     else:
         tensors = [t for s in holder.state.values() for t in s.values() if torch.is_tensor(t)]

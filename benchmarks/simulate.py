@@ -31,13 +31,12 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks import shapes
 from benchmarks.report import table, write_json
-from peftkit.adapter import attach
+from peftkit.adapter import attach, prepared_for_training
 from peftkit.data.pack import Row, collate
 from peftkit.execution.plan import GPU_CHUNK_BYTES
 from peftkit.execution.signals import StopRequest
 from peftkit.execution.world import World
 from peftkit.methods.lora import LoRA
-from peftkit.model.modes import prepared_for_training
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task

@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from peftkit.methods.bottleneck import Bottleneck as Bottleneck
     from peftkit.methods.data_init import eva_starts as eva_starts
     from peftkit.methods.data_init import loftq_starts as loftq_starts
+    from peftkit.methods.dora import DoRA as DoRA
     from peftkit.methods.ia3 import IA3 as IA3
-    from peftkit.methods.lora import DoRA as DoRA
     from peftkit.methods.lora import LoRA as LoRA
     from peftkit.methods.own_parameters import BitFit as BitFit
     from peftkit.methods.own_parameters import LNTuning as LNTuning

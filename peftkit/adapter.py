@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import AdapterError, TargetError
+from peftkit.execution.plan import ExecutionPlan
+from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, InitValues, Method
+from peftkit.methods.lora_linear import (
+    group_layers,
+    grouped_for_serving,
+    refresh_groups,
+    ungroup_layers,
+)
 from peftkit.methods.modules_to_save import named_modules, token_modules, wrap_fully
-from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, InitValues, Method
-from peftkit.model.modes import training_layouts
+from peftkit.model.fused import fused_modules
 from peftkit.model.places import unwrap_adapter
 from peftkit.model.targets import Site
 
@@ -23,8 +32,8 @@ class Adapter:
         model: The model, changed in place.
         method: The config that it came from.
         modules: Module path to adapter module, in the order of the model; then those of `full`.
-        full: Paths of the modules beside the method's own: the parts of those that are trained
-            whole, and those of which some rows are.
+        full: Paths of modules that do not belong to the method: those trained in full, and those
+            with trained rows of tokens.
     """
 
     def __init__(
@@ -37,6 +46,7 @@ class Adapter:
         self.model, self.method, self.modules = model, method, modules
         self.full = frozenset(full)
         self._handles = method.connect(model, self.own)
+        self._step_hook: RemovableHandle | None = None
 
     @property
     def own(self) -> dict[str, AdapterModule]:
@@ -44,8 +54,8 @@ class Adapter:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the trainable parameters."""
-        found = [p for m in self.modules.values() for p in m.parameters() if p.requires_grad]
-        return iter({id(p): p for p in found}.values())  # tied tables train the same rows
+        trained = [p for m in self.modules.values() for p in m.parameters() if p.requires_grad]
+        return iter({id(p): p for p in trained}.values())  # tied tables train the same rows
 
     @property
     def num_trainable(self) -> int:
@@ -53,7 +63,7 @@ class Adapter:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Run the bare base while the context holds."""
+        """Run the bare base within the context."""
         before = {path: module.enabled for path, module in self.modules.items()}
         try:
             for module in self.modules.values():
@@ -64,23 +74,27 @@ class Adapter:
                 module.enabled = before[path]
 
     def prepare_training(self) -> None:
-        """Compute layers that read one input together from here on, in training mode.
+        """Compute LoRA layers of one input together from now on, in training mode.
 
-        `fit` does so by itself, in the precision that autocast is set to. A step of any optimizer
-        is noticed, and a change in place; after one through `.data` call it again. Before the model
-        is moved or cast call `end_training`.
+        `fit` does so by itself, in autocast's precision. For a loop of your own: the layers follow
+        changes in place and the steps of any optimizer; after a change through `.data` call this
+        again. Call `end_training` before the model is moved or cast.
         """
-        for layout in training_layouts(self.model):
-            layout.prepare()
+        self.end_training()
+        group_layers(self.model)
+        # fused optimizers leave no trace in a tensor's version
+        self._step_hook = register_optimizer_step_post_hook(lambda *_: refresh_groups(self.model))
 
     def end_training(self) -> None:
-        """Take down what `prepare_training` has laid out."""
-        for layout in training_layouts(self.model):
-            layout.end()
+        """Undo `prepare_training`."""
+        if self._step_hook is not None:
+            self._step_hook.remove()
+            self._step_hook = None
+        ungroup_layers(self.model)
 
     @contextmanager
     def swapped_state(self, state: Mapping[str, Tensor]) -> Iterator[None]:
-        """Have the tensors of another `state()` while the context holds."""
+        """Use the tensors of another `state()` within the context."""
         before = {name: tensor.clone() for name, tensor in self.state().items()}
         self.load_state(state)
         try:
@@ -89,7 +103,8 @@ class Adapter:
             self.load_state(before)
 
     def detach(self) -> None:
-        """Take every adapter module out again; the model is the bare, frozen base."""
+        """Remove every adapter module; the model is the bare, frozen base again."""
+        self.end_training()
         for handle in self._handles:
             handle.remove()
         for path, module in reversed(self.modules.items()):  # what has parts before its parts
@@ -97,7 +112,7 @@ class Adapter:
         self._handles, self.modules = [], {}
 
     def state(self) -> dict[str, Tensor]:
-        """Return what is saved: "module.path.tensor_name", or a shared name, to tensor."""
+        """Return the tensors to save, by "module.path.tensor_name" or shared name."""
         return self.method.shared(self.own) | {
             f"{path}.{name}": tensor
             for path, module in self.modules.items()
@@ -105,7 +120,7 @@ class Adapter:
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take the tensors of `state()`, all or none.
+        """Load the tensors of a `state()`, all or none.
 
         Raises:
             AdapterError: Lists every missing, unexpected and misshapen tensor.
@@ -145,20 +160,20 @@ def attach(
     fresh: bool = True,
     seed: int = 0,
 ) -> Adapter:
-    """Freeze a model and put a method's modules on it; its output is unchanged by that.
+    """Freeze a model and put a method's modules on it; its output stays the same.
 
     Args:
         model: Any transformer; changed in place.
-        method: What to attach; `method.targets` say where. Where none are named, towers for images
-            and sound are left out.
-        sites: Where, when the caller already knows.
-        starts: Module path to initial values; made by `method.initializer`, where that is set.
-        fresh: Whether to set initial values at all: False where a state is loaded next.
-        seed: Of the initial values; the same on every device.
+        method: What to attach; `method.targets` says where. By default vision and audio towers are
+            left out.
+        sites: Where, if the caller already knows.
+        starts: Initial values by module path, computed by the function `method.initializer` names.
+        fresh: Whether to set initial values; False if a state is loaded next.
+        seed: Of the initial values, which are the same on every device.
 
     Raises:
         TargetError: A target is not in this model, or does not suit the method.
-        AdapterError: The model carries an adapter already, or the starts are not this method's.
+        AdapterError: The model carries an adapter already, or `starts` are not this method's.
     """
     if any(unwrap_adapter(each) is not each for each in model.modules()):  # a bank's layers too
         raise AdapterError(
@@ -178,7 +193,8 @@ def attach(
     _check_apart(method, grouped, rows)
     full |= rows
     modules = {
-        path: _wrapped(method, model.get_submodule(path), found) for path, found in grouped.items()
+        path: _wrapped(method, model.get_submodule(path), path_sites)
+        for path, path_sites in grouped.items()
     }
     if fresh:
         _check_starts(method, modules, starts)
@@ -199,24 +215,45 @@ def attach(
     return Adapter(model, method, modules, full)
 
 
+@contextmanager
+def prepared_for_training(model: nn.Module, plan: ExecutionPlan) -> Iterator[None]:
+    """Group LoRA layers and fuse modules within the context, as the plan says."""
+    try:
+        if plan.lora_grouped:
+            group_layers(model)
+        with fused_modules(model) if plan.fused_kernels else nullcontext():
+            yield
+    finally:
+        if plan.lora_grouped:
+            ungroup_layers(model)
+
+
+@contextmanager
+def prepared_for_serving(model: nn.Module, plan: ExecutionPlan) -> Iterator[None]:
+    """Prepare a model within the context for generating token after token."""
+    fused = fused_modules(model) if plan.fused_kernels else nullcontext()
+    with grouped_for_serving(model), fused:
+        yield
+
+
 def check_fits(model: nn.Module, method: Method) -> None:
-    """Check targets and ranks as `attach` does, on a copy of a model that needs no weights.
+    """Check targets and ranks as `attach` does, on a model without weights.
 
     Args:
-        model: Of no use afterwards.
+        model: Changed; not usable afterwards.
 
     Raises:
         TargetError: As `attach`.
     """
-    if method.acts_on_input:  # it has no targets, and asks the model by running it
+    if method.acts_on_input:  # it has no targets, and its checks run the model
         return
-    if method.initializer:  # its values are made of weights or data
+    if method.initializer:  # its values come from weights or data
         method = method.model_copy(update={"init": "default"})
     attach(model, method, fresh=False)
 
 
 def _check_apart(method: Method, sites: Collection[str], rows: Collection[str]) -> None:
-    """Make sure that there is something left for the method, and that it is not on trained rows."""
+    """Refuse a method without sites, and sites on modules with trained rows of tokens."""
     if not sites:
         raise TargetError(
             f"there is nothing left for {method.type}",
@@ -233,12 +270,12 @@ def _check_apart(method: Method, sites: Collection[str], rows: Collection[str]) 
 def _check_starts(
     method: Method, modules: Collection[str], starts: Mapping[str, InitValues] | None
 ) -> None:
-    """Make sure that modules which begin with something that is made before have it."""
+    """Refuse missing initial values, and initial values that the method does not take."""
     maker = method.initializer
     if maker and starts is None:
         raise AdapterError(
-            f"attach(...) does not make what this {method.type} adapter begins with",
-            fix=f"Make it with {maker}(...), and hand it over: attach(model, method, starts=...).",
+            f"attach(...) does not compute the initial values of this {method.type} adapter",
+            fix=f"Compute them with {maker}(...), then: attach(model, method, starts=...).",
         )
     if starts is not None and not (maker and starts.keys() >= set(modules)):
         missing = sorted(set(modules) - starts.keys())

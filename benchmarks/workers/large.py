@@ -22,8 +22,8 @@ from peftkit.base.request import request_of
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.events import Event, RunStarted, StepDone
-from peftkit.kernels import packing
 from peftkit.methods.lora import LoRA
+from peftkit.quant import layers
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import TrainConfig
 from peftkit.tasks.causal_lm import CausalLM
@@ -92,7 +92,7 @@ def work(way: str, folder: Path, num_tokens: int) -> dict[str, float]:
         seconds: of the loading, or of the step. kept: bytes of the packed base.
         anonymous, files, store: at most, from the start of the loading on.
     """
-    packing.COPY_SHARE = 0.0  # unpacked weights that are kept for speed where there is room
+    layers.COPY_SHARE = 0.0  # unpacked weights that are kept for speed where there is room
     load.WORTH_KEEPING = 0
     with Watch() as watch:
         began = time.perf_counter()

@@ -20,8 +20,8 @@ from peftkit.data.load import DataConfig
 from peftkit.data.pack import IGNORE, Row
 from peftkit.events import Event, Notice, StepDone
 from peftkit.formats.peft.folder import load_adapter
-from peftkit.kernels.packing import keep_copies
 from peftkit.methods.lora import LoRA
+from peftkit.quant.layers import keep_copies
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import SHARDED, TrainConfig
 from peftkit.tasks.causal_lm import CausalLM

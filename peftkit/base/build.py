@@ -48,7 +48,7 @@ from peftkit.base.skeleton import on_meta
 from peftkit.errors import BaseError, OutputError, first_few
 from peftkit.events import Listener, Notice, Progress, Stage, ignore
 from peftkit.files.disk import alone, new_folder
-from peftkit.kernels.packing import Packing
+from peftkit.quant.layers import Packing
 from peftkit.quant.quantize import adopt_bitsandbytes, quantize_model, tower_paths
 
 

@@ -58,7 +58,7 @@ def read_codes(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
 
 def _check(codes: Codes) -> None:
     """Refuse scales that do not match the blocks in number, or are not finite."""
-    if codes.form.turned:
+    if codes.form.transposed:
         return
     rows, columns = codes.form.shape
     if codes.form.kind == "int8":
@@ -199,7 +199,9 @@ def _read_gpt_oss(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
     (stem,) = {name.removesuffix("_blocks").removesuffix("_scales") for name in tensors}
     packed, scale = tensors[f"{stem}_blocks"].flatten(-2), tensors[f"{stem}_scales"]
     number, rows, half = packed.shape
-    form = PackedFormat("mxfp4", torch.Size([number, 2 * half, rows]), scheme.group, turned=True)
+    form = PackedFormat(
+        "mxfp4", torch.Size([number, 2 * half, rows]), scheme.group, transposed=True
+    )
     return Codes(packed, form, (scale,))
 
 
@@ -246,7 +248,7 @@ def unpacked(codes: Codes, dtype: torch.dtype) -> Tensor:
 def some_values(codes: Codes, positions: Tensor) -> Tensor:
     """Return the values at positions of the flattened weight, in float32."""
     rows, width = codes.form.shape[-2:]
-    if codes.form.turned:  # as the codes lie
+    if codes.form.transposed:  # as the codes lie
         rows, width = width, rows
         stack, place = positions // (rows * width), positions % (rows * width)
         positions = stack * rows * width + place % rows * width + place // rows
@@ -254,7 +256,7 @@ def some_values(codes: Codes, positions: Tensor) -> Tensor:
     grid = codes.scales[0].shape
     row = at // rows * grid[-2] + at % rows // codes.form.rows
     scales = [s.flatten(0, -2)[row] if s.dim() > 1 else s for s in codes.scales]
-    form = codes.form._replace(shape=torch.Size([len(at), width]), rows=1, turned=False)
+    form = codes.form._replace(shape=torch.Size([len(at), width]), rows=1, transposed=False)
     part = Codes(codes.packed.flatten(0, -2)[at], form, tuple(scales))
     return unpacked(part, torch.float32)[torch.arange(len(at)), positions % width]
 

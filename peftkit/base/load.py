@@ -38,8 +38,8 @@ from peftkit.execution.world import World
 from peftkit.files.disk import alone
 from peftkit.files.tensors import DTYPES as FILE_DTYPES
 from peftkit.files.tensors import open_tensors
-from peftkit.kernels.packing import keep_copies
 from peftkit.quant.audit import Audit, audit
+from peftkit.quant.layers import keep_copies
 
 WORTH_KEEPING = 500_000_000
 """Bytes of a packed base from which on the cache keeps it: seconds of packing."""

@@ -39,8 +39,7 @@ from peftkit.base.request import BaseRequest, weights_to_pack
 from peftkit.errors import BaseError, first_few
 from peftkit.events import Listener, Notice, Progress
 from peftkit.kernels.device import trim_malloc
-from peftkit.kernels.packing import Packing
-from peftkit.quant.layers import pack
+from peftkit.quant.layers import Packing, pack
 from peftkit.quant.quantize import Job, install_packed, is_turned, not_quantizable
 
 TRIM_BYTES = 1 << 26

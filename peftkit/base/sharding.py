@@ -27,8 +27,8 @@ from torch.distributed.fsdp import (
 
 from peftkit.errors import ConfigError
 from peftkit.execution.world import World
-from peftkit.kernels.packing import packed_tensors
 from peftkit.model.blocks import recomputable_blocks
+from peftkit.quant.layers import packed_tensors
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -56,7 +56,7 @@ def shard_base(model: nn.Module, device: torch.device, *, offload: bool = False)
             fix="Set it to 0 there, or train.shard: none.",
         )
     for _, _, packing in packed_tensors(model):
-        packing.kept = None
+        packing.unpacked = None
     world = World(device)
     whole = {p for p in model.parameters() if p.requires_grad or p.dim() == 0}
     for tensor in (*whole, *model.buffers()):

@@ -19,8 +19,7 @@ from peftkit.base.pretrained import check_config, explained, quiet, reachable
 from peftkit.base.published import check_readable, has_codes, published, scheme_of
 from peftkit.base.purpose import CAUSAL_LM, Purpose, head_modules
 from peftkit.base.request import weights_to_pack
-from peftkit.kernels.packing import Packing
-from peftkit.quant.layers import empty_packed
+from peftkit.quant.layers import Packing, empty_packed
 from peftkit.quant.quantize import Job, has_plain_forward, install_packed, is_turned
 
 DEPTHS = (

@@ -23,8 +23,8 @@ from peftkit.base.transfer import CopyStream, DeviceBuffer, Unit, pinned
 from peftkit.errors import BaseError
 from peftkit.kernels.device import LARGE, trim_malloc
 from peftkit.kernels.packed_stack import Group, PackedExperts, PackedStack, has_apart
-from peftkit.kernels.packing import Packing
 from peftkit.model.blocks import STREAMED, recomputable_blocks
+from peftkit.quant.layers import Packing
 
 EXPERT_BYTES = 1 << 26
 """Of packed experts that are fetched together."""
@@ -53,13 +53,15 @@ class _Stack:
     def enter(self) -> None:
         """Take the place of the unpacked stack; the scales are on the device by now."""
         packing = self.packing
-        packing.kept = PackedStack(PackedExperts(packing.form, packing.dtype, self, packing.scales))
+        packing.unpacked = PackedStack(
+            PackedExperts(packing.form, packing.dtype, self, packing.scales)
+        )
         if self._was_full and self.siblings[0] is self:  # all are likely to be needed again
             self.buffer.expect(self._units(range(len(self._by_expert)))[0])
 
     def leave(self) -> None:
         """Give up the place of the unpacked stack."""
-        self.packing.kept = None
+        self.packing.unpacked = None
 
     def fetch(self, experts: Sequence[int], backwards: bool) -> Iterator[tuple[Group, Tensor]]:
         """Yield groups of these experts, and their bytes; the next group is on its way."""

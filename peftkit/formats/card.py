@@ -17,7 +17,7 @@ from peftkit.files.disk import write_text
 from peftkit.formats.folders import CARD
 from peftkit.formats.peft.targets import refused_by_peft
 from peftkit.formats.serving import vllm_serve
-from peftkit.methods.protocol import AdapterModule
+from peftkit.methods.base import AdapterModule
 from peftkit.model.places import is_linear, linear_shape, stacked_shape
 from peftkit.model.roles import ALL_LINEAR
 from peftkit.quant.audit import Audit

@@ -30,7 +30,7 @@ from peftkit.formats.peft.folder import (
 )
 from peftkit.formats.peft.low_rank import A, B, layers_of, read_low_rank
 from peftkit.formats.peft.notes import Provenance
-from peftkit.methods.protocol import Method
+from peftkit.methods.base import Method
 from peftkit.methods.table import format_of
 from peftkit.model.side_adapter import SideAdapter
 

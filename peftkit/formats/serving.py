@@ -22,8 +22,8 @@ from peftkit.formats.folders import CARD, CONFIG, NOTES, TENSORS, new_adapter_fo
 from peftkit.formats.guard import check_safetensors, read_json, read_tensors
 from peftkit.formats.peft.folder import AdapterFile, read_adapter
 from peftkit.formats.peft.low_rank import A, B, own_targets, read_low_rank, save_low_rank, uniform
+from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
-from peftkit.methods.protocol import Method
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM's --max-lora-rank takes."""

@@ -36,7 +36,7 @@ from peftkit.inference.engine import Engine, Limits
 from peftkit.inference.generate import decoded
 from peftkit.inference.open_engine import open_engine
 from peftkit.inference.sampling import Sampling
-from peftkit.methods.protocol import ADAPTER_DTYPES
+from peftkit.methods.base import ADAPTER_DTYPES
 from peftkit.model.places import unwrap_adapter
 
 NAME = re.compile(r"\w[\w.-]*")

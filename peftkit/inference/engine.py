@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from peftkit.adapter import prepared_for_serving
 from peftkit.base.sharding import is_sharded
 from peftkit.errors import DataError
 from peftkit.execution.plan import plan_of
@@ -32,8 +33,8 @@ from peftkit.inference.sampling import (
     end_tokens,
     seed_of,
 )
-from peftkit.kernels.packing import copies_kept
-from peftkit.model.modes import evaluating, prepared_for_serving
+from peftkit.model.modes import evaluating
+from peftkit.quant.layers import copies_kept
 from peftkit.tasks.length import num_virtual
 from peftkit.tasks.loss import find_head
 

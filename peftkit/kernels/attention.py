@@ -1,9 +1,9 @@
-"""Attention for training on a CPU in 16 bits, where torch's flash backward is slower than products.
+"""Attention for training on a CPU in 16 bits, where plain products beat torch's flash backward.
 
-Softmax(s Q K^T + M) V written out, the query heads of a group as rows of one product with the keys
-they share, so that nothing is repeated. In bfloat16 the scores are rounded before the softmax, as
-in transformers' own eager attention; the softmax itself is computed in float32. The probabilities
-are kept for the backward pass, so that it is for short rows.
+Softmax(s Q K^T + M) V written out, with the query heads of a group as rows of one product with
+their shared keys, so that nothing is repeated. In bfloat16 the scores are rounded before the
+softmax, as in transformers' eager attention; the softmax is computed in float32. The probabilities
+are saved for the backward pass, so use it for short rows.
 
 Shapes: B batch, H query heads, K key-value heads (H = G K), L queries, S keys, D head size.
 """
@@ -39,12 +39,12 @@ def grouped_attention(
     position_bias: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return the same as `reference_attention`, of which two things more can be asked.
+    """Return `reference_attention`, with optional position bias and softcap.
 
     Args:
         query: (B, H, L, D). key, value: (B, K, S, D).
-        mask: Additive or boolean (True: seen), (B or 1, 1 or H, L, S), or None.
-        is_causal: Query i sees keys up to i; then `mask` is None.
+        mask: Additive or boolean (True: attend), (B or 1, 1 or H, L, S), or None.
+        is_causal: Query i attends to keys up to i; then `mask` is None.
         position_bias: Added to the scores too, of the mask's shape (T5).
         softcap: Scores before mask and bias become cap * tanh(scores / cap) (Gemma 2).
     """
@@ -69,13 +69,13 @@ def grouped_attention(
 
 
 def is_short(query: Tensor, key: Tensor) -> bool:
-    """Tell whether the probabilities of these are few enough to be kept."""
+    """Return whether the probabilities are few enough to be saved."""
     batch, heads, length, _ = query.shape
     return batch * heads * length * key.shape[2] * query.element_size() <= MAX_BYTES
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as what is added to scores of this dtype; it may be that already."""
+    """Return a mask as a tensor to add to scores of this dtype."""
     if mask.dtype == dtype:
         return mask
     # not infinite: a row of padding may see nothing at all, within a window

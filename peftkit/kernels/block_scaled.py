@@ -1,12 +1,12 @@
-"""Weights as published checkpoints hold them: codes, and a scale for each block of them.
+"""Weights of published quantised checkpoints: codes, and a scale for each block of codes.
 
     W[o, i] = (value(code[o, i]) - zero[o, g]) * scale[o, g],   g = the block that (o, i) lies in
 
-The codes of int4, mxfp4 and nvfp4 lie two in a byte, the first one low. int4 and uint8 have zeros,
-or 8 and 128; fp8 is e4m3. The scales of mxfp4 are the bytes of e8m0 exponents, those of nvfp4 the
-bytes of e4m3 with one float32 for all: it multiplies them if it is a scalar and divides them if it
-has a dimension, as the two formats have it. Columns that were sorted by group come with their
-places (GPTQ's desc_act). The product is made in float32 and rounded once.
+int4, mxfp4 and nvfp4 pack two codes in a byte, the first one in the low bits. The zeros of int4 and
+uint8 are stored, or 8 and 128; fp8 is e4m3. Scales of mxfp4 are e8m0 exponents. Scales of nvfp4 are
+e4m3 values and one float32 for the tensor: a scalar multiplies them, one with a dimension divides
+them (two formats). Columns that were sorted by group come with their original positions (GPTQ's
+desc_act). Products are computed in float32 and rounded once.
 
 Shapes: codes (..., out, in) or (..., out, in / 2), scales and zeros (..., R, G).
 """
@@ -36,32 +36,32 @@ def unpack_blocks(
     shape: Sequence[int],
     block: int,
     rows: int,
-    turned: bool,
+    transposed: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the tensor (..., out, in) as new memory; if turned, as (..., in, out).
+    """Return the tensor (..., out, in) as new memory; if transposed, as (..., in, out).
 
     Args:
-        shape: Of what is returned.
-        block, rows: Columns and rows to a scale; the last ones may be fewer.
+        shape: Shape of the tensor.
+        block, rows: Columns and rows per scale; the last block may be smaller.
     """
-    if turned:
+    if transposed:
         shape = (*shape[:-2], shape[-1], shape[-2])
     scale, *rest = scales
     factor = rest.pop(0) if kind == "nvfp4" else None
     places = rest.pop() if rest and rest[-1].dim() == 1 else None
     zero = rest.pop() if rest else None
     scale = _scale(scale, kind, factor)
-    found = None
+    values = None
     if kind == "fp8" or (kind == "uint8" and zero is None):
-        found = _by_table(packed, scale, kind, shape, block, rows, dtype)
-    if found is None:
+        values = _by_table(packed, scale, kind, shape, block, rows, dtype)
+    if values is None:
         if rows > 1:
             scale = scale.repeat_interleave(rows, -2)[..., : shape[-2], :]
-        found = _in_pieces(packed, scale, zero, kind, shape, block, dtype)
+        values = _in_pieces(packed, scale, zero, kind, shape, block, dtype)
     if places is not None:
-        found = found.index_select(-1, places)
-    return found.mT if turned else found
+        values = values.index_select(-1, places)
+    return values.mT if transposed else values
 
 
 def _scale(scale: Tensor, kind: str, factor: Tensor | None) -> Tensor:
@@ -75,7 +75,7 @@ def _scale(scale: Tensor, kind: str, factor: Tensor | None) -> Tensor:
 
 
 def exponents(scale: Tensor) -> Tensor:
-    """Return what bytes of e8m0 exponents say, in float32."""
+    """Return the values of e8m0 bytes, in float32."""
     power = scale.view(torch.uint8).int() - 127
     return torch.ldexp(torch.ones_like(power, dtype=torch.float32), power)
 
@@ -89,35 +89,32 @@ def _in_pieces(
     block: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return codes less zeros, times scales.
-
-    On a CPU some rows at a time, so that what lies in between stays in its cache.
-    """
-    known = dtype if dtype.itemsize in _WIDE else torch.float32
+    """Return (codes - zeros) * scales; on a CPU in tiles of rows that fit its cache."""
+    wide = dtype if dtype.itemsize in _WIDE else torch.float32
     middle = {"int4": 8, "uint8": 128}.get(kind, 0) if zero is None else 0
-    pairs = _pairs(kind, middle, known, packed.device) if kind in PAIRED else None
-    made = packed.new_empty((math.prod(shape[:-1]), shape[-1]), dtype=known)
+    pairs = _pairs(kind, middle, wide, packed.device) if kind in PAIRED else None
+    out = packed.new_empty((math.prod(shape[:-1]), shape[-1]), dtype=wide)
     codes, scale = packed.flatten(0, -2), scale.expand(*shape[:-1], -1).flatten(0, -2)
     zeros = None if zero is None else zero.flatten(0, -2)
     is_real = type(packed) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
-    step = max(PIECE // shape[-1], 1) if is_real and packed.device.type == "cpu" else len(made)
-    for at in range(0, len(made), step):
+    step = max(PIECE // shape[-1], 1) if is_real and packed.device.type == "cpu" else len(out)
+    for at in range(0, len(out), step):
         part = slice(at, at + step)
-        values = _values(codes[part], kind, middle, pairs, known)
+        values = _values(codes[part], kind, middle, pairs, wide)
         if zeros is not None:
             _apply(torch.sub, values, zeros[part], block, values)
-        _apply(torch.mul, values, scale[part], block, made[part])
-    return made.to(dtype).view(*shape)
+        _apply(torch.mul, values, scale[part], block, out[part])
+    return out.to(dtype).view(*shape)
 
 
 def _values(
     packed: Tensor, kind: str, middle: int, pairs: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return what codes (rows, ...) say before tensors of zeros, and scales.
+    """Return the values of codes (rows, ...), before stored zeros and scales.
 
     Args:
-        middle: What integers count from where there are no zeros.
-        pairs: Of kinds of 4 bits: both values of each byte.
+        middle: The integer that stands for zero, without stored zeros.
+        pairs: For 4-bit kinds, the two values of each byte.
     """
     if pairs is not None:
         wide = pairs.view(_WIDE[dtype.itemsize]).flatten()
@@ -138,7 +135,7 @@ def _pairs(kind: str, middle: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _apply(how: Callable[..., Tensor], values: Tensor, by: Tensor, block: int, out: Tensor) -> None:
-    """Subtract from values, or multiply them by, what there is for each block of columns."""
+    """Apply an operation in place to values and the number of their block of columns."""
     width = values.shape[-1]
     if by.shape[-1] * block == width:
         values, out = values.unflatten(-1, (-1, block)), out.unflatten(-1, (-1, block))
@@ -157,7 +154,7 @@ def _by_table(
     rows: int,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """Return 8-bit codes times scales by bitsandbytes' kernel; None where it does not take them."""
+    """Return 8-bit codes times scales by bitsandbytes' kernel; None if it does not support them."""
     width = shape[-1]
     step = next((b for b in _BLOCKS if min(block, width) % b == 0 and width % b == 0), None)
     if step is None or dtype == torch.float64:
@@ -166,10 +163,10 @@ def _by_table(
     if rows > 1:
         scale = scale.repeat_interleave(rows, -2)
     scale = scale[..., : shape[-2], :].expand(*shape[:-1], -1)
-    found: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(
+    values: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(
         packed.view(torch.uint8), scale.reshape(-1), _table(kind, packed.device), step, dtype
     )
-    return found
+    return values
 
 
 def _table(kind: str, device: torch.device) -> Tensor:

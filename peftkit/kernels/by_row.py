@@ -1,12 +1,12 @@
 """Low-rank updates that differ from row to row of one batch.
 
-The A's of the adapters in the batch lie in one stack, their B's in another, rank below rank.
-There are two ways to give each row its own, and the cheaper one is taken at each call:
+The A's of the adapters in the batch are concatenated along the ranks, and so are their B's. Of two
+algorithms the cheaper one is used at each call:
 
-- masked: every row against the whole stack, in one product, and the ranks that are not the row's
-  set to zero. Each adapter is read once; a row pays for the ranks of all of them.
-- batched: each row's own ranks, gathered, in one batched product. A row pays for its own ranks
-  only (as many as the highest rank among them), and for the copy.
+- masked: one product of every row with all ranks, then the ranks of other adapters are set to zero.
+  Each adapter is read once; a row pays for the ranks of all of them.
+- batched: each row's ranks, gathered, in one batched product. A row pays for the highest rank among
+  the adapters, and for the copy.
 
 Shapes: M rows of the batch, T tokens, r rank of one adapter, R sum of the ranks in the stack.
 """
@@ -28,13 +28,13 @@ GATHER_TOKENS_16_BIT = 24
 
 @dataclass(frozen=True, slots=True)
 class RowRanks:
-    """Which ranks of a stack are whose.
+    """The ranks in a stack that belong to each row.
 
     Attributes:
-        foreign: (M, 1, R) bool: the ranks that are not the row's.
-        own: (M * width,): each row's ranks; None where they are the whole stack, in its order.
+        foreign: (M, 1, R) bool: the ranks that do not belong to the row.
+        own: (M * width,): each row's ranks; None if these are the whole stack in order.
         width: The highest rank. total: R.
-        padded: Rows have less than `width` ranks; `own` names rank R for them, which is zero.
+        padded: Some rows have fewer than `width` ranks; `own` then names rank R, which is zero.
     """
 
     foreign: Tensor
@@ -47,22 +47,22 @@ class RowRanks:
     def of(
         cls, slots: Sequence[int | None], ranks: Sequence[int], device: torch.device
     ) -> RowRanks:
-        """Find the ranks of each row.
+        """Return the ranks of each row.
 
         Args:
-            slots: For each row the place of its adapter in the stack, or None.
-            ranks: Of the adapters in the stack.
+            slots: Each row's adapter as its index in the stack, or None.
+            ranks: Rank of each adapter in the stack.
         """
         starts = torch.tensor([0, *ranks]).cumsum(0).tolist()
         width, total = max(ranks), starts[-1]
-        own = torch.full((len(slots), width), total)
+        indices = torch.full((len(slots), width), total)
         foreign = torch.ones(len(slots), 1, total, dtype=torch.bool)
         for row, slot in enumerate(slots):
             if slot is not None:
                 start, stop = starts[slot], starts[slot + 1]
-                own[row, : stop - start] = torch.arange(start, stop)
+                indices[row, : stop - start] = torch.arange(start, stop)
                 foreign[row, 0, start:stop] = False
-        flat = own.flatten()
+        flat = indices.flatten()
         in_order = torch.equal(flat, torch.arange(total))
         return cls(
             foreign.to(device),
@@ -73,12 +73,12 @@ class RowRanks:
         )
 
     def stack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Lay tensors (r, n) below each other: (R, n), and a row of zeros where it is needed."""
+        """Concatenate tensors (r, n) to (R, n), with a row of zeros if `padded`."""
         zero = [tensors[0].new_zeros(1, tensors[0].shape[1])] if self.padded else []
         return torch.cat([*tensors, *zero])
 
     def masked_is_cheaper(self, num_tokens: int, dtype: torch.dtype) -> bool:
-        """Choose the way for rows of so many tokens."""
+        """Return whether the masked algorithm is cheaper for rows of this many tokens."""
         copy = 0 if self.own is None else GATHER_TOKENS.get(dtype, GATHER_TOKENS_16_BIT)
         return num_tokens * self.total < (num_tokens + copy) * self.width
 

@@ -1,15 +1,14 @@
-"""Losses of rows whose logits are never all there at once: of tokens, or any other value of logits.
+"""Cross entropy, and other functions of logits, in chunks: (n, V) logits never exist at once.
 
-The head is frozen, or nearly so: the gradient of the hidden rows can be made together with the
-loss, chunk by chunk, and the logits of a chunk are gone before the next one's are made. Plain
-autograd over the whole keeps four arrays of (n, V): the logits, their float32 copy, its
-log-softmax, the gradient. Here the float32 copy becomes the probabilities and then the gradient in
-place, and each exponential is taken once.
+The forward pass computes the gradient of the hidden rows together with the loss, chunk by chunk,
+and frees the logits of a chunk before the next. Plain autograd keeps four arrays of (n, V): the
+logits, their float32 copy, its log-softmax, the gradient. Here the float32 copy becomes the
+probabilities and then the gradient in place, and each exponential is taken once.
 
-A loss that compares texts needs the log-probability of every token and gives each another weight,
-known only when all are summed. But the gradient of a hidden row is its weight times the gradient of
-its own log-probability: the latter is made in the forward pass and scaled in the backward pass.
-Where the head is trained too, its logits are made once more in the backward pass.
+A preference loss weights the log-probability of every token by a factor that is known only once all
+are summed. The gradient of a hidden row is this weight times the gradient of its log-probability:
+the latter is computed in the forward pass and scaled in the backward pass. For a trained head the
+backward pass computes its logits once more.
 
 Shapes: n rows whose label counts, H hidden size, V vocabulary, C rows of a chunk.
 """
@@ -61,10 +60,10 @@ def chunked_cross_entropy(
         targets: (n,) int64.
         head: Applied to a chunk of rows at a time.
         trainable: Tensors inside `head` that get gradients.
-        alike: All rows have the same weight in what is learnt from, such as their sum: the
-            gradients of `trainable` can then be made at once.
-        chunk_rows: The largest C, rounded up; by default what `chunk_bytes` allow of a vocabulary
-            of `vocab_size`. Chunks are about equal.
+        alike: All rows have the same weight in the loss, as in a sum: the forward pass can then
+            compute the gradients of `trainable` too.
+        chunk_rows: The largest C, rounded up; by default as many rows as `chunk_bytes` allow with a
+            vocabulary of `vocab_size`. Chunks are about equal.
     """
 
     def measure(logits: Tensor, part: slice) -> Tensor:
@@ -85,12 +84,11 @@ def rows_of_chunk(hidden: Tensor, most: int | None, vocab_size: int, chunk_bytes
 def losses_and_gradient(logits: Tensor, targets: Tensor) -> Tensor:
     """Return (C,): -log softmax(logits)[target], float32; logits become the gradient of its sum.
 
-    In their place: a second array as large, made and freed in each step with another number of
-    rows, leaves holes in the memory that nothing fills. The log of the sum follows from the largest
-    probability, which is never below 1 / V.
+    In place: a second array of varying size, allocated in each step, would fragment the memory. The
+    log of the sum follows from the largest probability, which is at least 1 / V.
 
     Args:
-        logits: (C, V), of any float dtype, which is also the gradient's.
+        logits: (C, V), of any float dtype; overwritten by the gradient.
         targets: (C,) int64.
     """
     index, wide = targets[:, None], torch.promote_types(logits.dtype, torch.float32)
@@ -106,7 +104,7 @@ def losses_and_gradient(logits: Tensor, targets: Tensor) -> Tensor:
 def logits_of_chunk(
     hidden: Tensor, head: Head, wants_grad: bool
 ) -> tuple[Tensor, list[GradientEdge], Tensor]:
-    """Return rows (C, H), padded to ALIGNMENT, where their logits begin in the graph, and these."""
+    """Return rows (C, H), padded to ALIGNMENT, the graph edge of their logits, and the logits."""
     # a graph of its own, gone at once: hooks that count or offload do not apply to it
     with torch.set_grad_enabled(wants_grad), saved_tensors_hooks(_same, _same):
         rows = functional.pad(hidden.detach(), (0, 0, 0, -len(hidden) % ALIGNMENT))
@@ -126,10 +124,10 @@ their sum."""
 
 
 class ChunkedValues(torch.autograd.Function):
-    """A value of each row (n,); its gradient is made in the forward pass, backward scales it.
+    """A value of each row (n,), with the gradient computed in forward and scaled in backward.
 
-    The head's own gradient needs the weights of all rows. Where these are not alike, its logits are
-    made once more in the backward pass.
+    The head's gradient needs the weights of all rows. Unless these are equal, the backward pass
+    computes the logits once more.
     """
 
     @staticmethod
@@ -152,13 +150,13 @@ class ChunkedValues(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (weights,) = grads
-        of_hidden, *own = ctx.saved_tensors
+        of_hidden, *of_trained = ctx.saved_tensors
         if ctx.again:
-            _, of_hidden, *own = _walk(of_hidden, ctx.how, True, weights)
+            _, of_hidden, *of_trained = _walk(of_hidden, ctx.how, True, weights)
         else:
             of_hidden = of_hidden * weights[:, None].to(of_hidden.dtype)
-            own = [grad * weights[:1].sum().to(grad.dtype) for grad in own]
-        return (of_hidden, None, None, None, None, *own)
+            of_trained = [grad * weights[:1].sum().to(grad.dtype) for grad in of_trained]
+        return (of_hidden, None, None, None, None, *of_trained)
 
 
 def _walk(
@@ -167,10 +165,10 @@ def _walk(
     wants_grad: bool,
     weights: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return the values (n,), and the gradients of the rows and of what is trained if wanted.
+    """Return the values (n,); with `wants_grad` also the gradients of rows and trained tensors.
 
     Args:
-        weights: Of the rows, (n,); None: one.
+        weights: Weight (n,) of each row; None: one.
     """
     head, measure, chunk_rows, trainable = how
     dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -187,8 +185,8 @@ def _walk(
         if weights is not None:
             logits[:num] *= weights[part, None].to(logits.dtype)
         logits[num:] = 0
-        of_rows, *own = torch.autograd.grad(edge, [rows, *trainable], logits)
+        of_rows, *of_trained = torch.autograd.grad(edge, [rows, *trainable], logits)
         of_hidden[part] = of_rows[:num]
-        for total, grad in zip(totals, own, strict=True):
+        for total, grad in zip(totals, of_trained, strict=True):
             total += grad
     return [values] if of_hidden is None else [values, of_hidden, *totals]

@@ -1,10 +1,9 @@
-"""The kinds of GPU that a model may be on, and what torch has for each: memory, generators.
+"""Kinds of GPU, with torch's functions for the memory and generators of each; main memory.
 
-What a kind has not is left to the CPU's way: no kernels of our own, no pinned memory and no streams
-on Apple's MPS, whose memory is the machine's. Nothing here was run on Apple hardware.
+On Apple's MPS, whose memory is the machine's, there are no kernels of our own, no pinned memory and
+no streams. Nothing here was run on Apple hardware.
 
-And this process's main memory: what it takes, and glibc's blocks, kept or given back. Where the
-system has no such call (Windows), that is left out.
+The functions for this process's main memory do nothing where the system has no such call (Windows).
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ Device = torch.device
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What torch has for one kind of GPU; sizes are in bytes.
+    """Torch's functions for one kind of GPU; sizes are in bytes.
 
     Attributes:
         is_there: Whether this machine has one.
-        fast_dtype: The precision that it multiplies fastest at.
-        total: What there is of its memory, for all.
-        used: What is in use, but what torch could give back.
-        peak: The most that this process has held since `restart`, as near as it is known.
-        restart: Begin to count the peak anew.
-        release: Give back what torch keeps for later.
-        retries: How often its allocator had to give memory back before it could take more.
-        get_rng, set_rng: State of its generator, which is a tensor on the CPU.
-        name: For people.
+        fast_dtype: The dtype in which it multiplies fastest.
+        total: Its memory.
+        used: Memory in use by all processes, without what torch could release.
+        peak: Most memory that this process has allocated since `restart`, or the best estimate.
+        restart: Reset the peak.
+        release: Release torch's cached memory.
+        retries: How often the allocator released its cache to serve an allocation.
+        get_rng, set_rng: State of its generator, a tensor on the CPU.
+        name: Its name, for output.
     """
 
     is_there: Callable[[], bool]
@@ -95,27 +94,27 @@ GPUS = {
 
 
 def gpu_of(device: Device) -> Gpu | None:
-    """Return what torch has for a device, None for a CPU."""
+    """Return the `Gpu` of a device; None for a CPU."""
     return GPUS.get(device.type)
 
 
 def gpu_here() -> tuple[Device, Gpu] | None:
-    """Return the machine's first GPU, None where there is none."""
+    """Return the kind of GPU of this machine; None without one."""
     return next(((Device(kind, 0), gpu) for kind, gpu in GPUS.items() if gpu.is_there()), None)
 
 
 def is_before_ampere(device: Device) -> bool:
-    """Tell whether a device is a CUDA card without bf16 and flash attention (T4, V100)."""
+    """Return whether a device is a CUDA card without bf16 and flash attention (T4, V100)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def in_float64(tensor: Tensor) -> Tensor:
-    """Return a tensor in float64; on the CPU where its device has no such numbers (MPS)."""
+    """Return a tensor in float64, on the CPU if its device has no float64 (MPS)."""
     return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 
 def forked_generators(device: Device, *, enabled: bool = True) -> AbstractContextManager[None]:
-    """Return a context on whose end the generators of the CPU and of a device are as before."""
+    """Restore the generators of the CPU and of a device at the end of the context."""
     if gpu_of(device) is None:
         return torch.random.fork_rng(devices=[], enabled=enabled)
     return torch.random.fork_rng(devices=[device], device_type=device.type, enabled=enabled)
@@ -128,14 +127,14 @@ LARGE = 1 << 23
 
 
 def keep_freed_memory(*, large_ones: bool = True) -> None:
-    """Let glibc keep large blocks that are freed, for the next step asks for the same ones.
+    """Make glibc keep large freed blocks, since the next step allocates the same sizes.
 
-    By default it returns them to the system, and every step pays for fresh pages again: a fifth of
-    a small model's step on a CPU. Lasts as long as the process; nothing where glibc is not.
+    By default it returns them to the system, and every step pays for fresh pages: a fifth of a
+    small model's step on a CPU. Lasts as long as the process; does nothing without glibc.
 
     Args:
-        large_ones: False gives blocks from LARGE on back when they are freed: weights that come and
-            go leave holes that the next ones do not fit, until as much is held as all of them.
+        large_ones: If False, blocks of at least LARGE are returned when they are freed: streamed
+            weights would leave holes that the next ones do not fit.
     """
     library = _libc()
     if hasattr(library, "mallopt"):
@@ -144,10 +143,10 @@ def keep_freed_memory(*, large_ones: bool = True) -> None:
 
 
 def trim_malloc() -> None:
-    """Return to the system the pages of free blocks that `keep_freed_memory` has kept.
+    """Return free pages to the system that `keep_freed_memory` has kept.
 
-    Blocks whose size differs from step to step leave holes between others, and the process grows: a
-    small model's by a third in 250 steps. The next step pays for fresh pages once.
+    Blocks of varying size leave holes, and the process grows: by a third in 250 steps of a small
+    model. The next step pays for fresh pages once.
     """
     library = _libc()
     if hasattr(library, "malloc_trim"):
@@ -162,7 +161,7 @@ def _libc() -> Any:
 
 
 def resident_bytes() -> int:
-    """Return the main memory that this process has in use now; the peak, or 0, where unknown."""
+    """Return this process's main memory in use; if unknown, the peak or 0."""
     status = Path("/proc/self/status")
     if not status.exists():
         return peak_resident_bytes()
@@ -171,7 +170,7 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Return the most main memory that this process has had in use; 0 where unknown."""
+    """Return this process's peak of main memory; 0 if unknown."""
     try:
         import resource
     except ImportError:  # Windows
@@ -183,7 +182,7 @@ def peak_resident_bytes() -> int:
 def free_bytes() -> int | None:
     """Return the main memory that this process may still take, by the system and its cgroup.
 
-    None where the system does not say (macOS, Windows).
+    None if unknown (macOS, Windows).
     """
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():

@@ -1,9 +1,8 @@
-"""How far a student's next-token distribution is from a teacher's, without holding all logits.
+"""Divergence of a student's next-token distribution from a teacher's, in chunks of logits.
 
-The logits of both are made chunk by chunk from their hidden rows, and so is the gradient of the
-student's rows, in the forward pass, as in cross_entropy.py: of (n, V) there is never more than one
-chunk of each. p are the student's probabilities, q the teacher's, lp and lq their logarithms,
-m = b q + (1 - b) p:
+As in cross_entropy.py the forward pass computes the logits of both, and the gradient of the
+student's hidden rows, chunk by chunk. p are the student's probabilities, q the teacher's, lp and lq
+their logarithms, m = b q + (1 - b) p:
 
 | kind    | value                         | gradient at the student's logits           |
 | forward | sum q (lq - lp)               | p - q                                      |
@@ -42,9 +41,9 @@ DivergenceName = Literal["forward", "reverse", "jsd"]
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Which divergence: its kind, the teacher's weight in jsd's mixture, and the temperature.
+    """A kind of divergence, the teacher's weight in jsd's mixture, and the temperature.
 
-    The logits of both sides are divided by the temperature; the value is not scaled after that.
+    Both sides' logits are divided by the temperature; the divergence is not rescaled.
     """
 
     kind: DivergenceName = "forward"
@@ -53,7 +52,7 @@ class Divergence:
 
 
 def reference_divergence(student: Tensor, teacher: Tensor, asked: Divergence) -> Tensor:
-    """Return the divergence (n,) of logits (n, V) by the definition, all at once, by autograd."""
+    """Return the divergence (n,) of logits (n, V) by its definition, for autograd."""
     lp, lq = ((logits / asked.temperature).log_softmax(-1) for logits in (student, teacher))
     if asked.kind == "forward":
         return (lq.exp() * (lq - lp)).sum(-1)
@@ -78,8 +77,8 @@ def chunked_divergence(
     """Return the divergence of each row (n,) in float32, and whether both choose the same token.
 
     Args:
-        student: (n, H) hidden rows, which get the gradient; no tensor of a head gets any.
-        teacher: (n, H) hidden rows; H may be another one with a head of its own.
+        student: (n, H) hidden rows, which get the gradient; heads get none.
+        teacher: (n, H) hidden rows; another H with a head of its own.
         teacher_head: By default the student's.
         chunk_rows, vocab_size, chunk_bytes: See `chunked_cross_entropy`.
     """

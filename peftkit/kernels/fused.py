@@ -1,4 +1,4 @@
-"""What is no matrix product, by one kernel each way: norms, gated activations, rotations.
+"""Norms, gated activations and rotary embeddings, by one kernel for each direction.
 
 - RMSNorm, torch's own kernel: y = x w / sqrt(mean(x^2) + eps), in float32. Written out in torch it
   is eight kernels, which move seven times as much and save x in float32.
@@ -9,8 +9,8 @@
   x is saved. Written out, the forward pass moves eleven arrays of the size of x and the backward
   pass more, where here it is two.
 
-In 16 bits torch rounds in between; a kernel rounds once. Without Triton the last two are computed
-by torch: as exact, with as little kept, not faster.
+In 16 bits torch rounds in between; a kernel rounds once. Without Triton torch computes the last
+two: as exact, with as little saved, not faster.
 
 Shapes: n values of a row; B rows, H heads, T tokens, D head size; `...` is any leading shape.
 """
@@ -54,10 +54,10 @@ class RMSNorm(torch.autograd.Function):
         """Return the gradient of x; the scales (..., 1) are in float32."""
         x, weight, scale = ctx.saved_tensors
         if x.device.type == "cuda":
-            found = torch.ops.aten._fused_rms_norm_backward(
+            gradients = torch.ops.aten._fused_rms_norm_backward(
                 grad, x, weight.shape, scale, weight, [True, False]
             )
-            return found[0], None, None
+            return gradients[0], None, None
         return norm_gradient(grad, x, weight, scale), None, None
 
 
@@ -97,8 +97,7 @@ def gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
 def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Return the gradients of g and u."""
     if _kernels is not None and gate.is_cuda:
-        made = _kernels.gated_backward(grad.contiguous(), gate.contiguous(), up.contiguous(), name)
-        return made
+        return _kernels.gated_backward(grad.contiguous(), gate.contiguous(), up.contiguous(), name)
     if name == "silu":
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
     else:
@@ -141,10 +140,10 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     (c1, c2), (s1, s2) = (part[:, None].to(wide).chunk(2, -1) for part in (cos, sin))
     first, second = x.to(wide).chunk(2, -1)
     if back:
-        made = first * c1 + second * s2, second * c2 - first * s1
+        halves = first * c1 + second * s2, second * c2 - first * s1
     else:
-        made = first * c1 - second * s1, second * c2 + first * s2
-    return out.copy_(torch.cat(made, -1))
+        halves = first * c1 - second * s1, second * c2 + first * s2
+    return out.copy_(torch.cat(halves, -1))
 
 
 @rotated.register_fake

@@ -1,10 +1,10 @@
-"""Documents whose tokens stand one after the other, moved into a grid for attention and back.
+"""Packed documents, moved into a padded grid for attention and back.
 
-Whatever works on each token for itself can have them in one row, or in rows cut anywhere, without
-padding, and what several documents begin with once; attention wants them apart. In the grid each
-has a row of its own, as wide as the longest, with all of its tokens and padding after them.
+Layers that work token by token take packed rows without padding, in which a prefix that several
+documents share is stored once. Attention takes a grid: a row for each document, with all of its
+tokens, padded to the longest.
 
-Shapes: N = B * L tokens in B rows, R documents, T places of each, H heads, D head size.
+Shapes: N = B * L tokens in B packed rows, R documents, T positions of each, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 MULTIPLE = 8
-"""T is one of this: products of odd sizes take three times as long."""
+"""T is a multiple of this: products of odd sizes take three times as long."""
 SIZES = 8
-"""And one of so many from a power of two to the next."""
+"""Sizes per power of two that T is rounded up to."""
 
 
 class Grid(NamedTuple):
-    """Which token stands where. The last token is no document's: it pads the grid.
+    """Positions of packed tokens in the grid. The last token belongs to no document: the padding.
 
     Attributes:
-        tokens: (R, T) numbers of tokens, N - 1 where padding is; each row ends with padding.
-        places: (B, L) places in the flattened grid, of a token of several documents the first; of
-            tokens of no document, one with padding.
+        tokens: (R, T) indices of tokens, N - 1 for padding; each row ends with padding.
+        places: (B, L) indices into the flattened grid: the first one of a token of several
+            documents, a padded one of a token of no document.
     """
 
     tokens: Tensor
@@ -35,14 +35,14 @@ class Grid(NamedTuple):
 
 
 def width_of(longest: int) -> int:
-    """Return T of documents, the longest of which has so many tokens."""
+    """Return T for a longest document of this many tokens."""
     return one_of_few(longest + 1, MULTIPLE, SIZES)
 
 
 def one_of_few(size: int, multiple: int, number: int) -> int:
-    """Return the next multiple that is one of at most so many from a power of two to the next.
+    """Round a size up to a multiple, with at most `number` different sizes per power of two.
 
-    oneDNN compiles each matrix product for each size: a millisecond, and 0.6 MB for good.
+    oneDNN compiles a matrix product for each size: a millisecond, and 0.6 MB that are never freed.
 
     Args:
         multiple, number: Powers of two.
@@ -55,8 +55,8 @@ def grid_of(documents: Sequence[Sequence[int]], shape: tuple[int, int]) -> Grid:
     """Return the grid of documents.
 
     Args:
-        documents: Numbers of their tokens; all of 0 ... are somebody's.
-        shape: (B, L); more tokens than they are.
+        documents: Indices of each one's tokens; together these are 0, 1, ... without gaps.
+        shape: (B, L), with more tokens than the documents have.
     """
     num_rows, width = len(documents), width_of(max(map(len, documents)))
     total = shape[0] * shape[1]
@@ -75,11 +75,11 @@ def into_grid(x: Tensor, grid: Grid) -> Tensor:
     """Return queries, keys or values (B, H, L, D) as (R, H, T, D)."""
     # not in 16 bits, for the backward pass sums over all documents that have a token
     rows = x.transpose(1, 2).flatten(0, 1).to(torch.promote_types(x.dtype, torch.float32))
-    # nothing is learnt of padding, which all documents share: what is not finite in one stays there
+    # no gradient of padding, which all documents share: a value that is not finite stays in its own
     rows = torch.cat([rows[:-1], rows[-1:].detach()])
     return rows[grid.tokens].transpose(1, 2).to(x.dtype)
 
 
 def out_of_grid(x: Tensor, grid: Grid) -> Tensor:
-    """Return what attention makes of them, (R, H, T, D), as (B, L, H, D)."""
+    """Return outputs of attention (R, H, T, D) as (B, L, H, D)."""
     return x.transpose(1, 2).flatten(0, 1)[grid.places]

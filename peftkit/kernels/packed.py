@@ -1,10 +1,10 @@
-"""Packed weights: quantise, dequantise, multiply, and keep nothing else for the backward pass.
+"""Packed weights: quantise, dequantise, and multiply; only packed data is saved for backward.
 
 nf4, fp4: 64 consecutive values of the flattened tensor share one absmax (Dettmers et al., 2023,
-arXiv:2305.14314); double quantisation keeps these in 8 bits, 256 to a scale. int8: one absmax for
-each row. The 4-bit operators are bitsandbytes', which quant.py imports; the bits are the same as
-those of its modules. A row that is given to them is always one block: its CPU kernel (0.50) reads
-tensors wrongly whose rows are an odd multiple of 32, and compiles itself for odd ones.
+arXiv:2305.14314); double quantisation stores these in 8 bits, 256 to a scale. int8: one absmax for
+each row. The 4-bit operators are bitsandbytes', which quant/layers.py imports, with the same bits
+as its modules. They always get rows of one block: the CPU kernel of 0.50 misreads tensors whose
+rows are an odd multiple of 32, and compiles for odd ones.
 
 Shapes: n values, padded to whole blocks; `...` is any leading shape.
 """
@@ -25,23 +25,26 @@ from peftkit.kernels.block_scaled import KINDS, unpack_blocks
 BLOCK = 64
 NESTED_BLOCK = 256
 PIECE = 1 << 26
-"""Values of a head that are unpacked at once."""
+"""Values of an LM head that are unpacked at a time."""
 _CHUNK = 1 << 24  # values quantised at a time: bitsandbytes takes 12 bytes of scratch for each
 
 
 class PackedFormat(NamedTuple):
-    """How packed data is read.
+    """The format of packed data.
 
-    kind: "nf4", "fp4", "int8", or one of `block_scaled.KINDS`. shape: Of the tensor. block: Values
-    to a scale, along a row unless they are of bitsandbytes. rows: Rows to a scale. turned: The
-    tensor is that of the codes with its last two dimensions swapped.
+    Attributes:
+        kind: "nf4", "fp4", "int8", or one of `block_scaled.KINDS`.
+        shape: Shape of the unpacked tensor.
+        block: Values per scale: along a row, or of the flattened tensor for bitsandbytes' kinds.
+        rows: Rows per scale.
+        transposed: The codes are stored with the last two dimensions swapped.
     """
 
     kind: str
     shape: torch.Size
     block: int = BLOCK
     rows: int = 1
-    turned: bool = False
+    transposed: bool = False
 
 
 def pack_int8(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +74,7 @@ def pack_4bit(tensor: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def pack_absmax(absmax: Tensor, code: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return absmax quantised to 8 bits, and what that takes: its own absmax, code and offset."""
+    """Return absmax quantised to 8 bits, and the absmax, code and offset of that."""
     offset = absmax.mean()
     packed, nested = torch.ops.bitsandbytes.quantize_blockwise(absmax - offset, code, NESTED_BLOCK)
     return packed, nested, code, offset
@@ -80,20 +83,20 @@ def pack_absmax(absmax: Tensor, code: Tensor) -> tuple[Tensor, Tensor, Tensor, T
 def unpack(
     packed: Tensor, scales: tuple[Tensor, ...], form: PackedFormat, dtype: torch.dtype
 ) -> Tensor:
-    """Return the tensor that was packed, as new memory."""
+    """Return the unpacked tensor, in new memory."""
     if form.kind in KINDS:
         return unpack_blocks(packed, scales, *form, dtype)
     if form.kind == "int8":
         if torch.compiler.is_compiling():
             return torch.mul(packed, scales[0]).to(dtype)
-        # rounded once, as by way of float32, but that is never written
-        made = torch.empty(packed.shape, dtype=dtype, device=packed.device)
-        return torch.mul(packed, scales[0], out=made)
+        # rounded once, as through float32, which is never stored
+        out = torch.empty(packed.shape, dtype=dtype, device=packed.device)
+        return torch.mul(packed, scales[0], out=out)
     absmax = absmax_of(scales)
     rows = (absmax.numel(), form.block)
-    known = torch.float32 if dtype == torch.float64 else dtype  # of others it leaves noise
+    computed_in = torch.float32 if dtype == torch.float64 else dtype  # of others it leaves noise
     values = torch.ops.bitsandbytes.dequantize_4bit(
-        packed, absmax, form.block, form.kind, rows, known
+        packed, absmax, form.block, form.kind, rows, computed_in
     ).to(dtype)
     return values.view(-1)[: math.prod(form.shape)].view(form.shape)
 
@@ -105,7 +108,7 @@ def unpack_rows(
     dtype: torch.dtype,
     rows: Tensor,
 ) -> Tensor:
-    """Return some rows (..., in) of a packed matrix, (...) of them, each as `unpack` has it."""
+    """Return the rows (..., in) of a packed matrix at indices (...), equal to those of `unpack`."""
     width = form.shape[-1]
     if form.kind == "int8":
         return torch.mul(packed[rows], scales[0][rows]).to(dtype)
@@ -118,14 +121,14 @@ def unpack_rows(
         _, nested, code, offset = scales
         absmax = code[absmax.long()] * nested[index // NESTED_BLOCK] + offset
     some = packed.view(-1, width // 2)[flat].view(-1, 1)
-    found = unpack(some, (absmax,), PackedFormat(form.kind, torch.Size((len(flat), width))), dtype)
-    return found.view(*rows.shape, width)
+    values = unpack(some, (absmax,), PackedFormat(form.kind, torch.Size((len(flat), width))), dtype)
+    return values.view(*rows.shape, width)
 
 
 def pieces_of(
     packed: Tensor, scales: tuple[Tensor, ...], form: PackedFormat
 ) -> Iterator[tuple[Tensor, tuple[Tensor, ...], PackedFormat]]:
-    """Yield a packed matrix (out, in) in pieces of so many rows that scales are not cut."""
+    """Yield a packed matrix (out, in) in slices of rows that cut no block of scales."""
     out, width = form.shape
     size = BLOCK * NESTED_BLOCK
     aligned = size // math.gcd(width, size)
@@ -137,27 +140,27 @@ def pieces_of(
             yield packed[start : start + rows], (scales[0][start : start + rows],), part
             continue
         first, stop = start * width, (start + rows) * width
-        own = [scales[0][first // BLOCK : -(-stop // BLOCK)]]
+        own_scales = [scales[0][first // BLOCK : -(-stop // BLOCK)]]
         if len(scales) > 1:
-            own += [scales[1][first // size : -(-stop // size)], *scales[2:]]
-        yield packed[first // 2 : -(-stop // (2 * BLOCK)) * BLOCK], tuple(own), part
+            own_scales += [scales[1][first // size : -(-stop // size)], *scales[2:]]
+        yield packed[first // 2 : -(-stop // (2 * BLOCK)) * BLOCK], tuple(own_scales), part
 
 
 def _is_tall(form: PackedFormat) -> bool:
-    """Tell whether a matrix is a head's: many times as many rows as columns, and large."""
+    """Return whether a matrix is large with many more rows than columns, as an LM head."""
     out, width = form.shape[-2:]
     return form.kind not in KINDS and out >= 8 * width and out * width > PIECE
 
 
 def absmax_of(scales: tuple[Tensor, ...]) -> Tensor:
-    """Return the scales in fp32, of which some are quantised themselves."""
+    """Return the absmax in fp32, dequantised if need be."""
     if len(scales) == 1:
         return scales[0]
     absmax, nested, code, offset = scales
-    made: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(
+    scales_fp32: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(
         absmax, nested, code, NESTED_BLOCK, torch.float32
     )
-    return made.add_(offset)
+    return scales_fp32.add_(offset)
 
 
 @torch.library.custom_op("peftkit::times_packed", mutates_args=())
@@ -169,15 +172,15 @@ def times_packed(
     shape: Sequence[int],
     block: int,
     rows: int = 1,
-    turned: bool = False,
+    transposed: bool = False,
     total: Tensor | None = None,
 ) -> Tensor:
-    """Return x W, (..., in), of a packed W (out, in); added to a total (M, in) where one is given.
+    """Return x W, (..., in), for a packed W (out, in), plus `total` (M, in) if given.
 
-    An operator, so that torch.compile does not see W: it would make one of this W and that of the
-    forward pass, and hold it in between.
+    A custom operator, so that torch.compile does not see W: it would share the unpacked W with the
+    forward pass and hold it in between.
     """
-    form = PackedFormat(kind, torch.Size(shape), block, rows, turned)
+    form = PackedFormat(kind, torch.Size(shape), block, rows, transposed)
     weight = unpack(packed, tuple(scales), form, x.dtype)
     return x @ weight if total is None else torch.addmm(total, x, weight)
 
@@ -191,7 +194,7 @@ def _like_product(
     shape: Sequence[int],
     block: int,
     rows: int = 1,
-    turned: bool = False,
+    transposed: bool = False,
     total: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], shape[-1])
@@ -202,10 +205,10 @@ _again = False  # no threading.local: torch.compile would not notice that it cha
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """Have what runs here save weights unpacked, as it runs anew right before its backward pass.
+    """Save weights unpacked within the context, for a forward pass right before its backward pass.
 
-    Of the first run nothing is saved, so that only one run's weights are held. Saved as they are
-    packed, they would be unpacked a third time.
+    A recomputed block saves nothing in its first forward pass, so that only one block's weights are
+    held. Saved packed, they would be unpacked a third time.
     """
     global _again
     before, _again = _again, True
@@ -223,7 +226,7 @@ def packed_linear(
     form: PackedFormat,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return x W^T + b, (..., out), of a packed W (out, in) that is unpacked to `dtype`."""
+    """Return x W^T + b, (..., out), for a packed W (out, in), unpacked to `dtype`."""
     if not (torch.is_grad_enabled() and x.requires_grad) and _has_gemm(x, form, dtype):
         return _gemm_4bit(x, packed, scales, form, bias)
     if _is_tall(form):
@@ -231,7 +234,7 @@ def packed_linear(
         sizes = [part.shape[0] for _, _, part in pieces]
         biases = [None] * len(pieces) if bias is None else bias.split(sizes)
         both = zip(pieces, biases, strict=True)
-        return torch.cat([_product(x, own, *piece, dtype) for piece, own in both], -1)
+        return torch.cat([_product(x, piece_bias, *piece, dtype) for piece, piece_bias in both], -1)
     return _product(x, bias, packed, scales, form, dtype)
 
 
@@ -249,15 +252,14 @@ def _product(
 
 
 GEMM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Of bitsandbytes' product with a packed weight; the weight comes out in the input's."""
+"""Dtypes of bitsandbytes' product with a packed weight, in which it also unpacks."""
 
 
 def _has_gemm(x: Tensor, form: PackedFormat, dtype: torch.dtype) -> bool:
-    """Tell whether there is a product that reads the packed weight as it lies.
+    """Return whether bitsandbytes has a product that reads the packed weight.
 
-    It is a GPU's, and pays where no gradient is wanted: a token's product reads half a byte of each
-    weight instead of writing two and reading them again. It knows itself from how many rows on
-    unpacking is faster.
+    Used on GPUs without gradients: a token's product reads half a byte per weight, instead of
+    writing two and reading them again. The operator itself unpacks if there are many rows.
     """
     return (
         x.device.type == "cuda"
@@ -274,9 +276,9 @@ def _gemm_4bit(
 ) -> Tensor:
     """Return x W^T + b, by bitsandbytes' operator."""
     absmax, nested = scales[0], scales[1:]
-    own = None if bias is None else bias.to(x.dtype)
+    bias_ = None if bias is None else bias.to(x.dtype)
     shape = (x, packed, form.shape)
-    rest = (form.block, form.kind, own)
+    rest = (form.block, form.kind, bias_)
     gemm: Callable[..., Tensor] = torch.ops.bitsandbytes.gemm_4bit
     if not nested:
         return gemm(*shape, absmax, *rest)
@@ -284,7 +286,7 @@ def _gemm_4bit(
 
 
 class PackedLinear(torch.autograd.Function):
-    """y = x W^T + b of a packed W: saved packed, unpacked again for dx = dy W."""
+    """y = x W^T + b for a packed W, which is saved packed and unpacked again for dx = dy W."""
 
     @staticmethod
     def forward(

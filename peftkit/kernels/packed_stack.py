@@ -1,9 +1,9 @@
-"""Packed matrices of experts that lie elsewhere: fetched and unpacked a few at a time, as needed.
+"""Packed matrices of experts in main memory, fetched and unpacked a few at a time.
 
 Models with experts multiply by their stacked weights in several ways (kernels/stacked.py). A
-`PackedStack` takes the place of such a weight. A grouped product, or one expert's matrix, makes it
-fetch the experts that have tokens; the backward pass fetches them again. For whatever else is done
-with it, it is the unpacked tensor.
+`PackedStack` replaces such a weight. For a grouped product, or one expert's matrix, it fetches the
+experts that have tokens; the backward pass fetches them again. For any other use it is the unpacked
+tensor.
 
 Shapes: E experts, S rows, sorted by expert.
 """
@@ -25,40 +25,44 @@ Group = tuple[int, ...]
 """Experts that are fetched together, in ascending order."""
 
 
-class Elsewhere(Protocol):
-    """Where packed experts come from."""
+class ExpertSource(Protocol):
+    """A store of packed experts."""
 
     def fetch(self, experts: Sequence[int], backwards: bool) -> Iterator[tuple[Group, Tensor]]:
-        """Yield groups of the experts asked for, and their packed bytes; the last ones first."""
+        """Yield groups of experts and their packed bytes; the last ones first if backwards."""
 
     def ends(self, offs: Tensor) -> list[int]:
-        """Return what a tensor (E,) of the device says: where each expert's rows end."""
+        """Return the values of a tensor (E,) on the device: the end of each expert's rows."""
 
 
 def has_apart(form: PackedFormat) -> bool:
-    """Tell whether each expert's packed matrix, and its scales, lie by themselves."""
+    """Return whether the packed matrix of an expert and its scales are contiguous."""
     if form.kind in KINDS:
         return False
     return len(form.shape) == 3 and math.prod(form.shape[1:]) % BLOCK == 0 and form.block == BLOCK
 
 
 class PackedExperts:
-    """What a stack and its transpose share.
+    """The matrices of a stack and of its transposed view.
 
     Args:
-        form, dtype, scales: How the packed data of all experts is read.
-        source: Where it comes from.
+        form, dtype, scales: Format, compute dtype and scales of all experts.
+        source: Has their packed data.
     """
 
     def __init__(
-        self, form: PackedFormat, dtype: torch.dtype, source: Elsewhere, scales: tuple[Tensor, ...]
+        self,
+        form: PackedFormat,
+        dtype: torch.dtype,
+        source: ExpertSource,
+        scales: tuple[Tensor, ...],
     ) -> None:
         self.form, self.dtype, self.source, self.scales = form, dtype, source, scales
         self._absmax: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
-        """Where the matrices come out."""
+        """Device of the unpacked matrices."""
         return self.scales[0].device
 
     def unpacked(
@@ -83,7 +87,7 @@ class PackedExperts:
 
 
 class PackedStack:
-    """Experts' matrices (E, out, in), if `flipped` (E, in, out), as something to multiply with."""
+    """Stands for the tensor of experts' matrices (E, out, in), or (E, in, out) if `flipped`."""
 
     ndim = 3
 
@@ -94,7 +98,7 @@ class PackedStack:
         self.dtype, self.device = experts.dtype, experts.device
 
     def data_ptr(self) -> int:
-        """Return an address that is aligned, as that of unpacked matrices is."""
+        """Return an aligned address, as unpacked matrices have."""
         return 0
 
     def transpose(self, first: int, second: int) -> Any:
@@ -115,8 +119,8 @@ class PackedStack:
         if isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64):
             numbers = index.flatten().tolist()
             hit = sorted(set(numbers))
-            found = torch.cat([matrices for _, matrices in self._unpacked(hit)])
-            chosen = [found[hit.index(number)] for number in numbers]
+            stacked = torch.cat([matrices for _, matrices in self._unpacked(hit)])
+            chosen = [stacked[hit.index(number)] for number in numbers]
             return torch.stack(chosen).view(*index.shape, *self.shape[1:])
         if isinstance(index, int):
             return next(self._unpacked([index % len(self)]))[1][0]
@@ -134,20 +138,20 @@ class PackedStack:
     def grouped(
         self, product: Any, x: Tensor, offs: Tensor, ends: Sequence[int], backwards: bool
     ) -> Tensor:
-        """Return x_e W_e for rows that lie sorted by expert, (S, columns of W_e).
+        """Return x_e W_e for rows sorted by expert, (S, columns of W_e).
 
         Args:
             product: torch's or transformers' grouped product.
-            x: (S, rows of W_e). offs, ends: (E,), where each expert's rows end.
-            backwards: Begin with the last experts, which the forward pass has left.
+            x: (S, rows of W_e). offs, ends: (E,), the end of each expert's rows.
+            backwards: Begin with the last experts, which the forward pass has left on the device.
         """
         starts = [0, *ends[:-1]]
         hit = [expert for expert, end in enumerate(ends) if end > starts[expert]]
         out = x.new_zeros(len(x), self.shape[2])
         for group, matrices in self._unpacked(hit, backwards):
             first, last = starts[group[0]], ends[group[-1]]
-            own = torch.stack([offs[expert] for expert in group]) - first
-            out[first:last] = product(x[first:last], matrices, offs=own)
+            group_ends = torch.stack([offs[expert] for expert in group]) - first
+            out[first:last] = product(x[first:last], matrices, offs=group_ends)
             del matrices  # before the next ones are unpacked
         return out
 
@@ -174,14 +178,14 @@ class PackedStack:
 
 
 class _Grouped(torch.autograd.Function):
-    """A grouped product that keeps none of its matrices for the backward pass."""
+    """A grouped product that saves no matrix for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stack: PackedStack, product: Any, offs: Tensor) -> Tensor:
         """Return (S, columns)."""
         experts = stack.experts
         ctx.save_for_backward(offs, *experts.scales)
-        # nothing of the device, for of a block that is computed again this is kept meanwhile
+        # no tensors: ctx outlives the first forward pass of a recomputed block
         ctx.how, ctx.flipped = (experts.form, experts.dtype, experts.source), stack.flipped
         ctx.product, ctx.ends = product, experts.source.ends(offs)
         return stack.grouped(product, x, offs, ctx.ends, backwards=False)
@@ -192,6 +196,6 @@ class _Grouped(torch.autograd.Function):
         offs, *scales = ctx.saved_tensors
         form, dtype, source = ctx.how
         experts = PackedExperts(form, dtype, source, tuple(scales))
-        turned = PackedStack(experts, flipped=not ctx.flipped)
-        grad_x = turned.grouped(ctx.product, grad, offs, ctx.ends, backwards=True)
+        transposed = PackedStack(experts, flipped=not ctx.flipped)
+        grad_x = transposed.grouped(ctx.product, grad, offs, ctx.ends, backwards=True)
         return grad_x, None, None, None

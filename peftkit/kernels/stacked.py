@@ -1,8 +1,8 @@
-"""Stacks of adapted matrices, multiplied with and never added up.
+"""Stacks of W + B A that are multiplied with; the sum is never formed.
 
 Models with experts multiply by their stacked weights in several ways (a loop over experts, one
-gathered product, a grouped one). An `AdaptedStack` takes the place of such a weight: torch hands it
-every product that it is part of, and it adds the two skinny products of its update to the base's.
+gathered product, a grouped one). An `AdaptedStack` replaces such a weight: torch dispatches every
+product with it to `__torch_function__`, which adds the two low-rank products to the base's.
 
 Shapes: E experts, R rank; `...` is any leading shape.
 """
@@ -22,14 +22,14 @@ _ALIGNED = 8
 
 
 class NoProductError(Exception):
-    """Names an operation that adapted experts are not for."""
+    """An operation that adapted experts do not support, by name."""
 
 
 class AdaptedStack:
-    """W + B A, of one expert or of many, as something to multiply with; the sum is never formed.
+    """Stands for the tensor W + B A, of one expert or of many.
 
     Attributes:
-        weight: As the model keeps it: (..., out, in), or (..., in, out) if `flipped`.
+        weight: As the model stores it: (..., out, in), or (..., in, out) if `flipped`.
         a, b: (..., R, in), (..., out, R); scaled, and in the weight's dtype.
     """
 
@@ -52,7 +52,7 @@ class AdaptedStack:
         return self.weight.device
 
     def data_ptr(self) -> int:
-        """Return the weight's address, whose alignment transformers looks at."""
+        """Return the weight's address, whose alignment transformers checks."""
         return self.weight.data_ptr()
 
     def __getitem__(self, index: Any) -> AdaptedStack:

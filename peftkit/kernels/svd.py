@@ -1,7 +1,7 @@
-"""The best matrix of a lower rank (Eckart and Young, 1936), and what it leaves out.
+"""The best matrix of a lower rank (Eckart and Young, 1936), and its error.
 
-Of a product b a the singular values are those of a small matrix: b = Qb Rb and a^T = Qa Ra give
-b a = Qb (Rb Ra^T) Qa^T, so that nothing of size (out, in) is formed. Of a large full matrix they
+The singular values of a product b a are those of a small matrix: b = Qb Rb and a^T = Qa Ra give
+b a = Qb (Rb Ra^T) Qa^T, so that nothing of size (out, in) is formed. For a large full matrix they
 come from a random projection with power iterations (Halko et al., 2011, arXiv:0909.4061).
 
 Shapes: r rank, k rank kept; out, in sides of the matrix.
@@ -25,12 +25,12 @@ POWER_ITERATIONS = 4
 
 @dataclass(frozen=True, slots=True)
 class Truncated:
-    """A matrix of rank k, b a, close to another one.
+    """An approximation b a of rank k.
 
     Attributes:
         a: (k, in), b: (out, k), float32; each carries the square roots of the singular values.
         kept: Sum of the squares of the singular values kept.
-        total: Sum of the squares of all entries of the matrix that was asked for.
+        total: Sum of the squares of all entries of the approximated matrix.
     """
 
     a: Tensor
@@ -40,7 +40,7 @@ class Truncated:
 
     @property
     def lost(self) -> float:
-        """Squared norm of what is left out; never below zero, where both are equal to rounding."""
+        """Squared norm of the error; not below zero where rounding would make it so."""
         return max(self.total - self.kept, 0.0)
 
 
@@ -52,7 +52,7 @@ def of_product(
     Args:
         a: (r, in). b: (out, r).
         rank: k at most.
-        negligible: Singular values up to this are zero, and dropped as long as one is left.
+        negligible: Singular values up to this are dropped, as long as one is left.
     """
     u, s, vh = _svd_of_product(a, b)
     s = s.where(s > negligible, 0.0)
@@ -61,12 +61,12 @@ def of_product(
 
 
 def is_zero(a: Tensor, b: Tensor) -> bool:
-    """Return whether b a is zero, but for the rounding of float32 numbers that cancel out."""
+    """Return whether b a is zero, up to the rounding of float32 numbers that cancel."""
     return float(singular_values(a, b)[0]) <= 1e-6 * float(a.norm() * b.norm())
 
 
 def singular_values(a: Tensor, b: Tensor) -> Tensor:
-    """Return those of b a, largest first, float64."""
+    """Return the singular values of b a, largest first, in float64."""
     return _svd_of_product(a, b)[1]
 
 

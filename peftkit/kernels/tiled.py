@@ -1,11 +1,11 @@
-"""Tiled feed-forward layers: what takes each token by itself is computed some tokens at a time.
+"""Tiled feed-forward layers: computed for a tile of tokens at a time.
 
-Only the input is saved. The backward pass computes a tile of tokens again and goes back through it
-before the next one, so that the wide arrays inside (of a gated feed-forward layer five, each 3 to 4
-times as wide as its input) are there for a tile alone (Rajbhandari et al., 2025, arXiv:2506.13996).
+Only the input is saved. The backward pass recomputes a tile of tokens and goes back through it
+before the next one, so that the wide arrays inside (five in a gated feed-forward layer, each 3 to 4
+times as wide as its input) exist for one tile only (Rajbhandari et al., 2025, arXiv:2506.13996).
 
-The input is saved by a node of its own, before anything is computed: a block that is recomputed
-ends there, and these layers run twice in all, as they do without tiles.
+A separate node saves the input before anything is computed: a recomputed block ends there, and
+these layers run twice in all, as they do without tiles.
 
 Shapes: B rows, T tokens, H width.
 """
@@ -21,26 +21,26 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from peftkit.kernels.device import forked_generators, gpu_of
-from peftkit.kernels.lora_update import Saved
+from peftkit.kernels.lora import Saved
 
 Run = Callable[[Tensor], Tensor]
 """(B, t, H) to (B, t, H'), each token by itself."""
 
 
 def tiled(run: Run, x: Tensor, trained: Sequence[Tensor], size: int, *, draws: bool) -> Tensor:
-    """Return run(x), (B, T, H'), with gradients of x and of what is trained inside.
+    """Return run(x), (B, T, H'), with gradients of x and of trained tensors inside.
 
     Args:
         x: (B, T, H).
         trained: Parameters that `run` uses.
-        size: Tokens of a tile, in each row.
+        size: Tokens per tile, in each row.
         draws: Whether `run` draws random numbers, as dropout does.
     """
     saved: list[Any] = []
     through = Saved.apply(saved, trained[0] if trained else x, x)
     given = (x, through, *trained[1:]) if trained else (through,)
-    found: Tensor = _Tiled.apply(saved, run, tuple(trained), size, draws, *given)
-    return found
+    out: Tensor = _Tiled.apply(saved, run, tuple(trained), size, draws, *given)
+    return out
 
 
 class _Tiled(torch.autograd.Function):
@@ -80,17 +80,19 @@ class _Tiled(torch.autograd.Function):
             torch.enable_grad(),
             saved_tensors_hooks(_same, _same),
             torch.autocast(*ctx.autocast),
-            _as_before(ctx.generators, x.device),
+            _generators_at(ctx.generators, x.device),
         ):
             for start in range(0, x.shape[1], ctx.size):
                 span = slice(start, start + ctx.size)
                 part = x[:, span].detach().contiguous().requires_grad_(wants_x)
-                asked = (part, *ctx.trained) if wants_x else ctx.trained
-                found = torch.autograd.grad(ctx.run(part), asked, grad[:, span], allow_unused=True)
+                inputs = (part, *ctx.trained) if wants_x else ctx.trained
+                gradients = torch.autograd.grad(
+                    ctx.run(part), inputs, grad[:, span], allow_unused=True
+                )
                 if grad_x is not None:
-                    grad_x[:, span] = found[0]
-                own = found[1:] if wants_x else found
-                totals = [_sum(*pair) for pair in zip(totals, own, strict=True)]
+                    grad_x[:, span] = gradients[0]
+                of_trained = gradients[1:] if wants_x else gradients
+                totals = [_sum(*pair) for pair in zip(totals, of_trained, strict=True)]
         return None, None, None, None, None, grad_x, *totals
 
 
@@ -99,14 +101,14 @@ def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
 
 
 def _generators(device: torch.device) -> list[Tensor]:
-    """Return the states of the CPU's generator and of a GPU's."""
+    """Return the states of the generators of the CPU and of the device's GPU."""
     gpu = gpu_of(device)
     return [torch.get_rng_state(), *([] if gpu is None else [gpu.get_rng(device)])]
 
 
 @contextmanager
-def _as_before(states: Sequence[Tensor], device: torch.device) -> Iterator[None]:
-    """Draw again, within this context, what was drawn from such states on."""
+def _generators_at(states: Sequence[Tensor], device: torch.device) -> Iterator[None]:
+    """Set the generators to these states within the context."""
     gpu = gpu_of(device)
     with forked_generators(device, enabled=bool(states)):
         if states:

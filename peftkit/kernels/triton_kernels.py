@@ -77,11 +77,11 @@ def gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
 
 def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Return the gradients of g and u, all contiguous."""
-    made = torch.empty_like(gate), torch.empty_like(up)
+    gradients = torch.empty_like(gate), torch.empty_like(up)
     grid = (triton.cdiv(gate.numel(), BLOCK),)
     number = gate.numel()
-    gated_backward_kernel[grid](grad, gate, up, *made, number, KIND=NUMBERS[name], SIZE=BLOCK)
-    return made
+    gated_backward_kernel[grid](grad, gate, up, *gradients, number, KIND=NUMBERS[name], SIZE=BLOCK)
+    return gradients
 
 
 @triton.jit
@@ -113,16 +113,16 @@ def rotary_kernel(
     c2 = tl.load(cos + angle + HALF, inside, 0.0).to(tl.float32)
     s1 = tl.load(sin + angle, inside, 0.0).to(tl.float32)
     s2 = tl.load(sin + angle + HALF, inside, 0.0).to(tl.float32)
-    own = row.to(tl.int64) * x_row + head.to(tl.int64) * x_head + token * x_token + place
-    first = tl.load(x + own, inside, 0.0).to(tl.float32)
-    second = tl.load(x + own + HALF, inside, 0.0).to(tl.float32)
+    offset = row.to(tl.int64) * x_row + head.to(tl.int64) * x_head + token * x_token + place
+    first = tl.load(x + offset, inside, 0.0).to(tl.float32)
+    second = tl.load(x + offset + HALF, inside, 0.0).to(tl.float32)
     if BACK:
         y1, y2 = first * c1 + second * s2, second * c2 - first * s1
     else:
         y1, y2 = first * c1 - second * s1, second * c2 + first * s2
-    own = row.to(tl.int64) * out_row + head.to(tl.int64) * out_head + token * out_token + place
-    tl.store(out + own, y1.to(out.dtype.element_ty), inside)
-    tl.store(out + own + HALF, y2.to(out.dtype.element_ty), inside)
+    offset = row.to(tl.int64) * out_row + head.to(tl.int64) * out_head + token * out_token + place
+    tl.store(out + offset, y1.to(out.dtype.element_ty), inside)
+    tl.store(out + offset + HALF, y2.to(out.dtype.element_ty), inside)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, back: bool) -> None:

@@ -1,9 +1,9 @@
-"""Documents of one row for attention that takes them apart by where each begins and ends.
+"""Attention of packed documents by their offsets, with torch's varlen (flash) kernel.
 
-`torch.nn.attention.varlen` (flash) reads queries, keys and values as they stand in the row: no
-grid, no padding, no mask. What several documents begin with is in the row once: a document's
-queries are its own tokens, its keys all of them, gathered. Causal attention is aligned at the end,
-so that the first own token sees the whole beginning and itself.
+`torch.nn.attention.varlen` reads queries, keys and values in place in the row: no grid, no padding,
+no mask. A prefix that several documents share is in the row once: a document's queries are its own
+tokens, its keys also the gathered prefix. Causal attention is aligned at the end, so that the first
+own token attends to the whole prefix and itself.
 
 Shapes: N tokens of the row, R documents, K keys of all of them, H heads, D head size.
 """
@@ -28,15 +28,15 @@ MIN_CAPABILITY = (8, 0)
 
 
 class Spans(NamedTuple):
-    """Where documents begin and end in a row; the last one is what pads the row.
+    """Offsets of documents in a row; the last one is the row's padding.
 
     Attributes:
-        queries, keys: (R + 1,) int32, where each document's queries and keys begin and end.
-        tokens: (K,) the token that each key is; empty where keys are the tokens as they stand.
-        first: (N,) where among the keys each token stands first; empty likewise.
-        copies: (C,) the keys that are a token again; owners: (C,) their tokens.
-        longest: (most queries, most keys, 0): an empty tensor, whose shape travels with the batch
-            so that nobody has to wait for the GPU to know it.
+        queries, keys: (R + 1,) int32, offsets of each document's queries and keys.
+        tokens: (K,) the token of each key; empty if the keys are the tokens in order.
+        first: (N,) each token's first position among the keys; empty likewise.
+        copies: (C,) the keys that repeat a token; owners: (C,) their tokens.
+        longest: (most queries, most keys, 0): an empty tensor that carries these numbers in its
+            shape, so that reading them does not wait for the GPU.
     """
 
     queries: Tensor
@@ -49,25 +49,27 @@ class Spans(NamedTuple):
 
 
 def spans_of(documents: Sequence[Sequence[int]], total: int) -> Spans:
-    """Return where documents are in a row of so many tokens.
+    """Return the offsets of documents in a row of `total` tokens.
 
     Args:
-        documents: Numbers of their tokens, those that no document before has ascending by one, as
-            `peftkit.tasks.unpadding` numbers them: each begins with tokens of others, if any.
+        documents: Indices of each one's tokens, numbered as `peftkit.tasks.unpadding` does: a
+            shared prefix first, then new tokens, ascending by one.
     """
-    own, whole, tokens, used = [], [], list[int](), 0
+    new_tokens, whole, tokens, used = [], [], list[int](), 0
     for document in sorted(documents, key=len, reverse=True):  # as tokens were numbered
         new = document[-1] + 1 - used
         if new > 0:  # else it is the beginning of another, and has nothing of its own
-            own.append(new)
+            new_tokens.append(new)
             whole.append(len(document))
             tokens += document
             used += new
-    own.append(total - used)
+    new_tokens.append(total - used)
     whole.append(total - used)
     tokens += range(used, total)
-    queries, keys = (torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in (own, whole))
-    longest = torch.empty(max(own), max(whole), 0)
+    queries, keys = (
+        torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in (new_tokens, whole)
+    )
+    longest = torch.empty(max(new_tokens), max(whole), 0)
     if len(tokens) == total:
         none = torch.empty(0, dtype=torch.long)
         return Spans(queries, keys, none, none, none, none, longest)
@@ -88,10 +90,10 @@ def spans_attention(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Return what attention makes of a row (1, H, N, D), each document for itself: (1, N, H, D).
+    """Return attention within each document of a row (1, H, N, D): (1, N, H, D).
 
     Args:
-        window: A query sees so many keys, itself the last; None: all. Only where it is causal.
+        window: Keys that a query attends to, itself the last; None: all. Causal attention only.
     """
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]
     if len(spans.tokens):
@@ -99,7 +101,7 @@ def spans_attention(
     left = -1 if window is None else window - 1
     run = kernel()
     assert run is not None
-    found: Tensor = run(
+    out: Tensor = run(
         *rows,
         spans.queries,
         spans.keys,
@@ -109,11 +111,11 @@ def spans_attention(
         window_size=(left, 0) if is_causal else (-1, -1),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return found[None]
+    return out[None]
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Tell whether the kernel is here for such tensors."""
+    """Return whether the kernel supports these tensors."""
     sizes = {x.shape[-1] for x in (query, key, value)}
     size = sizes.pop()
     return (
@@ -127,27 +129,27 @@ def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def kernel() -> Callable[..., Any] | None:
-    """Return torch's kernel, whose module is slow to import; None: torch is older than 2.10."""
+    """Return torch's kernel, whose module is slow to import; None before torch 2.10."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    found: Callable[..., Any] = varlen_attn
-    return found
+    attend: Callable[..., Any] = varlen_attn
+    return attend
 
 
 @cache
 def is_available(device: torch.device) -> bool:
-    """Tell whether a device and this torch have the kernel; its arguments changed up to 2.13."""
+    """Return whether device and torch support the kernel; its arguments changed up to 2.13."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     run = kernel()
-    known = {} if run is None else inspect.signature(run).parameters
+    parameters = {} if run is None else inspect.signature(run).parameters
     return {
         "scale",
         "window_size",
         "enable_gqa",
-    } <= known.keys() and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+    } <= parameters.keys() and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 
 class _Gathered(torch.autograd.Function):
@@ -165,6 +167,6 @@ class _Gathered(torch.autograd.Function):
         first, copies, owners = ctx.saved_tensors
         (grad,) = grads
         # the few that are there again are summed in float32: there may be hundreds of one token
-        own = grad.index_select(0, first).float()
-        own.index_add_(0, owners, grad.index_select(0, copies).float())
-        return own.to(grad.dtype), None, None, None, None
+        grad_x = grad.index_select(0, first).float()
+        grad_x.index_add_(0, owners, grad.index_select(0, copies).float())
+        return grad_x.to(grad.dtype), None, None, None, None

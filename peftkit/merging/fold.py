@@ -24,7 +24,7 @@ from peftkit.events import Listener, Notice, Stage
 from peftkit.files import disk
 from peftkit.files.tensors import non_finite
 from peftkit.formats.open_adapter import Opened
-from peftkit.methods.protocol import AdapterModule, Method
+from peftkit.methods.base import AdapterModule, Method
 from peftkit.model.places import is_conv1d, is_linear
 from peftkit.quant.layers import weight_of
 

@@ -1,4 +1,4 @@
-"""Bottleneck adapters: y = h + s U f(D x + a) + b, small networks beside the sublayers of a block.
+"""Bottleneck adapters: y = h + s U f(D x + a) + b, small networks at the sublayers of a block.
 
 h is the output of a sublayer, before its dropout and before the residual is added. D goes down to a
 few features, f is a nonlinearity, U and b start at zero, so that a fresh adapter changes nothing.
@@ -8,7 +8,7 @@ few features, f is a nonlinearity, U and b start at zero, so that a fresh adapte
 - pfeiffer: x = h, after the feed-forward part alone (Pfeiffer et al., 2020, arXiv:2005.00247);
 - parallel: x is the input of the feed-forward part (He et al., 2021, arXiv:2110.04366).
 
-A mixture of experts is one part: h is what its routed and shared experts put out together.
+A mixture of experts is one sublayer: h is the joint output of its routed and shared experts.
 
 Shapes: n the adapter's width, `...` is any leading shape.
 """
@@ -26,8 +26,7 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import AdapterError, TargetError, did_you_mean, first_few
-from peftkit.methods.peft_format import LAYERS, PeftFormat
-from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.methods.base import ADAPTER_DTYPES, LAYERS, AdapterModule, Method, PeftFormat
 from peftkit.model import roles as table
 from peftkit.model.blocks import Sublayer, find_sublayers, width_of
 from peftkit.model.targets import Site, matches, resolve
@@ -49,7 +48,7 @@ class BottleneckModule(AdapterModule):
         base: Returns (..., features), or a tuple whose first entry is that.
 
     Attributes:
-        parallel: The bottleneck reads the sublayer's input, kept by `read`, not the base's output.
+        parallel: The bottleneck reads the sublayer's input (see `read`), not the base's output.
         down_weight, down_bias: (n, features), (n,).
         up_weight, up_bias: (features, n), (features,).
     """
@@ -67,7 +66,7 @@ class BottleneckModule(AdapterModule):
         self.input: Tensor | None = None  # from the sublayer's start to its end, never longer
 
     def read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the input of a sublayer; a forward pre-hook of the module that reads it."""
+        """Store the input of a sublayer; a forward pre-hook of the module that reads it."""
         if self.enabled:
             self.input = (*args, *kwargs.values())[0]
 
@@ -83,7 +82,7 @@ class BottleneckModule(AdapterModule):
         return hidden if rest is None else (hidden, *rest)
 
     def update(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what is added for an input (..., features), in the shape of that input."""
+        """Return the bottleneck's output for x (..., features), of the same shape."""
         down, down_bias = self.down_weight.to(dtype), self.down_bias.to(dtype)
         up, up_bias = ((self.scale * t).to(dtype) for t in (self.up_weight, self.up_bias))
         inner = self.activation(functional.linear(x.to(dtype), down, down_bias))  # (..., n)
@@ -98,8 +97,8 @@ class BottleneckModule(AdapterModule):
             zero.zero_()
 
     def state(self) -> dict[str, Tensor]:
-        own = (self.down_weight, self.down_bias, self.up_weight, self.up_bias)
-        return {name: tensor.detach() for name, tensor in zip(_NAMES, own, strict=True)}
+        tensors = (self.down_weight, self.down_bias, self.up_weight, self.up_bias)
+        return {name: tensor.detach() for name, tensor in zip(_NAMES, tensors, strict=True)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         for name, tensor in self.state().items():
@@ -132,12 +131,12 @@ class Bottleneck(Method):
 
     def sites(self, model: nn.Module) -> list[Site]:
         parts = self._parts(model)
-        asked = [self.targets] if isinstance(self.targets, str) else list(self.targets)
-        found = {target: _chosen(model, parts, target) for target in asked}
-        failed = [target for target, paths in found.items() if not paths]
-        if failed or not asked or not parts:
+        targets = [self.targets] if isinstance(self.targets, str) else list(self.targets)
+        paths_of = {target: _chosen(model, parts, target) for target in targets}
+        failed = [target for target, paths in paths_of.items() if not paths]
+        if failed or not targets or not parts:
             raise _no_match(model, parts, failed)
-        chosen = {path for paths in found.values() for path in paths}
+        chosen = {path for paths in paths_of.values() for path in paths}
         return [Site(path=part.path, roles=()) for part in parts if part.path in chosen]
 
     def candidates(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -159,9 +158,9 @@ class Bottleneck(Method):
         features = width_of(base)
         size = self.size or features // self.reduction
         if not 0 < size <= features:
-            asked = f"size {size}" if self.size else f"reduction {self.reduction}"
+            setting = f"size {size}" if self.size else f"reduction {self.reduction}"
             raise TargetError(
-                f"bottleneck with {asked} does not fit {site.path}",
+                f"bottleneck with {setting} does not fit {site.path}",
                 found=f"it has {features} output features",
                 fix=f"Use a size from 1 to {features}.",
             )

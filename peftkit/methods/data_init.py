@@ -1,18 +1,16 @@
-"""Initial values of LoRA that need more than its layer: EVA's, LoftQ's, a resumed run's ranks.
+"""Initial values of LoRA from data or from other weights: EVA, LoftQ, the ranks of a resumed run.
 
 EVA (Paischer et al., 2024, arXiv:2410.07170): rows of A are the first principal components of the
 layer's inputs on the training data, B is zero, and ranks are given to the layers whose next
 component explains the largest share of their input's variance. The components come from an
-incremental PCA (Ross et al., 2008), block by block, until they have converged. Each layer's scaling
-stays what it was, whatever its new rank.
-
-Unlike in the paper each layer keeps a rank of at least one: what was targeted is adapted.
+incremental PCA (Ross et al., 2008), block by block, until they have converged. A layer's scaling
+does not change with its rank. Unlike in the paper each targeted layer keeps a rank of at least one.
 
 LoftQ (Li et al., 2023, arXiv:2310.08659): B A is initialised with the quantisation error. s B A is
 the best matrix of rank r for W - Q, where W is the original weight, Q the quantised one and s the
-scaling; the model begins nearer to the unquantised one than its base is. The paper goes on from
-there, quantising W - s B A and so forth, T times. Here T is 1, always: after more the base would
-not be the one that its name and its fingerprint say, and the adapter would fit no other.
+scaling: the model starts nearer to the unquantised one. The paper then quantises W - s B A and
+repeats this T times. Here T is always 1: otherwise the base would no longer match its name and
+fingerprint, and the adapter would fit no other base.
 
 Shapes: n tokens, k directions kept, r rank; out, in features of the layer.
 """
@@ -31,8 +29,8 @@ from peftkit.errors import DataError, TargetError
 from peftkit.execution.world import World
 from peftkit.kernels import svd
 from peftkit.kernels.device import in_float64
+from peftkit.methods.base import InitValues, Method
 from peftkit.methods.lora import LoRA
-from peftkit.methods.protocol import InitValues, Method
 from peftkit.model.modes import evaluating
 from peftkit.model.places import linear_shape
 from peftkit.model.targets import Site
@@ -46,8 +44,8 @@ def loftq_starts(model: nn.Module, method: LoRA, original: nn.Module) -> dict[st
 
     Args:
         model: The bare, quantised base.
-        method: Says which layers and ranks.
-        original: The same model before quantising, on any device; only read.
+        method: Its targets and ranks are used.
+        original: The same model before quantising, on any device; not changed.
 
     Returns:
         The initial values for `attach(model, method, starts=starts)`.
@@ -84,8 +82,9 @@ def init_from_rows(
     """Return the method with EVA's ranks, and the initial values for `attach(starts=...)`.
 
     Args:
-        model: The bare base. task: On it.
-        seed: Of the order in which rows are read, one at a time.
+        model: The bare base.
+        task: A task on this model.
+        seed: Seed of the order in which rows are read, one at a time.
 
     Raises:
         TargetError, DataError: As `eva_starts`.
@@ -96,40 +95,43 @@ def init_from_rows(
 
 
 def as_on_main(
-    model: nn.Module, asked: LoRA, method: LoRA, starts: dict[str, InitValues], ranks: World
+    model: nn.Module, configured: LoRA, method: LoRA, starts: dict[str, InitValues], world: World
 ) -> tuple[LoRA, dict[str, InitValues]]:
-    """Return the ranks and initial values of the main process, whatever this one found.
+    """Return the ranks and initial values of the main process.
 
-    The processes read the same rows, but sums on different GPUs need not be the same to the bit,
-    and ranks that differ would be parameters of other shapes.
+    The processes read the same rows, but sums on different GPUs may differ in the last bit, and
+    different ranks would mean parameters of different shapes.
 
     Args:
-        asked: The method before `init_from_rows`, which gave method and starts.
+        configured: The method before `init_from_rows`.
+        method, starts: What `init_from_rows` returned on this process.
     """
-    if ranks.world_size == 1:
+    if world.world_size == 1:
         return method, starts
-    sites = asked.linear_sites(model)
-    own = torch.tensor([method.scale_of(site)[0] for site in sites])
-    given = dict(zip((site.path for site in sites), ranks.from_main(own).tolist(), strict=True))
+    sites = configured.linear_sites(model)
+    ranks_here = torch.tensor([method.scale_of(site)[0] for site in sites])
+    given = dict(
+        zip((site.path for site in sites), world.from_main(ranks_here).tolist(), strict=True)
+    )
     agreed: dict[str, InitValues] = {}
     for site in sites:
         a, rest = starts[site.path]
         shape = (given[site.path] * (len(site.rows) if site.rows else 1), a.shape[1])
-        agreed[site.path] = ranks.from_main(a if a.shape == shape else a.new_zeros(shape)), rest
-    unchanged = given == {site.path: asked.scale_of(site)[0] for site in sites}
-    return asked if unchanged else with_ranks(asked, sites, given), agreed
+        agreed[site.path] = world.from_main(a if a.shape == shape else a.new_zeros(shape)), rest
+    unchanged = given == {site.path: configured.scale_of(site)[0] for site in sites}
+    return configured if unchanged else with_ranks(configured, sites, given), agreed
 
 
 def with_saved_ranks(model: nn.Module, method: LoRA, saved: Method) -> LoRA:
-    """Return the method with the ranks of an adapter that was saved and will be loaded."""
-    if method.init != "eva" or not isinstance(saved, LoRA):  # another run's, as fit will say
+    """Return the method with the ranks of a saved adapter that will be loaded."""
+    if method.init != "eva" or not isinstance(saved, LoRA):  # another run's: fit refuses it
         return method
     sites = method.linear_sites(model)
     return with_ranks(method, sites, {site.path: saved.scale_of(site)[0] for site in sites})
 
 
 def _without_padding(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a batch of one row without what rounds its length."""
+    """Return a batch of one row without its padding."""
     mask = batch.get("attention_mask")
     if mask is None:
         return dict(batch)
@@ -140,19 +142,19 @@ def _without_padding(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 Forward = Callable[[nn.Module, Mapping[str, Any]], object]
 
 BLOCK = 1024
-"""Tokens per update of the PCA: a decomposition costs about the same for one token as for these."""
+"""Tokens per update of the PCA; a decomposition of fewer costs about the same."""
 STILL = 0.99
-"""Converged: the new components contain at least this share of the old ones."""
+"""Share of the old components that the new ones contain at least, when they have converged."""
 SPARE = 8
-"""Extra components kept, because one that is small now may grow."""
+"""Extra components that are tracked, because a small one may grow."""
 
 
 class Directions:
     """The principal components of a stream of vectors, by incremental PCA.
 
     Args:
-        rank: How many are needed; `settled` once these have converged.
-        most: How many may be asked for.
+        rank: Number of components that have to converge until `settled`.
+        most: Largest number that `shares` and `basis` return.
 
     Attributes:
         scaled: (k, in): directions times singular values, largest first.
@@ -166,13 +168,13 @@ class Directions:
         self._waiting: list[Tensor] = []
 
     def take(self, x: Tensor) -> None:
-        """Add inputs (..., in); they are processed once there are BLOCK of them."""
+        """Add inputs (..., in); they are processed in blocks of BLOCK."""
         self._waiting.append(x.detach().flatten(0, -2))
         if sum(map(len, self._waiting)) >= BLOCK:
             self.flush()
 
     def flush(self) -> None:
-        """Process the inputs that are still waiting."""
+        """Process the waiting inputs."""
         if self._waiting:
             self._add(torch.cat(self._waiting).float())
             self._waiting = []
@@ -199,7 +201,7 @@ class Directions:
             self.settled = bool(kept >= STILL)
 
     def basis(self, rank: int) -> Tensor:
-        """Return the first directions (rank, in), orthonormal even where the variance is zero."""
+        """Return the first directions (rank, in), orthonormal even if the variance is zero."""
         return torch.linalg.qr(self.scaled[:rank].t())[0].t()
 
     def shares(self) -> list[float]:
@@ -228,13 +230,13 @@ def eva_starts(
 
     Args:
         model: The bare base, quantised or not.
-        method: How many ranks there are on average, and where.
-        batches: Without padding, since all positions count (one row at a time has none); in random
-            order, since it stops when the directions of all layers have settled.
+        method: Its targets, and its rank as the average.
+        batches: Without padding, since all positions count; in random order, since reading stops
+            once the directions of all layers have settled.
         forward: Runs the model on a batch.
 
     Returns:
-        The method with the ranks per layer, and the initial values for
+        The method with ranks per layer, and the initial values for
         `attach(model, method, starts=starts)`.
 
     Raises:
@@ -266,7 +268,7 @@ def eva_starts(
 
 def with_ranks(method: LoRA, sites: Iterable[Site], ranks: Mapping[str, int]) -> LoRA:
     """Return the method with these ranks by path; every layer keeps its scaling."""
-    # the longest first: of the patterns that a path ends with, its own is then the one that counts
+    # longest first: the first pattern that matches a path's end counts, which is then its own
     ordered = sorted(sites, key=lambda site: len(site.path), reverse=True)
     alphas = {}
     for site in ordered:
@@ -286,31 +288,31 @@ def _read(
     batches: Iterable[Mapping[str, Any]],
     forward: Forward,
 ) -> dict[str, Directions]:
-    """Run the batches; layers with the same input share one PCA."""
+    """Run the batches; layers that read the same input share one PCA."""
     device = next(model.parameters()).device
-    found: dict[str, Directions] = {}
+    components: dict[str, Directions] = {}
     handles: dict[str, RemovableHandle] = {}
     try:
         for batch in batches:
             _refuse_padding(batch)
             moved = {n: t.to(device) if isinstance(t, Tensor) else t for n, t in batch.items()}
-            if not found:
+            if not components:
                 for paths in _readers_of_one(model, list(ranks), moved, forward):
                     of_all = Directions(max(ranks[p] for p in paths), max(most[p] for p in paths))
-                    found |= dict.fromkeys(paths, of_all)
+                    components |= dict.fromkeys(paths, of_all)
                     handles[paths[0]] = _listen(model, paths[0], of_all)
             forward(model, moved)
-            for path in [path for path in handles if found[path].settled]:
+            for path in [path for path in handles if components[path].settled]:
                 handles.pop(path).remove()
             if not handles:
                 break
     finally:
         for handle in handles.values():
             handle.remove()
-    for directions in found.values():
+    for directions in components.values():
         if not directions.settled:
             directions.flush()
-    return found or {path: Directions(rank, most[path]) for path, rank in ranks.items()}
+    return components or {path: Directions(rank, most[path]) for path, rank in ranks.items()}
 
 
 def _listen(model: nn.Module, path: str, directions: Directions) -> RemovableHandle:
@@ -323,7 +325,7 @@ def _readers_of_one(
     model: nn.Module, paths: list[str], batch: Mapping[str, Any], forward: Forward
 ) -> list[list[str]]:
     """Return the layers grouped by identical input tensors."""
-    read: dict[str, list[Tensor]] = {path: [] for path in paths}  # kept: no id is used twice
+    read: dict[str, list[Tensor]] = {path: [] for path in paths}  # held, so that ids are unique
     handles = [
         model.get_submodule(path).register_forward_pre_hook(
             lambda _, args, path=path: read[path].append(args[0])
@@ -344,7 +346,7 @@ def _readers_of_one(
 def _share_out(
     shares: Mapping[str, list[float]], ranks: Mapping[str, int], most: Mapping[str, int]
 ) -> dict[str, int]:
-    """Give the total rank to the components that explain most; each layer gets at least one."""
+    """Distribute the total rank to the components that explain most, at least one to each layer."""
     others = [(share, path) for path in ranks for share in shares[path][1 : most[path]]]
     others.sort(key=lambda pair: -pair[0])  # stable: equal ones in the order of the model
     given = dict.fromkeys(ranks, 1)

@@ -1,10 +1,9 @@
 """LoRA on stacks of experts: one low-rank pair for each expert's matrix.
 
-y = x W_e^T + s (x A_e^T) B_e^T for the tokens that are routed to expert e. Routing is
-left to the model: its own forward runs over `AdaptedStack`s in place of its weights, and each of
-its products is followed by the two low-rank ones. So every implementation of transformers (eager,
-grouped_mm, batched_mm), and any other that multiplies by its weights, works, and the base is
-computed bit for bit as before.
+y = x W_e^T + s (x A_e^T) B_e^T for the tokens that are routed to expert e. The model routes: its
+own forward runs over `AdaptedStack`s instead of its weights, and the two low-rank products follow
+each of its products. So every implementation of transformers (eager, grouped_mm, batched_mm), and
+any other that multiplies by its weights, works, and the base is computed bit for bit as before.
 
 On disk this is PEFT's `target_parameters`: A is (E r, in), expert by expert, but B is (out, r E)
 with the experts varying fastest. The first parameter of a module is PEFT's innermost wrapper, so
@@ -23,8 +22,8 @@ from torch import Tensor, nn
 
 from peftkit.errors import TargetError
 from peftkit.kernels.stacked import AdaptedStack, NoProductError
-from peftkit.methods.lora_linear import Init, drawn
-from peftkit.methods.protocol import AdapterModule
+from peftkit.methods.base import AdapterModule
+from peftkit.methods.lora_init import Init, drawn
 from peftkit.model.places import is_transposed, stacked_shape
 from peftkit.model.targets import RowSlice, Site
 
@@ -66,7 +65,7 @@ class LoRAStack(nn.Module):
         return self.slice.spread_matrix(self.lora_B)
 
     def over(self, weight: Tensor, *, flipped: bool) -> AdaptedStack:
-        """Return what the model multiplies with in place of its weight."""
+        """Return the stack that the model multiplies with instead of its weight."""
         b = (self.scaling * self.full_b()).to(weight.dtype)
         a = self.lora_A.to(weight.dtype)
         return AdaptedStack(weight, a, b, flipped=flipped)
@@ -89,7 +88,7 @@ class LoRAStack(nn.Module):
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take the tensors of `state()`."""
+        """Load the tensors of `state()`."""
         self.lora_A.copy_(state["lora_A.weight"].view_as(self.lora_A))
         full = state["lora_B.weight"].view(self.out_features, -1, self.num_experts)
         self.lora_B.copy_(self.slice.take_matrix(full.permute(2, 0, 1)))  # (E, out, R)
@@ -139,7 +138,7 @@ class LoRAExperts(AdapterModule):
             stack.lora_B.zero_()
 
     def _depths(self) -> dict[str, tuple[str, LoRAStack]]:
-        """Return by name PEFT's prefix ("base_layer." per outer wrapper) and the stack."""
+        """Return each stack with PEFT's prefix of its tensors ("base_layer." per outer wrapper)."""
         last = len(self.stacks) - 1
         return {
             name: ("base_layer." * (last - index), stack)
@@ -147,20 +146,20 @@ class LoRAExperts(AdapterModule):
         }
 
     def state(self) -> dict[str, Tensor]:
-        found = self._depths().values()
-        return {depth + n: tensor for depth, part in found for n, tensor in part.state().items()}
+        stacks = self._depths().values()
+        return {depth + n: tensor for depth, part in stacks for n, tensor in part.state().items()}
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        found = self._depths().values()
-        return {depth + n: shape for depth, part in found for n, shape in part.shapes().items()}
+        stacks = self._depths().values()
+        return {depth + n: shape for depth, part in stacks for n, shape in part.shapes().items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         for depth, stack in self._depths().values():
             stack.load({name: state[depth + name] for name in stack.shapes()})
 
     def weights(self, base: nn.Module) -> dict[str, Tensor]:
-        found = {name: cast(Tensor, getattr(base, name)) for name in self.stacks}
-        return {name: weight.mT if self.flipped else weight for name, weight in found.items()}
+        weights = {name: cast(Tensor, getattr(base, name)) for name in self.stacks}
+        return {name: weight.mT if self.flipped else weight for name, weight in weights.items()}
 
     def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
         stack = self.parts()[name]

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from peftkit.errors import AdapterError, TargetError
 from peftkit.files.safe_regex import fullmatches
 from peftkit.files.strict_json import shown
-from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
-from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.methods.base import ADAPTER_DTYPES, LAYERS, TARGETS, AdapterModule, Method, PeftFormat
 from peftkit.model.places import linear_shape
 from peftkit.model.targets import RowSlice, Site
 
@@ -51,11 +50,11 @@ class IA3Linear(AdapterModule):
         return self.slice.spread(self.ia3_l, fill=1.0)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not self.enabled:
-            return self.frozen(x, *args, **kwargs)
-        if self.scales_input:
-            return self.frozen((x * self.full_l()).to(x.dtype), *args, **kwargs)
-        out = self.frozen(x, *args, **kwargs)
+        if self.enabled and self.scales_input:
+            x = (x * self.full_l()).to(x.dtype)
+        out: Tensor = self.base(x, *args, **kwargs)
+        if not self.enabled or self.scales_input:
+            return out
         return (out * self.full_l()).to(out.dtype)
 
     def reset(self, generator: torch.Generator) -> None:

@@ -1,10 +1,10 @@
 """LoRA: y = W x + (alpha / r) B A x  (Hu et al., 2021, arXiv:2106.09685).
 
 Also rsLoRA (alpha / sqrt(r); Kalajdzievski, 2023, arXiv:2312.03732), and other initial values of A
-and B. PiSSA and OLoRA subtract their initial B0 A0 from the weight; here the weight stays as it is
-and B A - B0 A0 is added, which is the same function, is exactly zero at the start, works over a
-4-bit base, and is an ordinary LoRA of rank 2 r on disk. EVA and LoftQ (data_init.py) are
-computed before attach() and passed to it. The layer itself is in lora_linear.py.
+and B. PiSSA and OLoRA subtract their initial B0 A0 from the weight. Here the weight does not change
+and B A - B0 A0 is added: the same function, exactly zero at the start, also over a 4-bit base, and
+on disk an ordinary LoRA of rank 2 r. The values of EVA and LoftQ (data_init.py) are computed before
+attach() and passed to it. The layer is in lora_linear.py.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import nn
 from peftkit.errors import ConfigError, TargetError
 from peftkit.files.safe_regex import is_pattern, is_simple
 from peftkit.files.strict_json import shown
-from peftkit.methods.experts import LoRAExperts, LoRAStack
-from peftkit.methods.lora_groups import Grouping
-from peftkit.methods.lora_linear import DATA_INITS, SUBTRACTED, DoRALinear, Init, LoRALinear
-from peftkit.methods.protocol import (
+from peftkit.methods.base import (
     ADAPTER_DTYPES,
     AdapterModule,
     Method,
 )
+from peftkit.methods.experts import LoRAExperts, LoRAStack
+from peftkit.methods.lora_init import DATA_INITS, SUBTRACTED, Init
+from peftkit.methods.lora_linear import LoRALinear
 from peftkit.model.places import is_linear, linear_shape, stacked_shape, unwrap_adapter
 from peftkit.model.targets import Site
 from peftkit.quant.layers import is_quantized
@@ -78,15 +78,15 @@ class LoRA(Method):
         return "it makes up for what quantising lost" if self.init == "loftq" else ""
 
     def sites(self, model: nn.Module) -> list[Site]:
-        found = super().sites(model)
-        kept = [site for site in found if not self._is_left_out(model, site)]
-        return kept or found  # where all are too small, the first one says so
+        sites = super().sites(model)
+        kept = [site for site in sites if not self._is_left_out(model, site)]
+        return kept or sites  # where all are too small, the first one says so
 
     def left_out(self, model: nn.Module) -> list[Site]:
         return [site for site in super().sites(model) if self._is_left_out(model, site)]
 
     def _is_left_out(self, model: nn.Module, site: Site) -> bool:
-        """Tell whether a weight is smaller than its rank, and no target names it by itself."""
+        """Return whether a weight is smaller than its rank and only a group targets it."""
         module = unwrap_adapter(model.get_submodule(site.path))
         if not site.by_group or not (site.parameter or is_linear(module)):
             return False
@@ -120,9 +120,6 @@ class LoRA(Method):
             dtype=ADAPTER_DTYPES[self.dtype],
         )
 
-    def connect(self, model: nn.Module, modules: Mapping[str, AdapterModule]) -> Sequence[Any]:
-        return [Grouping(model, modules)]
-
     def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
         stacks = []
         for site in sites:
@@ -153,7 +150,8 @@ class LoRA(Method):
         """Return the sites, for an initialisation that needs linear layers.
 
         Raises:
-            TargetError: One is a stack of experts or smaller than its rank, or a target is missing.
+            TargetError: A site is a stack of experts or smaller than its rank, or a target matches
+                nothing.
         """
         sites = self.for_model(model).sites(model)
         for site in sites:
@@ -178,16 +176,16 @@ class LoRA(Method):
 
     @staticmethod
     def _of(site: Site, pattern: Mapping[str, Any], default: Any) -> Any:
-        """Return the pattern's value for a site, by PEFT's own rule; roles come before names."""
-        found = {pattern[role] for role in site.roles if role in pattern}
-        if len(found) > 1 or (found and any(role not in pattern for role in site.roles)):
+        """Return a site's value in a pattern: by role, then by name with PEFT's rule."""
+        values = {pattern[role] for role in site.roles if role in pattern}
+        if len(values) > 1 or (values and any(role not in pattern for role in site.roles)):
             raise TargetError(
                 f"{site.path} holds {', '.join(site.roles)} in one fused layer",
                 found="the patterns give them different ranks or alphas",
                 fix="Give them the same, or target the layer by its module name.",
             )
-        if found:
-            return found.pop()
+        if values:
+            return values.pop()
         paths = [f"{site.path}.{site.parameter or 'weight'}"]
         paths += [site.path] if site.parameter is None else []
         for name, value in pattern.items():
@@ -211,21 +209,6 @@ class LoRA(Method):
                     fix="Name roles, or the ends of module names.",
                 )
         return self
-
-
-class DoRA(LoRA):
-    """Weight-decomposed low-rank adaptation of linear layers."""
-
-    files: ClassVar[str] = "PEFT, MLX"
-    sits_on_stacks: ClassVar[bool] = False
-    module_class: ClassVar[Callable[..., LoRALinear]] = DoRALinear
-
-    type: Literal["dora"] = "dora"  # type: ignore[assignment]
-    init: Literal["default", "gaussian", "eva"] = "default"
-    """Initialisation of A: default (Kaiming), gaussian, eva (from activations); B is zero."""
-
-    def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
-        return Method.wrap_experts(self, experts, sites)  # norms of rows there are not made
 
 
 def _check_rank(rank: int, path: str, shape: tuple[int, ...]) -> None:

@@ -13,21 +13,21 @@ from torch import Tensor, nn
 
 from peftkit.errors import AdapterError
 from peftkit.files.strict_json import shown
+from peftkit.methods.base import LAYERS, TARGETS, AdapterModule, PeftFormat
 from peftkit.methods.experts import LoRAExperts
-from peftkit.methods.lora import DoRA, LoRA
-from peftkit.methods.lora_linear import SUBTRACTED, LoRALinear
-from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
-from peftkit.methods.protocol import AdapterModule
+from peftkit.methods.lora import LoRA
+from peftkit.methods.lora_init import SUBTRACTED
+from peftkit.methods.lora_linear import LoRALinear
 
 
 def peft_scales(
     ranks: Mapping[str, int], scalings: Mapping[str, float], *, rslora: bool
 ) -> dict[str, Any]:
-    """Return the config fields that give modules their ranks and scales.
+    """Return the config fields for the ranks and alphas of modules.
 
     Args:
         ranks, scalings: By the path of a module or of a stack of experts.
-        rslora: scaling is alpha / sqrt(rank).
+        rslora: Whether a scaling is alpha / sqrt(rank).
     """
     alphas = {
         path: _integer_if_whole(scaling * (math.sqrt(ranks[path]) if rslora else ranks[path]))
@@ -51,6 +51,8 @@ def _majority(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return common, {path: value for path, value in values.items() if value != common}
 
 
+MAGNITUDE = "lora_magnitude_vector"
+"""The tensor of a DoRA's row norms."""
 EXPERTS_SINCE = (0, 19)
 """The version of PEFT whose layout of stacked experts is read and written here."""
 IGNORED = (
@@ -117,24 +119,8 @@ class LoRAFormat(PeftFormat[LoRA]):
         return complete
 
 
-class DoRAFormat(LoRAFormat):
-    """DoRA: a LoRA with `use_dora`."""
-
-    method_class: type[LoRA] = DoRA
-    known_fields: ClassVar[Collection[str]] = (*LoRAFormat.known_fields, "use_dora")
-
-    def describes(self, fields: Mapping[str, Any]) -> bool:
-        ours = fields.get("peft_type") == self.peft_type and not trains_biases(fields)
-        return ours and bool(fields.get("use_dora"))
-
-    def fields(
-        self, method: LoRA, model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> dict[str, Any]:
-        return super().fields(method, model, modules) | {"use_dora": True}
-
-
 def trains_biases(fields: Mapping[str, Any]) -> bool:
-    """Tell whether a LoRA's config says that biases are trained beside it."""
+    """Return whether a LoRA config trains biases too."""
     return fields.get("bias") not in (None, "none")
 
 
@@ -163,7 +149,7 @@ def _settings(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_layout(fields: Mapping[str, Any]) -> None:
-    """Refuse stacked experts in the layout of old PEFT: A and B of a square one look alike.
+    """Refuse stacked experts in the layout of older PEFT, which shapes may not tell apart.
 
     Raises:
         AdapterError: `target_parameters`, and a version before `EXPERTS_SINCE` or none.

@@ -1,64 +1,58 @@
-"""The layers of LoRA and DoRA, of a whole linear layer or of rows of a fused one.
+"""The LoRA layer, y = W x + s B A x, and layers of one input computed together.
 
-    LoRA   y = W x + s B A x
-    DoRA   y = m * (W + s B A) x / ||W + s B A||, the norm of each output row (Liu et al., 2024,
-           arXiv:2402.09353), a constant to the gradient (their section 4.3)
+A layer computes by itself, unless `group_layers` has put it into a `LoRAGroup` with the others that
+read the same input (q, k and v; gate and up). The first layer of a group that is called computes
+all of them, the others take their output. That they get the same input is checked by the tensor's
+identity: a group whose layers get different ones is split at the next `refresh_groups`.
 
-Initial values of A and B:
+A group holds copies of A and B in the compute dtype. They follow the layers' own tensors whenever
+a tensor's version says that it has changed; call `refresh_groups` after an optimizer's step, since
+fused optimizers leave no trace in versions. The base's weights stay in place, packed or not.
 
-    default, gaussian   A is drawn, B is zero
-    pissa               the largest part of the weight's SVD (Meng et al., 2024, arXiv:2404.02948)
-    olora               the first columns of its QR (Buyukakyuz, 2024, arXiv:2406.01775)
-    eva, loftq          computed before attach() from data or other weights: data_init.py
-
-Shapes: r rank, R = columns of the full B: r, times the roles of a fused layer, times two where the
-initial values are subtracted; out, in features of the layer; `...` is any leading shape.
+Shapes: r rank, R = columns of the full B (r, times the roles of a fused layer, times two where the
+initial values are subtracted), in a group the sum over its layers; out, in features of the layer;
+M rows of input; `...` is any leading shape.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any, Literal, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from peftkit.kernels import svd
-from peftkit.kernels.lora_update import adapted_row_norms, add_lora, low_rank
-from peftkit.methods.protocol import AdapterModule
-from peftkit.model.places import linear_shape
+from peftkit.kernels.lora import Layer, add_lora, grouped_lora_linear, low_rank
+from peftkit.methods.base import AdapterModule
+from peftkit.methods.lora_init import SUBTRACTED, Init, drawn, of_weight
+from peftkit.model.places import find_places, linear_shape
 from peftkit.model.targets import RowSlice, Site
-from peftkit.quant.layers import weight_of
+from peftkit.quant.layers import QuantizedLinear, frozen_weight, weight_of
 
-Init = Literal["default", "gaussian", "pissa", "olora", "eva", "loftq"]
-SUBTRACTED = ("pissa", "olora")
-"""Initial values that are subtracted again, so that the update starts at zero."""
-DATA_INITS = {"eva": "eva_starts", "loftq": "loftq_starts"}
-"""Initialisations that are passed to attach(), and the functions that compute them."""
-
-
-MAGNITUDE = "lora_magnitude_vector"
+SHARING = ({"q", "k", "v"}, {"gate", "up"})
+"""Last parts of roles whose layers read the same input when they are in one module."""
+MAX_MISSES = 2
+"""Changes of input in the middle of a group, in a row, after which its layers are separated."""
 
 
 class LoRALinear(AdapterModule):
     """A frozen linear layer plus a trainable low-rank update.
 
-    On a fused projection the update reaches only the rows of the roles asked for: each role has its
-    own rank-r pair, and the full B is zero outside them.
+    On a fused projection only the rows of the targeted roles are adapted: each role has its own
+    pair of rank r, and the full B is zero outside them.
 
     Attributes:
         lora_A: (num_roles * r, in).
-        lora_B: (num_rows, r): the output rows that are adapted, all of them unless fused.
+        lora_B: (num_rows, r): the adapted output rows, all of them unless fused.
         initial_A, initial_B: (r, in), (out, r): the subtracted start of PiSSA and OLoRA, or None.
-        group: Computes it while it is trained; None: it does so itself.
-        training_layout: What puts it into a group (see lora_groups.py).
+        group: Computes this layer together with others; None if it computes by itself.
     """
 
     initial_A: Tensor | None
     initial_B: Tensor | None
-    group: Any = None
-    training_layout: Any = None
+    group: LoRAGroup | None = None
 
     def __init__(
         self,
@@ -94,20 +88,20 @@ class LoRALinear(AdapterModule):
         return self.slice.spread_matrix(self.lora_B)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        alone = self.group is None or not self.enabled or args or kwargs
-        if not alone and self.group.takes(x):
-            return cast(Tensor, self.group.output(self, x))
-        out = self.frozen(x, *args, **kwargs)
+        group = self.group if self.enabled and not (args or kwargs) else None
+        if group is not None and group.takes(x):
+            return group.output(self, x)
+        out: Tensor = self.base(x, *args, **kwargs)
         if not self.enabled:
             return out
         x = self.dropout(x)
         if self.initial_A is None or self.initial_B is None:
             return add_lora(out, x, self.full_a(), self.full_b(), self.scaling)
         # the same products in the same order on both sides, so that their difference starts at
-        # zero; torch folds an x with gaps for a weight that trains, not for one that is frozen
+        # zero; torch folds a strided x for a trained weight, not for a frozen one
         x = x.contiguous()
-        moved = low_rank(x, self.lora_A, self.lora_B) - low_rank(x, self.initial_A, self.initial_B)
-        return out + self.scaling * moved
+        trained = low_rank(x, self.lora_A, self.lora_B)
+        return out + self.scaling * (trained - low_rank(x, self.initial_A, self.initial_B))
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
@@ -118,7 +112,7 @@ class LoRALinear(AdapterModule):
 
     @torch.no_grad()
     def subtracted_values(self, *, exact: bool = False) -> tuple[Tensor, Tensor]:
-        """Make what is subtracted from the base's weight, and return it; see `of_weight`."""
+        """Set and return the initial A and B that are subtracted; see `of_weight`."""
         assert self.initial_A is not None
         assert self.initial_B is not None
         weight = weight_of(self.base).float()
@@ -156,100 +150,211 @@ class LoRALinear(AdapterModule):
         return torch.addmm(weight, b.to(weight.device), a.to(weight.device), alpha=self.scaling)
 
 
-class DoRALinear(LoRALinear):
-    """A frozen linear layer with a LoRA on its direction and trained row norms.
-
-    Attributes:
-        lora_magnitude: (num_rows,): the trained norms of the adapted output rows.
-        squared_norms: (out,) float32: ||w||^2 of the frozen rows.
-    """
-
-    squared_norms: Tensor
-
-    def __init__(self, base: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(base, *args, **kwargs)
-        self.lora_magnitude = nn.Parameter(self.lora_B.detach().new_ones(self.lora_B.shape[0]))
-        squared = torch.zeros(self.out_features, dtype=torch.float32, device=self.lora_B.device)
-        self.register_buffer("squared_norms", squared, persistent=False)
-        if squared.device.type != "meta":
-            with torch.no_grad():
-                squared.copy_(weight_of(base).float().square().sum(1))
-
-    def full_magnitude(self) -> Tensor:
-        """Return m of every output row (out,): the frozen norm where nothing is adapted."""
-        rows = self.slice.rows
-        if rows is None:
-            return self.lora_magnitude
-        return self.squared_norms.sqrt().index_put((rows,), self.lora_magnitude.float())
-
-    def _row_norms(self, weight: Tensor, squared_norms: Tensor) -> Tensor:
-        return adapted_row_norms(
-            weight, self.full_a().detach(), self.full_b().detach(), self.scaling, squared_norms
-        )
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        out = self.frozen(x, *args, **kwargs)
-        if not self.enabled:
-            return out
-        norms = self._row_norms(weight_of(self.base), self.squared_norms)
-        ratio = self.full_magnitude().float() / norms  # (out,), exactly one at the start
-        plain = out if self.bias is None else out - self.bias
-        out = out + (ratio - 1).to(out.dtype) * plain
-        scaled_b = ratio[:, None] * self.full_b()
-        return add_lora(out, self.dropout(x), self.full_a(), scaled_b, self.scaling)
-
-    @torch.no_grad()
-    def init_from(self, *start: Tensor | None) -> None:
-        super().init_from(*start)
-        # by the same formula as in forward, so that the ratio starts at exactly one
-        norms = self._row_norms(weight_of(self.base), self.squared_norms)
-        self.lora_magnitude.copy_(norms if self.slice.rows is None else norms[self.slice.rows])
-
-    def state(self) -> dict[str, Tensor]:
-        return super().state() | {MAGNITUDE: self.full_magnitude().detach().to(self.lora_A.dtype)}
-
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        return super().state_shapes() | {MAGNITUDE: (self.out_features,)}
-
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        super().load(state)
-        magnitude, rows = state[MAGNITUDE], self.slice.rows
-        self.lora_magnitude.copy_(magnitude if rows is None else magnitude[rows.cpu()])
-
-    def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
-        direction = super().merged_weight(weight, name)
-        magnitude = self.full_magnitude().float().to(weight.device)
-        return direction * (magnitude / direction.norm(dim=1))[:, None]
-
-
-def drawn(init: Init, shape: torch.Size, rank: int, generator: torch.Generator) -> Tensor:
-    """Return a random A, drawn on the CPU in float32, so that a seed means the same everywhere."""
-    if init == "gaussian":
-        return torch.empty(shape).normal_(std=1 / rank, generator=generator)
-    bound = 1 / math.sqrt(shape[-1])  # kaiming_uniform_(a=sqrt(5)), as nn.Linear itself
-    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-
-
-def of_weight(
-    init: Init, weight: Tensor, rank: int, scaling: float, *, exact: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return the initial A (r, in) and B (out, r) of a weight (out, in), float32.
+class LoRAGroup:
+    """LoRA layers of one input, computed together.
 
     Args:
-        exact: By a decomposition of the whole weight, as PEFT makes it, where its file leaves the
-            initial values out. Otherwise only what is needed is computed: values that are
-            subtracted again may be any, and those of a randomised SVD are nearly the best.
+        serves: For generation: A and B are not cast for each token. Otherwise for training.
+
+    Attributes:
+        ranks: Rows of each layer's A.
+        dtype: Compute dtype of the base, or autocast's.
+        lora_a: (R, in): s A of all layers. lora_b: B (out, r) of each.
+        scales: (R,): s of each row of A.
     """
-    if init == "pissa" and exact:
-        u, s, vh = torch.linalg.svd(weight, full_matrices=False)
-        root = (s[:rank] / scaling).sqrt()
-        return root[:, None] * vh[:rank], u[:, :rank] * root
-    if init == "pissa":
-        largest = svd.of_matrix(weight, rank)
-        return largest.a / math.sqrt(scaling), largest.b / math.sqrt(scaling)
-    if exact:
-        q, upper = torch.linalg.qr(weight)
-        return upper[:rank], q[:, :rank]
-    q, _ = torch.linalg.qr(weight[:, :rank])  # Q's columns depend on those of the weight before
-    return q.t() @ weight, q
+
+    def __init__(self, layers: Sequence[LoRALinear], *, serves: bool = False) -> None:
+        self.layers, self.serves = list(layers), serves
+        self.dropout = layers[0].dropout
+        self.ranks = tuple(layer.lora_A.shape[0] for layer in layers)
+        device = layers[0].lora_A.device
+        self.dtype = _autocast_dtype(layers[0].lora_A) or _compute_dtype(layers[0].base)
+        like: Any = {"dtype": self.dtype, "device": device}
+        self.lora_a = torch.zeros(sum(self.ranks), layers[0].in_features, **like)
+        shapes = zip(layers, self.ranks, strict=True)
+        self.lora_b = [torch.zeros(layer.out_features, rank, **like) for layer, rank in shapes]
+        scalings = [layer.scaling for layer in layers]
+        rows = zip(scalings, self.ranks, strict=True)
+        scales = [scaling for scaling, rank in rows for _ in range(rank)]
+        self.scales = torch.tensor(scales, device=device)
+        self.copies = [*self.lora_a.split(self.ranks), *self.lora_b]
+        self.factors = [*scalings, *[1.0] * len(layers)]
+        self.copied_versions: list[int] = []
+        self._input: Tensor | None = None
+        self._outputs: dict[int, Tensor] = {}
+        self._misses = 0
+        for layer in layers:
+            layer.group = self
+
+    def takes(self, x: Tensor) -> bool:
+        """Return whether the layers are computed together for this input, in this mode."""
+        trains, autocast = self.layers[0].training, _autocast_dtype(x)
+        if trains == self.serves or torch.is_grad_enabled() == self.serves:
+            return False
+        if self.serves and autocast is not None:
+            return False
+        return (autocast or x.dtype) == self.dtype and x.device == self.lora_a.device
+
+    def output(self, layer: LoRALinear, x: Tensor) -> Tensor:
+        """Return the output (..., out) of a layer for x (..., in)."""
+        if not torch.compiler.is_compiling() and self.copied_versions != self.versions():
+            _copy_to_groups([self])
+        index = self.layers.index(layer)
+        if self._input is not x or index not in self._outputs:
+            if self._outputs:
+                self._misses += 1
+            self._input, self._outputs = x, dict(enumerate(self._computed(x)))
+        output = self._outputs.pop(index)
+        if not self._outputs:
+            self._input, self._misses = None, 0
+        return output
+
+    @property
+    def has_several_inputs(self) -> bool:
+        return self._misses >= MAX_MISSES and len(self.layers) > 1
+
+    def forget(self) -> None:
+        """Drop outputs that were computed with other A and B."""
+        self._input, self._outputs = None, {}
+
+    def versions(self) -> list[int]:
+        """Return how often each A and B was changed in place."""
+        return [tensor._version for layer in self.layers for tensor in (layer.lora_A, layer.lora_B)]
+
+    def masters(self) -> list[Tensor]:
+        """Return the tensors that are trained: A of each layer, then its full B."""
+        return [*(layer.lora_A for layer in self.layers), *(m.full_b() for m in self.layers)]
+
+    def _computed(self, x: Tensor) -> list[Tensor]:
+        flat, bases = x.reshape(-1, x.shape[-1]), [layer.base for layer in self.layers]
+        outputs: Iterable[Tensor]
+        if self.serves:
+            hiddens = functional.linear(flat, self.lora_a).split(self.ranks, 1)
+            each = zip(bases, hiddens, self.lora_b, strict=True)
+            outputs = [torch.addmm(base(flat), hidden, b.t()) for base, hidden, b in each]
+        else:
+            dropped = None if isinstance(self.dropout, nn.Identity) else self.dropout(flat)
+            layers, frozen = _base_tensors(bases)
+            outputs = grouped_lora_linear(
+                flat.to(self.dtype),
+                None if dropped is None else dropped.to(self.dtype),
+                layers,
+                frozen,
+                self.lora_a,
+                self.scales,
+                self.lora_b,
+                self.masters(),
+            )
+        return [out.view(*x.shape[:-1], out.shape[-1]) for out in outputs]
+
+
+def group_layers(model: nn.Module) -> None:
+    """Put the LoRA layers of a model into groups for training; see `LoRAGroup`."""
+    ungroup_layers(model)
+    _copy_to_groups([LoRAGroup(layers) for layers in _sets_of_one_input(model)])
+
+
+def ungroup_layers(model: nn.Module) -> None:
+    """Have every LoRA layer compute by itself again."""
+    for layer in _layers(model).values():
+        layer.group = None
+
+
+def refresh_groups(model: nn.Module) -> None:
+    """Copy A and B to the groups, and separate layers that turned out to read several inputs."""
+    groups = []
+    for group in dict.fromkeys(layer.group for layer in _layers(model).values()):
+        if group is not None and group.has_several_inputs:
+            groups += [LoRAGroup([layer]) for layer in group.layers]
+        elif group is not None:
+            groups.append(group)
+    _copy_to_groups(groups)
+
+
+@contextmanager
+def grouped_for_serving(model: nn.Module) -> Iterator[None]:
+    """Keep A and B in the compute dtype within the context, for token after token."""
+    before = {layer: layer.group for layer in _layers(model).values()}
+    _copy_to_groups([LoRAGroup(layers, serves=True) for layers in _sets_of_one_input(model)])
+    try:
+        yield
+    finally:
+        for layer, group in before.items():
+            layer.group = group
+
+
+def _layers(model: nn.Module) -> dict[str, LoRALinear]:
+    """Return the layers of a model that can be in groups, by path; DoRA's cannot."""
+    return {path: m for path, m in model.named_modules() if type(m) is LoRALinear}
+
+
+def _sets_of_one_input(model: nn.Module) -> list[list[LoRALinear]]:
+    """Return layers in sets of one input, by role and parent, and of one dtype and width."""
+    layers = _layers(model)
+    if not layers:
+        return []
+    roles = {place.path: place.roles for place in find_places(model)}
+    sets: dict[Any, list[LoRALinear]] = {}
+    for path, layer in layers.items():
+        if layer.initial_A is not None or not _has_known_weight(layer.base):
+            continue
+        context, _, kind = roles.get(path, ("",))[0].rpartition("_")
+        shared = next((",".join(sorted(kinds)) for kinds in SHARING if kind in kinds), "")
+        parent = path.rpartition(".")[0] if shared else path
+        alike = _compute_dtype(layer.base), layer.lora_A.device, layer.in_features
+        sets.setdefault((parent, context, shared, alike), []).append(layer)
+    return list(sets.values())
+
+
+@torch.no_grad()
+def _copy_to_groups(groups: Sequence[LoRAGroup]) -> None:
+    """Copy A and B of all layers to their groups, in a handful of kernels.
+
+    The copies' versions do not change, so that two forward passes may precede one backward pass.
+    """
+    if not groups:
+        return
+    factors = [factor for group in groups for factor in group.factors]
+    sources: list[Tensor] = []
+    for group in groups:
+        sources += [layer.full_a().detach() for layer in group.layers]
+        sources += [layer.full_b().detach() for layer in group.layers]
+    scaled = list(torch._foreach_mul(sources, factors))
+    torch._foreach_copy_([copy.data for group in groups for copy in group.copies], scaled)
+    for group in groups:
+        group.copied_versions = group.versions()
+        group.forget()
+
+
+def _has_known_weight(base: nn.Module) -> bool:
+    return isinstance(base, QuantizedLinear) or frozen_weight(base) is not None
+
+
+def _compute_dtype(base: nn.Module) -> torch.dtype:
+    weight = frozen_weight(base)
+    return cast(QuantizedLinear, base).packing.dtype if weight is None else weight.dtype
+
+
+def _base_tensors(bases: Sequence[nn.Module]) -> tuple[tuple[Layer, ...], list[Tensor]]:
+    """Return how frozen layers are stored, and their tensors."""
+    layers: list[Layer] = []
+    frozen: list[Tensor] = []
+    for base in bases:
+        bias = cast("Tensor | None", base.bias)
+        weight = frozen_weight(base)
+        if weight is not None:
+            layers.append(Layer(None, 0, bias is not None))
+            frozen.append(weight)
+        else:
+            assert isinstance(base, QuantizedLinear)
+            scales = base.packing.scales
+            layers.append(Layer(base.packing.form, len(scales), bias is not None))
+            frozen += [base.packed, *scales]
+        frozen += [] if bias is None else [bias]
+    return tuple(layers), frozen
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return autocast's dtype on x's device; None where autocast is off."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -1,10 +1,10 @@
-"""What is trained of the base itself, by copies: modules in full, such as heads; rows of tokens.
+"""Trained copies of parts of the base: modules in full, such as heads; rows of tokens.
 
 The rows of an embedding or head replace the base's: y = E'[ids], and W' h for a head, where E' and
 W' differ from the frozen tables in these rows only. If the head is tied to the embedding, both use
 the same rows. Neither a copy nor a gradient of the whole table is made. In files they are PEFT's
-`trainable_token_indices`: "token_adapter.trainable_tokens_delta", which holds the rows themselves,
-in the order in which the tokens are named.
+`trainable_token_indices`: the tensor "token_adapter.trainable_tokens_delta" holds the rows
+themselves, in the order in which the tokens are named.
 
 Shapes: n tokens with trained rows, H width, V vocabulary; `...` is any leading shape.
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.errors import TargetError, did_you_mean
-from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method
 from peftkit.model.places import input_embedding, is_linear
 from peftkit.model.targets import Site
 
@@ -29,12 +29,12 @@ NAME = "token_adapter.trainable_tokens_delta"
 class TunedModule(AdapterModule):
     """A frozen module that computes with trained copies of some of its own parameters.
 
-    Other attributes are those of the base: a head is used through its parts.
+    Other attributes are the base's, as models also use the parts of a head.
 
     Args:
         names: Parameters of the base itself, not of its submodules.
         prefix: Prefix of these names in PEFT's files.
-        made: Existing copies by the id of the original, for tied parameters; new ones are added.
+        copies: Existing copies by the id of the original, for tied parameters; new ones are added.
 
     Attributes:
         trained: The copies, in the order of `names`.
@@ -48,17 +48,19 @@ class TunedModule(AdapterModule):
         names: Sequence[str],
         dtype: torch.dtype,
         prefix: str = "",
-        made: dict[int, nn.Parameter] | None = None,
+        copies: dict[int, nn.Parameter] | None = None,
     ) -> None:
         super().__init__(base, site)
         self.names, self.prefix = tuple(names), prefix
         self.trained = nn.ParameterList()
-        made = {} if made is None else made
-        for own in (base.get_parameter(name) for name in names):
-            if id(own) not in made:
-                exact = torch.promote_types(dtype, own.dtype)  # fewer bits would change the base
-                made[id(own)] = nn.Parameter(own.detach().to(exact, copy=True))
-            self.trained.append(made[id(own)])
+        copies = {} if copies is None else copies
+        for parameter in (base.get_parameter(name) for name in names):
+            if id(parameter) not in copies:
+                exact = torch.promote_types(
+                    dtype, parameter.dtype
+                )  # fewer bits would change the base
+                copies[id(parameter)] = nn.Parameter(parameter.detach().to(exact, copy=True))
+            self.trained.append(copies[id(parameter)])
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -76,7 +78,7 @@ class TunedModule(AdapterModule):
 
     @property
     def weight(self) -> Tensor:
-        """The weight in use, for models that read it and never call the module."""
+        """The weight in use, for models that read it instead of calling the module."""
         return self._used("weight")
 
     @property
@@ -84,10 +86,10 @@ class TunedModule(AdapterModule):
         return self._used("bias")
 
     def _used(self, name: str) -> Any:
-        own = getattr(self.base, name)
+        frozen = getattr(self.base, name)
         if not self.enabled or name not in self.names:
-            return own
-        return self.trained[self.names.index(name)].to(own.dtype)
+            return frozen
+        return self.trained[self.names.index(name)].to(frozen.dtype)
 
     def _pairs(self) -> Iterator[tuple[str, Tensor]]:
         return zip(self.names, cast("Iterator[Tensor]", self.trained), strict=True)
@@ -122,7 +124,7 @@ def wrap_fully(model: nn.Module, path: str, dtype: torch.dtype) -> dict[str, Ada
     Submodules keep their paths, and gradient checkpointing may recompute them.
 
     Raises:
-        TargetError: It has nothing that can be trained: no parameters, or quantised ones.
+        TargetError: It has no parameters, or quantised ones.
     """
     module = model.get_submodule(path)
     packed = [name for name, p in module.named_parameters() if not p.is_floating_point()]
@@ -132,25 +134,25 @@ def wrap_fully(model: nn.Module, path: str, dtype: torch.dtype) -> dict[str, Ada
             found=f"{packed[0]} is quantised" if packed else "it has no parameters",
             fix="Name modules that are kept in 16 bits: heads, norms, embeddings.",
         )
-    made: dict[int, nn.Parameter] = {}
+    copies: dict[int, nn.Parameter] = {}
     tuned: dict[str, AdapterModule] = {}
     for name, part in reversed(list(module.named_modules(prefix=path, remove_duplicate=False))):
-        own = [n for n, p in part._parameters.items() if p is not None]
-        if own:
+        names = [n for n, p in part._parameters.items() if p is not None]
+        if names:
             site = Site(path=name, roles=())
-            tuned[name] = TunedModule(part, site, names=own, dtype=dtype, made=made)
+            tuned[name] = TunedModule(part, site, names=names, dtype=dtype, copies=copies)
     return tuned
 
 
 def named_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return the paths of the modules that `names` match: whole paths, or their dotted ends.
+    """Return the paths of the modules that `names` match: whole paths, or ends from a dot on.
 
     Raises:
-        TargetError: A name matches nothing in this model.
+        TargetError: A name matches nothing in the model.
     """
     paths = [path for path, _ in model.named_modules() if path]
-    found = {name: [p for p in paths if f".{p}".endswith(f".{name}")] for name in names}
-    missing = [name for name, hits in found.items() if not hits]
+    matches = {name: [p for p in paths if f".{p}".endswith(f".{name}")] for name in names}
+    missing = [name for name, hits in matches.items() if not hits]
     if missing:
         leaves = sorted({path.rpartition(".")[2] for path in paths})
         raise TargetError(
@@ -158,7 +160,7 @@ def named_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
             found=did_you_mean(missing[0], leaves),
             fix="Name modules as peftkit inspect MODEL lists them.",
         )
-    chosen = {path for hits in found.values() for path in hits}
+    chosen = {path for hits in matches.values() for path in hits}
     inner = {p for p in chosen if any(p.startswith(f"{other}.") for other in chosen)}
     return [path for path in paths if path in chosen - inner]
 
@@ -168,7 +170,7 @@ class TokenRows(AdapterModule):
 
     Args:
         tokens: Token ids of the rows.
-        tied: The wrapper whose rows are used here too, and which saves them.
+        tied: The wrapper that owns and saves the rows, if another module has the same table.
 
     Attributes:
         rows: (n, H), in the order of the tokens.
@@ -216,12 +218,12 @@ class TokenRows(AdapterModule):
         )
 
     def _embedded(self, index: Tensor) -> Tensor:
-        """Return the rows (..., H) of an index into the tokens, as the base would give its own."""
-        found = functional.embedding(index, self.rows.to(self.weight.dtype))
+        """Return the trained rows (..., H) by index into the tokens, scaled as the base does."""
+        rows = functional.embedding(index, self.rows.to(self.weight.dtype))
         scale = getattr(self.base, "embed_scale", None)
         if scale is None:
-            return found
-        return found * (scale.to(found.dtype) if isinstance(scale, Tensor) else scale)
+            return rows
+        return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = self.base(x, *args, **kwargs)
@@ -260,17 +262,17 @@ class TokenRows(AdapterModule):
 
 
 class Rows(NamedTuple):
-    """Which rows of a module are trained, and the path of the module that owns them."""
+    """The trained rows of a module, and the path of the module that owns them."""
 
     tokens: tuple[int, ...]
     keeper: str
 
 
 def find_rows(model: nn.Module, method: Method) -> dict[str, Rows]:
-    """Resolve `method.token_rows` in a model, by path; owners come before the modules tied to them.
+    """Return the modules with trained rows by path; owners come before modules tied to them.
 
     Raises:
-        TargetError: There is no such module or no such token, or the method cannot have them.
+        TargetError: A module or token does not exist, or the method does not allow trained rows.
     """
     if not method.token_rows:
         return {}
@@ -281,29 +283,29 @@ def find_rows(model: nn.Module, method: Method) -> dict[str, Rows]:
             fix="Use lora or dora; or train the whole table: train_fully: [embed_tokens]",
         )
     modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[str, Rows] = {}
-    for keeper, tokens in _asked(model, method.token_rows).items():
+    rows: dict[str, Rows] = {}
+    for keeper, tokens in _tokens_by_module(model, method.token_rows).items():
         weight = _table(modules[keeper], keeper)
         _check_tokens(tokens, len(weight), keeper)
-        if keeper in found:
-            if found[keeper].tokens != tokens:
+        if keeper in rows:
+            if rows[keeper].tokens != tokens:
                 raise TargetError(
-                    f"{keeper} is tied to {found[keeper].keeper}: both have the same rows",
+                    f"{keeper} is tied to {rows[keeper].keeper}: both have the same rows",
                     fix="Name the tokens once, or the same ones for both.",
                 )
             continue
-        found[keeper] = Rows(tokens, keeper)
+        rows[keeper] = Rows(tokens, keeper)
         for path, module in modules.items():
             if path != keeper and module._parameters.get("weight") is weight:
                 _table(module, path)
-                found[path] = Rows(tokens, keeper)
-    return found
+                rows[path] = Rows(tokens, keeper)
+    return rows
 
 
 def token_modules(
     model: nn.Module, method: Method, taken: Collection[str]
 ) -> dict[str, AdapterModule]:
-    """Return the modules that train `method.token_rows`, by path.
+    """Return wrappers that train `method.token_rows`, by path.
 
     Args:
         taken: Paths of modules that are trained in full.
@@ -311,30 +313,30 @@ def token_modules(
     Raises:
         TargetError: As `find_rows`; or a module is inside one that is trained in full.
     """
-    made: dict[str, TokenRows] = {}
+    modules: dict[str, TokenRows] = {}
     for path, (tokens, keeper) in find_rows(model, method).items():
         if any(f"{path}.".startswith(f"{other}.") for other in taken):
             raise TargetError(
                 f"{path} is trained in full, and its rows cannot be trained too",
                 fix="Leave it out of train_fully, or leave token_rows out.",
             )
-        made[path] = TokenRows(
+        modules[path] = TokenRows(
             model.get_submodule(path),
             Site(path=path, roles=()),
             tokens=tokens,
             dtype=ADAPTER_DTYPES[method.dtype],
-            tied=made.get(keeper),
+            tied=modules.get(keeper),
         )
-    return dict(made)
+    return dict(modules)
 
 
-def _asked(
+def _tokens_by_module(
     model: nn.Module, rows: tuple[int, ...] | Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Return module path to tokens."""
+
     if not isinstance(rows, Mapping):
         return {input_embedding(model): rows}
-    asked = {}
+    tokens_of = {}
     for name, tokens in rows.items():
         path, *others = named_modules(model, [name])
         if others:
@@ -343,8 +345,8 @@ def _asked(
                 found=", ".join([path, *others][:4]),
                 fix="Give the whole path of one; those that are tied to it have the same rows.",
             )
-        asked[path] = tuple(tokens)
-    return asked
+        tokens_of[path] = tuple(tokens)
+    return tokens_of
 
 
 def _table(module: nn.Module, path: str) -> Tensor:

@@ -19,14 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import AdapterError, TargetError, did_you_mean
-from peftkit.methods.lora_format import IGNORED, SCALES, trains_biases
-from peftkit.methods.modules_to_save import TunedModule
-from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
-from peftkit.methods.protocol import (
+from peftkit.methods.base import (
     ADAPTER_DTYPES,
+    LAYERS,
+    TARGETS,
     AdapterModule,
     Method,
+    PeftFormat,
 )
+from peftkit.methods.lora_format import IGNORED, SCALES, trains_biases
+from peftkit.methods.modules_to_save import TunedModule
 from peftkit.model.places import find_places, is_conv1d, is_linear, linear_shape, walk
 from peftkit.model.targets import Site, matches, resolve
 
@@ -44,10 +46,10 @@ class LNTuning(Method):
 
     def sites(self, model: nn.Module) -> list[Site]:
         norms = self.candidates(model)
-        asked = [self.targets] if isinstance(self.targets, str) else list(self.targets)
-        found = {name: [path for path in norms if has_name(path, name)] for name in asked}
-        failed = [name for name, paths in found.items() if not paths]
-        if failed or not asked:
+        targets = [self.targets] if isinstance(self.targets, str) else list(self.targets)
+        paths_of = {name: [path for path in norms if has_name(path, name)] for name in targets}
+        failed = [name for name, paths in paths_of.items() if not paths]
+        if failed or not targets:
             leaves = sorted({path.rpartition(".")[2] for path in norms})
             raise TargetError(
                 f"no normalisation layer matches {', '.join(map(repr, failed)) or 'no target'} "
@@ -58,7 +60,7 @@ class LNTuning(Method):
                 else "There is none in it with a scale that could be trained.",
                 fix=f"Use '{NORMS}' for all of them." if leaves else "Use another method: lora.",
             )
-        chosen = {path for paths in found.values() for path in paths}
+        chosen = {path for paths in paths_of.values() for path in paths}
         return [Site(path=path, roles=()) for path in norms if path in chosen]
 
     def candidates(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -86,7 +88,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def has_name(path: str, target: str) -> bool:
-    """True if a target names the norm at a path."""
+    """Return whether a target names the norm at a path."""
     return target == NORMS or matches(path, target)
 
 
@@ -107,14 +109,14 @@ class BitFit(Method):
 
     def sites(self, model: nn.Module) -> list[Site]:
         biased = self.candidates(model)
-        asked = [self.targets] if isinstance(self.targets, str) else list(self.targets)
+        targets = [self.targets] if isinstance(self.targets, str) else list(self.targets)
         chosen: set[str] = set()
-        for target in asked:
+        for target in targets:
             chosen |= _targeted(model, target, biased)
         if not chosen:
             raise TargetError(
                 f"there is no bias to train in {type(model).__name__}",
-                found=f"targets: {', '.join(asked) or 'none'}; {len(biased)} layers have a bias",
+                found=f"targets: {', '.join(targets) or 'none'}; {len(biased)} layers have a bias",
                 fix="Use another method: lora, or ln_tuning for the scales of the norms.",
             )
         return [Site(path=path, roles=()) for path in biased if path in chosen]

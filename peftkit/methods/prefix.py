@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import AdapterError, TargetError
-from peftkit.methods.protocol import AdapterModule
+from peftkit.methods.base import AdapterModule
 from peftkit.methods.virtual import (
     StackInputs,
     VirtualFormat,
@@ -150,23 +150,23 @@ def _shape(stack: Any, asked: str) -> tuple[int, int, int]:
         TargetError: The layers keep no keys and values, or of different shapes.
     """
     kept: list[Pair] = []
-    found = "It takes no past keys and values."
+    reason = "It takes no past keys and values."
     if "past_key_values" in arguments(stack):
         try:
             kept = keys_and_values(stack, _one_token(stack))
         except Exception as error:  # a model's own way of saying that it takes no such cache
-            found = f"Its cache is of another kind: {error}"
+            reason = f"Its cache is of another kind: {error}"
     shapes = {tuple(states.shape) for pair in kept for states in pair}
     num_layers = stack.config.get_text_config(decoder=True).num_hidden_layers
     if len(shapes) == 1 and len(kept) == num_layers:
         _, heads, _, size = shapes.pop()
         return len(kept), heads, size
     if kept:
-        found = f"{len(kept)} of its {num_layers} layers keep keys and values, "
-        found += "of the sizes " + ", ".join(sorted(str(shape[1::2]) for shape in shapes)) + "."
+        reason = f"{len(kept)} of its {num_layers} layers keep keys and values, "
+        reason += "of the sizes " + ", ".join(sorted(str(shape[1::2]) for shape in shapes)) + "."
     raise TargetError(
         f"{asked} needs layers with a key-value cache of one size",
-        found=f"{type(stack).__name__}: {found}",
+        found=f"{type(stack).__name__}: {reason}",
         fix="Use prompt_tuning, or a method that sits on layers, such as lora.",
     )
 
@@ -227,9 +227,9 @@ class _Hooks(StackInputs):
             cache = DynamicCache(config=stack.config)
             if stack.config.is_encoder_decoder:
                 cache = EncoderDecoderCache(cache, DynamicCache(config=stack.config))
-        own = getattr(cache, "self_attention_cache", cache)
+        layers_cache = getattr(cache, "self_attention_cache", cache)
         for layer, (keys, values) in enumerate(pairs):
-            own.update(keys, values, layer)
+            layers_cache.update(keys, values, layer)
         return {"past_key_values": cache, "use_cache": use_cache or self.only_used}
 
     def after(self, stack: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -245,16 +245,16 @@ class _Hooks(StackInputs):
 
 
 def _is_recomputed(stack: nn.Module) -> bool:
-    """True if blocks are recomputed in the backward pass."""
+    """Return whether blocks are recomputed in the backward pass."""
     if not stack.training:
         return False
     return any(getattr(module, "gradient_checkpointing", False) for module in stack.modules())
 
 
 def _let_pass(stack: Any, allowed: bool) -> None:
-    """Let recomputed blocks have the cache, which transformers takes from them otherwise.
+    """Pass recomputed blocks the cache, or stop doing so.
 
-    transformers does so because a cache would be written twice; this one is read-only.
+    transformers withholds it, because a cache would be written twice; this one is read-only.
 
     Raises:
         AdapterError: The blocks do not support this.
@@ -279,7 +279,7 @@ def keys_and_values(stack: Any, ids: Tensor, *, use_cache: bool = True) -> list[
     """
     from peftkit.methods.read_cache import read_cache  # slow to import
 
-    own, cache = read_cache(stack, [])
+    recorded, cache = read_cache(stack, [])
     with evaluating(stack):
         stack(input_ids=ids, past_key_values=cache, use_cache=use_cache)
-    return [own.given[layer] for layer in sorted(own.given)]
+    return [recorded.given[layer] for layer in sorted(recorded.given)]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import TargetError
-from peftkit.methods.protocol import AdapterModule
+from peftkit.methods.base import AdapterModule
 from peftkit.methods.virtual import (
     StackInputs,
     VirtualFormat,
@@ -134,7 +134,7 @@ class _Hooks(StackInputs):
     """Prepend the prompt to a stack's input; remove its positions from the output.
 
     Attributes:
-        cut: Whether to remove them: what follows the stack expects the real tokens only.
+        cut: Whether to remove them, since the head expects the real tokens only.
         prepended: Virtual tokens added in the current call.
     """
 
@@ -192,7 +192,7 @@ class _Hooks(StackInputs):
     def across(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Let the decoder see the encoder's virtual tokens, whose mask it takes by keyword."""
+        """Extend the decoder's mask of the encoder's tokens by the virtual ones."""
         mask = kwargs.get("encoder_attention_mask")
         if not self.module.enabled or mask is None or mask.ndim != 2:
             return None
@@ -201,7 +201,7 @@ class _Hooks(StackInputs):
 
 
 def _pools_the_first(model: nn.Module) -> bool:
-    """True if the model pools its first position, which is then a virtual token.
+    """Return whether the model pools its first position, which is then a virtual token.
 
     BERT's pooler does so inside the stack; PEFT does so for all classifiers of this kind.
     """

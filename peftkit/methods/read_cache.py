@@ -50,9 +50,9 @@ class _Never(dict[int, bool]):
 
 def read_cache(stack: Any, pairs: Sequence[Pair]) -> tuple[ReadCache, Any]:
     """Return a cache of the pairs, and the cache object to pass to the stack."""
-    own = ReadCache(stack.config, pairs)
+    decoder_cache = ReadCache(stack.config, pairs)
     if not stack.config.is_encoder_decoder:
-        return own, own
-    both = EncoderDecoderCache(own, ReadCache(stack.config, []))
+        return decoder_cache, decoder_cache
+    both = EncoderDecoderCache(decoder_cache, ReadCache(stack.config, []))
     both.is_updated = _Never()
-    return own, both
+    return decoder_cache, both

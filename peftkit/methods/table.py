@@ -10,13 +10,12 @@ from pydantic import BeforeValidator
 from peftkit.config.lazy import LazyTable
 from peftkit.errors import AdapterError, ConfigError, did_you_mean
 from peftkit.files.strict_json import shown
-from peftkit.methods.peft_format import PeftFormat
-from peftkit.methods.protocol import Method
+from peftkit.methods.base import Method, PeftFormat
 
 METHODS = LazyTable[Method](
     {
         "lora": "peftkit.methods.lora:LoRA",
-        "dora": "peftkit.methods.lora:DoRA",
+        "dora": "peftkit.methods.dora:DoRA",
         "ia3": "peftkit.methods.ia3:IA3",
         "vera": "peftkit.methods.vera:VeRA",
         "ln_tuning": "peftkit.methods.own_parameters:LNTuning",
@@ -30,7 +29,7 @@ METHODS = LazyTable[Method](
 FORMATS = LazyTable[PeftFormat[Any]](
     {
         "lora": "peftkit.methods.lora_format:LoRAFormat",
-        "dora": "peftkit.methods.lora_format:DoRAFormat",
+        "dora": "peftkit.methods.dora:DoRAFormat",
         "ia3": "peftkit.methods.ia3:IA3Format",
         "vera": "peftkit.methods.vera:VeRAFormat",
         "ln_tuning": "peftkit.methods.own_parameters:LNTuningFormat",
@@ -46,7 +45,7 @@ _WRITTEN_AS_LORA = ("lora", "dora", "bitfit")
 
 
 def _typed(value: object) -> Any:
-    """Let a method that goes on with an adapter leave its type to that."""
+    """Default `type` to lora when `start_from` is given: the method is then the adapter's."""
     if isinstance(value, dict) and "start_from" in value:
         return {"type": "lora", **value}
     return value

@@ -18,8 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
-from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.methods.base import ADAPTER_DTYPES, LAYERS, TARGETS, AdapterModule, Method, PeftFormat
 from peftkit.model.places import linear_shape
 from peftkit.model.targets import RowSlice, Site
 
@@ -71,7 +70,7 @@ class VeRALinear(AdapterModule):
         return self.slice.spread(self.vera_lambda_b)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        out = self.frozen(x, *args, **kwargs)
+        out: Tensor = self.base(x, *args, **kwargs)
         if not self.enabled:
             return out
         a, b = (part.to(out.dtype) for part in self.slices())

@@ -1,4 +1,4 @@
-"""Virtual tokens before the input: what prompt tuning and prefix tuning have in common.
+"""Virtual tokens before the input: the base of prompt tuning and prefix tuning.
 
 Both act on the stack: the part of a model that embeds its tokens and runs its blocks. Everything
 outside it (head, loss, generation) sees the real tokens only: virtual tokens have no logits, labels
@@ -21,8 +21,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import AdapterError, TargetError
-from peftkit.methods.peft_format import LAYERS, PROMPT, M, PeftFormat
-from peftkit.methods.protocol import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.methods.base import (
+    ADAPTER_DTYPES,
+    LAYERS,
+    PROMPT,
+    AdapterModule,
+    M,
+    Method,
+    PeftFormat,
+)
 from peftkit.model.places import embedding_of, find_places, unwrap_adapter
 from peftkit.model.targets import Site
 
@@ -83,11 +90,11 @@ class VirtualMethod(Method):
 
     def sites(self, model: nn.Module) -> list[Site]:
         path, stack = self.find_stack(model)
-        asked = {self.targets} if isinstance(self.targets, str) else set(self.targets)
-        if asked not in ({INPUT}, {path}):
+        targets = {self.targets} if isinstance(self.targets, str) else set(self.targets)
+        if targets not in ({INPUT}, {path}):
             raise TargetError(
                 f"{self.type} has no targets to choose",
-                found=f"targets: {', '.join(sorted(asked)) or 'none'}",
+                found=f"targets: {', '.join(sorted(targets)) or 'none'}",
                 fix=f"Leave targets out: it acts on the {INPUT}.",
             )
         return [self.site(path, stack)]
@@ -150,7 +157,7 @@ class VirtualMethod(Method):
 
 
 class VirtualFormat(PeftFormat[M]):
-    """What prompt tuning and prefix tuning have in common in PEFT's files."""
+    """The fields that prompt tuning and prefix tuning share in PEFT's files."""
 
     absent_fields: ClassVar[Collection[str]] = (
         "bias", "fan_in_fan_out", "target_modules", *LAYERS,
@@ -163,7 +170,7 @@ class VirtualFormat(PeftFormat[M]):
 
 
 def _sees_more(stack: nn.Module) -> bool:
-    """True if the blocks also attend to an image or another text."""
+    """Return whether the blocks also attend to an image or another text."""
     return any(
         place.side or any(role.startswith("cross_") for role in place.roles)
         for place in find_places(stack)
@@ -209,17 +216,17 @@ class StackInputs:
         inputs.pop("cache_position", None)  # the stack counts for itself
 
     def _check_mask(self, mask: Any, num_real: int) -> None:
-        asked = f"the virtual tokens cannot be added to this input of {type(self.stack).__name__}"
+        problem = f"the virtual tokens cannot be added to this input of {type(self.stack).__name__}"
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             raise AdapterError(
-                asked,
+                problem,
                 found="Its attention mask is not (batch, tokens), as with packed documents, each "
                 "of which would need the virtual tokens.",
                 fix="Set data.packing: false, and use a dynamic cache.",
             )
         if mask.shape[1] != num_real:
             raise AdapterError(
-                asked,
+                problem,
                 found=f"Its mask has {mask.shape[1]} tokens; input and cache have {num_real} and "
                 f"{self.module.num_virtual} virtual ones.",
                 fix="Fill and use a cache with the adapter in the same state; assisted decoding "
@@ -239,14 +246,15 @@ def num_past(cache: Any) -> int:
     """
     if cache is None:
         return 0
-    own = getattr(cache, "self_attention_cache", cache)
-    if any(getattr(layer, "is_compileable", False) for layer in own.layers):
+    decoder_cache = getattr(cache, "self_attention_cache", cache)
+    if any(getattr(layer, "is_compileable", False) for layer in decoder_cache.layers):
         raise AdapterError(
             "virtual tokens need a dynamic cache",
-            found=f"{type(own).__name__}, whose size is fixed",
+            found=f"{type(decoder_cache).__name__}, whose size is fixed",
             fix="Leave cache_implementation out.",
         )
     # not the cache's own word, which is its first layer's: that may be one of linear attention
     return max(
-        (int(x.get_seq_length()) for x in own.layers if hasattr(x, "get_seq_length")), default=0
+        (int(x.get_seq_length()) for x in decoder_cache.layers if hasattr(x, "get_seq_length")),
+        default=0,
     )

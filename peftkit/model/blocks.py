@@ -38,14 +38,14 @@ NORM_AFTER = r"post_(feed_?forward|ffn|mlp)"
 
 
 def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (path, module) of each transformer block, in order, on all sides of the model.
+    """Return (path, module) of each transformer block, in order, towers included.
 
-    A block is the innermost numbered module that holds both attention and a feed-forward part, or
-    a neighbour of such a one in the same list. In a model that has none (a state-space model), the
-    numbered modules of its outermost lists are the blocks.
+    A block is the innermost numbered module with both attention and a feed-forward part, or a
+    neighbour of one in the same list. In a model without such modules (a state-space model) the
+    blocks are the numbered modules of its outermost lists.
     """
     kinds = {"attention": (*table.ATTENTION, *table.CROSS_ATTENTION), "ffn": table.FFN_LIKE}
-    found: dict[str, set[str]] = {}
+    kinds_of: dict[str, set[str]] = {}
     lists = [
         (path, module)
         for path, module, _ in walk(model)
@@ -56,11 +56,11 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         for path, _ in lists:
             if place.path.startswith(f"{path}."):
                 number = place.path[len(path) + 1 :].partition(".")[0]
-                found.setdefault(f"{path}.{number}", set()).add(kind)
-    full = {path.rpartition(".")[0] for path, has in found.items() if {*kinds} <= has}
+                kinds_of.setdefault(f"{path}.{number}", set()).add(kind)
+    full = {path.rpartition(".")[0] for path, has in kinds_of.items() if {*kinds} <= has}
     full = {path for path in full if not any(other.startswith(f"{path}.") for other in full)}
     if not full:
-        holding = {path.rpartition(".")[0] for path in found}
+        holding = {path.rpartition(".")[0] for path in kinds_of}
         full = {p for p in holding if not any(p.startswith(f"{other}.") for other in holding)}
     return [
         (f"{path}.{name}", unwrap_adapter(child))
@@ -76,12 +76,12 @@ _SPARSE = (*table.EXPERTS, *table.SHARED, "router", "shared_router")
 
 @dataclass(frozen=True, slots=True)
 class Sublayer:
-    """A part of a block whose output is added to the residual stream.
+    """A part of a block that adds its output to the residual stream.
 
     Attributes:
         block: Path of the block.
-        path: Of its last module.
-        reads: Path of a module with the sublayer's input; "" for attention, or if unknown.
+        path: Path of its last module.
+        reads: Path of a module that reads the sublayer's input; "" for attention, or if unknown.
     """
 
     block: str
@@ -91,9 +91,9 @@ class Sublayer:
 
 
 def recomputable_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that transformers can compute again in the backward pass, in order.
+    """Return the blocks that transformers can recompute in the backward pass, in order.
 
-    They are known by their class, the innermost ones, whatever they hold.
+    These are the innermost modules of transformers' class for such blocks.
     """
     inside = [block for child in model.children() for block in recomputable_blocks(child)]
     if inside or not any(cls.__name__ == RECOMPUTABLE for cls in type(model).__mro__):
@@ -102,32 +102,32 @@ def recomputable_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def feed_forward_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the dense feed-forward modules of blocks, each with all of a part and nothing else.
+    """Return the dense feed-forward modules of blocks, each a whole sublayer and nothing else.
 
-    Left out are those after which a norm follows in the block: it needs their output.
+    Modules that a norm follows in the block are left out: it needs their output.
     """
-    found = []
+    modules = []
     for part in find_sublayers(model):
         path = _around((part.reads, part.path)) if part.kind == "ffn" and part.reads else ""
         inside = path.startswith(f"{part.block}.") and part.path != part.reads
         names = [name for name, _ in model.get_submodule(part.block).named_children()]
         if inside and not any(re.search(NORM_AFTER, name) for name in names):
-            found.append(model.get_submodule(path))
-    return found
+            modules.append(model.get_submodule(path))
+    return modules
 
 
 def find_sublayers(model: nn.Module) -> list[Sublayer]:
-    """Return the parts of all blocks, on all sides of a model, block by block.
+    """Return the sublayers of all blocks, block by block, towers included.
 
-    Experts and a dense network side by side in a block, in no module of their own, are two parts.
+    Experts and a dense network in one block without a module around both are two sublayers.
     """
-    places, found = find_places(model), []
+    places, sublayers = find_places(model), []
     for block, _ in blocks(model):
         inside = [place for place in places if place.path.startswith(f"{block}.")]
         ends = [place.path for place in inside if place.roles[0] in _OUTPUTS]
-        found += [Sublayer(block, "attention", path) for path in ends]
-        found += _feed_forward(block, inside)
-    return found
+        sublayers += [Sublayer(block, "attention", path) for path in ends]
+        sublayers += _feed_forward(block, inside)
+    return sublayers
 
 
 def width_of(end: nn.Module) -> int:
@@ -141,14 +141,14 @@ def width_of(end: nn.Module) -> int:
 
 
 def _feed_forward(block: str, inside: list[ModelWeight]) -> list[Sublayer]:
-    """Return the feed-forward parts among the places of one block."""
-    found, dense = [], [place for place in inside if place.roles[0] in table.FFN]
+    """Return the feed-forward sublayers of a block, from its weights."""
+    sublayers, dense = [], [place for place in inside if place.roles[0] in table.FFN]
     if experts := [place.path for place in inside if place.roles[0] in table.EXPERTS]:
         whole = _around(place.path for place in inside if place.roles[0] in _SPARSE)
         if not whole.startswith(f"{block}."):
             whole = _around(experts)
             dense += [place for place in inside if place.roles[0] in table.SHARED]
-        found.append(Sublayer(block, "ffn", whole, whole))
+        sublayers.append(Sublayer(block, "ffn", whole, whole))
     ends = [place for place in dense if place.roles[0].endswith("down")]
     for end in ends:
         # gate and up both read what the part reads; of two parts, the nearest of its own kind
@@ -159,11 +159,11 @@ def _feed_forward(block: str, inside: list[ModelWeight]) -> list[Sublayer]:
             if place not in ends and table.split(place.roles[0])[0] == context
         ]
         reads = max(first, key=lambda path: len(_around((path, end.path))), default="")
-        found.append(Sublayer(block, "ffn", end.path, reads))
-    return found
+        sublayers.append(Sublayer(block, "ffn", end.path, reads))
+    return sublayers
 
 
 def _around(paths: Iterable[str]) -> str:
-    """Return the path of the innermost module that holds all of these, or is each of them."""
+    """Return the path of the innermost module that contains all of these paths."""
     levels = zip(*(path.split(".") for path in paths), strict=False)
     return ".".join(names[0] for names in takewhile(lambda names: len({*names}) == 1, levels))

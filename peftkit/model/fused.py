@@ -1,14 +1,13 @@
-"""Norms, gated layers and rotations of a model, by one kernel each while it is used on a GPU.
+"""Norms, gated layers and rotary embeddings of a model on a GPU, computed by one kernel each.
 
-No list of models says which modules these are: the module is asked. What a norm gives for random
-numbers has to be what the kernel's formula gives, in float32; a module of three linear layers and
-an activation is asked, with small layers in the place of its own, whether it computes
-W_down (f(W_gate x) * W_up x). Of an attention module, the function of that name in its own source
-is asked whether it is the rotation, and its forward pass is given ours instead. All others stay,
-as do norms that are trained, and all of them where torch.compile is at work, which makes such
-kernels itself. Norms stay under autocast too, which has rules of its own for dtypes.
+There is no list of models: each module is tested. A norm has to give what the kernel's formula
+gives, for random numbers in float32. A module of three linear layers and an activation, run with
+small layers instead of its own, has to compute W_down (f(W_gate x) * W_up x). The rotation function
+that an attention module calls has to compute the kernel's rotation; the module's forward pass then
+calls ours. Everything else stays, as do trained norms, norms under autocast (which has its own
+rules for dtypes), and all modules inside torch.compile, which makes such kernels itself.
 
-In 16 bits transformers rounds a norm before it multiplies with the weight and after it; a kernel
+In 16 bits transformers rounds a norm before and after it multiplies with the weight; a kernel
 rounds once.
 """
 
@@ -29,37 +28,34 @@ from peftkit.model.places import is_linear, unwrap_adapter
 from peftkit.model.roles import FFN_LEAVES
 
 EPS = ("variance_epsilon", "eps", "epsilon")
-"""Where norms keep what they add to the mean square."""
+"""Attributes in which norms keep the eps that they add to the mean square."""
 ROTATION = "apply_rotary_pos_emb"
-"""Name of the function in transformers' modules that rotates queries and keys."""
-_OTHERS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
-"""What a module says that is called in another way."""
+"""The function in transformers' modules that rotates queries and keys."""
+_CALL_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+"""What a module with another signature raises."""
 
 
 @contextmanager
 def fused_modules(model: nn.Module) -> Iterator[None]:
-    """Have norms, gated layers and rotations computed by one kernel each within the context.
+    """Compute norms, gated layers and rotary embeddings by one kernel each within the context.
 
-    They are of another class meanwhile, which is a subclass of their own: one for all that are
-    alike, so that blocks stay alike.
+    Their class is replaced by a subclass, the same one for equal modules, so that the blocks of a
+    model stay of the same classes.
     """
-    made: dict[Any, Any] = {}
+    classes: dict[Any, Any] = {}
     before: list[tuple[nn.Module, type[nn.Module]]] = []
     for module in model.modules():
         kind = type(module)
         for candidate, forward_of in KINDS:
-            found = None if hasattr(kind, "peftkit_fused") else candidate(module)
-            if found is None:
+            facts = None if hasattr(kind, "peftkit_fused") else candidate(module)
+            if facts is None:
                 continue
-            if (key := (kind, *found)) not in made:
-                with (
-                    _disable_current_modes(),
-                    torch.no_grad(),
-                ):  # real numbers
-                    made[key] = _subclass(kind, forward_of(module, *found))
-            if made[key] is not None:
+            if (key := (kind, *facts)) not in classes:
+                with _disable_current_modes(), torch.no_grad():  # on real tensors
+                    classes[key] = _subclass(kind, forward_of(module, *facts))
+            if classes[key] is not None:
                 before.append((module, kind))
-                module.__class__ = made[key]
+                module.__class__ = classes[key]
     try:
         yield
     finally:
@@ -72,13 +68,13 @@ def num_fused(model: nn.Module) -> int:
 
 
 def _subclass(kind: type[nn.Module], forward: Callable[..., Tensor] | None) -> Any:
-    """Return a module's class with another forward pass; None without one."""
+    """Return a subclass with this forward pass; None without one."""
     body = {"forward": forward, "peftkit_fused": True, "__module__": kind.__module__}
     return None if forward is None else type(kind.__name__, (kind,), body)
 
 
 def _norm(module: nn.Module) -> tuple[int, float] | None:
-    """Return size and eps of what may be a norm: a frozen vector is all it has."""
+    """Return size and eps of a candidate for a norm: its only tensor is a frozen vector."""
     weight, eps = module._parameters.get("weight"), _eps(module)
     if weight is None or len(module._parameters) > 1 or module._modules or module._buffers:
         return None
@@ -88,23 +84,23 @@ def _norm(module: nn.Module) -> tuple[int, float] | None:
 
 
 def _eps(module: nn.Module) -> float | None:
-    found = (getattr(module, name, None) for name in EPS)
-    return next((eps for eps in found if isinstance(eps, float)), None)
+    values = (getattr(module, name, None) for name in EPS)
+    return next((eps for eps in values if isinstance(eps, float)), None)
 
 
 def _fused_norm(module: nn.Module, size: int, eps: float) -> Callable[..., Tensor] | None:
-    """Ask a module: on the CPU, another weight, a row for which eps matters and one without."""
+    """Test a norm on the CPU: on a row of usual size, and one so small that eps matters."""
     kind: Any = type(module)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, size, generator=generator) * torch.tensor([[1.0], [eps**0.5]])
     weight = torch.rand(size, generator=generator)
     try:
-        found = functional_call(module, {"weight": weight}, x)
+        output = functional_call(module, {"weight": weight}, x)
         half = functional_call(module, {"weight": weight.bfloat16()}, x.bfloat16())
-    except _OTHERS:
+    except _CALL_ERRORS:
         return None
     expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-    if half.dtype != torch.bfloat16 or not _is_same(found, expected):
+    if half.dtype != torch.bfloat16 or not _is_same(output, expected):
         return None
 
     def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -118,7 +114,7 @@ def _fused_norm(module: nn.Module, size: int, eps: float) -> Callable[..., Tenso
 
 
 class Gate(NamedTuple):
-    """The names of a module's three layers, and the classes of what is beside them."""
+    """The names of a module's three linear layers, and the classes of its other children."""
 
     gate: str
     up: str
@@ -127,7 +123,7 @@ class Gate(NamedTuple):
 
 
 def _gated_layers(module: nn.Module) -> Gate | None:
-    """Return what may be a gated layer: gate, up, down, and an activation beside them."""
+    """Return the layers of a candidate for a gated layer: gate, up, down and an activation."""
     children = dict(module.named_children())
     linear = {name for name, child in children.items() if is_linear(unwrap_adapter(child))}
     roles = {FFN_LEAVES.get(name, ""): name for name in linear}
@@ -139,7 +135,7 @@ def _gated_layers(module: nn.Module) -> Gate | None:
 
 
 def _fused_gate(module: nn.Module, *found: Any) -> Callable[..., Tensor] | None:
-    """Ask a module: on the CPU, with small layers in the place of its own."""
+    """Test a gated layer on the CPU, with small linear layers instead of its own."""
     kind: Any = type(module)
     names = gate, up, down = found[:3]
     generator = torch.Generator().manual_seed(0)
@@ -152,7 +148,7 @@ def _fused_gate(module: nn.Module, *found: Any) -> Callable[..., Tensor] | None:
     x = torch.randn(5, 6, generator=generator)
     try:
         given = twin(x)
-    except _OTHERS:
+    except _CALL_ERRORS:
         return None
     parts = small[gate](x), small[up](x)
     same = (
@@ -173,25 +169,25 @@ def _fused_gate(module: nn.Module, *found: Any) -> Callable[..., Tensor] | None:
 
 
 def _rotation(module: nn.Module) -> tuple[str] | None:
-    """Return the name of the function that rotates, where the forward pass calls one."""
+    """Return the name of the rotation function if the forward pass calls one."""
     forward = getattr(type(module), "forward", None)
-    known = isinstance(forward, FunctionType) and ROTATION in forward.__code__.co_names
-    return (ROTATION,) if known and "forward" not in module.__dict__ else None
+    calls_it = isinstance(forward, FunctionType) and ROTATION in forward.__code__.co_names
+    return (ROTATION,) if calls_it and "forward" not in module.__dict__ else None
 
 
 def _fused_rotation(module: nn.Module, name: str) -> Callable[..., Any] | None:
-    """Ask the function: on the CPU, with cosines and sines that are none."""
+    """Test the rotation function on the CPU, with random numbers for cosines and sines."""
     kind: Any = type(module)
     plain = kind.forward.__globals__.get(name)
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(2, heads, 3, 8, generator=generator) for heads in (4, 2))
     cos, sin = torch.randn(2, 2, 3, 8, generator=generator)
     try:
-        found = plain(query, key, cos, sin)
-    except _OTHERS:
+        rotated = plain(query, key, cos, sin)
+    except _CALL_ERRORS:
         return None
     expected = Rotary.apply(query, cos, sin), Rotary.apply(key, cos, sin)
-    if len(found) != 2 or not all(map(_is_same, found, expected)):
+    if len(rotated) != 2 or not all(map(_is_same, rotated, expected)):
         return None
 
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **how: Any) -> Any:
@@ -200,10 +196,12 @@ def _fused_rotation(module: nn.Module, name: str) -> Callable[..., Any] | None:
             return plain(query, key, cos, sin, *args, **how)
         return Rotary.apply(query, cos, sin), Rotary.apply(key, cos, sin)
 
-    own: Any = kind.forward
-    known = {**own.__globals__, name: rotate}
-    rotating = FunctionType(own.__code__, known, name, own.__defaults__, own.__closure__)
-    rotating.__kwdefaults__ = own.__kwdefaults__
+    unfused: Any = kind.forward
+    scope = {**unfused.__globals__, name: rotate}
+    rotating = FunctionType(
+        unfused.__code__, scope, name, unfused.__defaults__, unfused.__closure__
+    )
+    rotating.__kwdefaults__ = unfused.__kwdefaults__
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = kind.forward if torch.compiler.is_compiling() else rotating
@@ -217,7 +215,8 @@ KINDS: tuple[tuple[Any, Any], ...] = (
     (_gated_layers, _fused_gate),
     (_rotation, _fused_rotation),
 )
-"""What says of a module what it may be; and what makes its forward pass, if it is that."""
+"""For each kind a function that recognises candidates, and one that tests a candidate and returns
+its fused forward pass, or None."""
 
 
 def _is_same(found: Any, expected: Tensor) -> bool:

@@ -1,9 +1,9 @@
-"""Which weights a live model has that could be adapted, and which roles they play.
+"""The weights of a model that an adapter could sit on, and their roles.
 
-A place is such a weight: a linear layer (Conv1D and quantised ones too), a stack of experts, a
-router, an embedding. Its role comes from its name in its context (roles.py),
-its shape and its neighbours; the rows that the roles of a fused weight own come from the layout
-that roles.py has for its class, and from the head counts that the live module and its config give.
+Such a place is a linear layer (Conv1D and quantised ones too), a stack of experts, a router or an
+embedding. Its role comes from its name in context (roles.py), its shape and its neighbours. The
+rows that each role of a fused weight owns come from the layout that roles.py has for its class, and
+from the head counts of the live module and its config.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from peftkit.model import roles as table
 
 
 def embedding_of(model: nn.Module) -> nn.Module | None:
-    """Return what a model gives as its input embedding; None where it has none of tokens."""
+    """Return the input embedding of a model; None if it embeds no tokens."""
     try:
-        found = cast(Any, model).get_input_embeddings()
+        embedding = cast(Any, model).get_input_embeddings()
     except (AttributeError, NotImplementedError):  # models of two towers have none
         return None
-    return found if isinstance(found, nn.Module) else None
+    return embedding if isinstance(embedding, nn.Module) else None
 
 
 def input_embedding(model: nn.Module) -> str:
     """Return the path of a model's input embedding.
 
     Raises:
-        TargetError: It has none.
+        TargetError: The model has none.
     """
     module = embedding_of(model)
     path = next((p for p, m in model.named_modules() if m is module), None)
@@ -47,18 +47,17 @@ def input_embedding(model: nn.Module) -> str:
 
 @dataclass(slots=True)
 class ModelWeight:
-    """A weight of the model, and what its name and its neighbours say about it.
+    """A weight of the model, and what is known by its name and its neighbours.
 
     Attributes:
         path: Module path in the live tree.
         parameter: Name of a parameter of that module: a stack of experts, or a router that is no
             linear layer.
-        roles: One; of a fused weight several, in the order of its rows.
+        roles: One role; for a fused weight several, in the order of its rows.
         side: "vision", "audio" or "projector" by its path, else "".
-        repeats: How often the parts of a fused weight follow one another; 0 when it is not fused.
-        sizes: Rows of each part in one repeat.
-        set_apart: The model has another side that plain roles mean, so that this one's are called
-            "vision_q".
+        repeats: How often the roles of a fused weight alternate along its rows; 0 if not fused.
+        sizes: Rows of each role in one repeat.
+        set_apart: Roles get the side's prefix ("vision_q"), as plain roles mean the language model.
     """
 
     path: str
@@ -72,12 +71,12 @@ class ModelWeight:
 
     @property
     def is_embedding(self) -> bool:
-        """Whether this is an embedding table rather than a matrix that multiplies."""
+        """Whether this is an embedding table."""
         return self.roles[0] in ("embed", "pos_embed")
 
     @property
     def is_stack(self) -> bool:
-        """Whether this is a 3-D parameter, one matrix for each expert."""
+        """Whether this is a 3-D parameter with a matrix for each expert."""
         return self.parameter is not None and self.roles[0] not in table.CHOOSING
 
     @property
@@ -89,12 +88,12 @@ class ModelWeight:
 
     @property
     def block(self) -> str:
-        """The path up to the number of the innermost block, "" outside of all."""
+        """The path up to the number of the innermost block; "" outside of blocks."""
         segments = self.path.split(".")
         return ".".join(segments[: len(segments) - len(table.tail(segments))])
 
     def rows(self, roles: Sequence[str]) -> dict[str, Tensor] | None:
-        """Return name -> indices of the output rows of some roles of a fused weight."""
+        """Return the indices of the output rows of some roles of a fused weight, by name."""
         if not self.repeats or not roles:
             return None
         owner = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
@@ -107,7 +106,7 @@ class ModelWeight:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Tell whether a module is y = W x + b: nn.Linear, Conv1D, or any quantised form of them."""
+    """Return whether a module computes W x + b: nn.Linear, Conv1D, or a quantised form of them."""
     if isinstance(module, nn.Linear) or is_conv1d(module):
         return True
     sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
@@ -116,7 +115,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Tell whether a linear layer keeps its weight as (in, out): GPT-2's Conv1D, or a subclass."""
+    """Return whether a linear layer is GPT-2's Conv1D, which stores its weight as (in, out)."""
     return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
 
 
@@ -124,7 +123,7 @@ def linear_shape(module: nn.Module) -> tuple[int, int]:
     """Return (in_features, out_features) of a linear layer.
 
     Raises:
-        TargetError: It is none.
+        TargetError: It is no linear layer.
     """
     if not is_linear(module):
         raise TargetError(
@@ -138,7 +137,7 @@ def linear_shape(module: nn.Module) -> tuple[int, int]:
 
 
 def is_transposed(experts: nn.Module) -> bool:
-    """Tell whether the stacks of an experts module are (E, in, out) rather than (E, out, in)."""
+    """Return whether an experts module stores its stacks as (E, in, out), not (E, out, in)."""
     flag = getattr(experts, "is_transposed", None)
     if flag is not None:
         return bool(flag)
@@ -155,7 +154,7 @@ def stacked_shape(experts: nn.Module, parameter: str) -> tuple[int, int, int]:
 
 
 def _shape(module: nn.Module, name: str) -> tuple[int, ...]:
-    """Return the shape of a module's own weight, () without one; a packed one is not unpacked."""
+    """Return the shape of a module's weight, () without one; a packed weight stays packed."""
     if (weight := module._parameters.get(name)) is not None:
         return tuple(weight.shape)
     packings = cast(Mapping[str, Any], getattr(module, "parametrizations", {}))
@@ -166,11 +165,11 @@ def _shape(module: nn.Module, name: str) -> tuple[int, ...]:
 
 
 class FrozenWrapper(nn.Module):
-    """A module of ours in the place of a frozen one, which it computes with.
+    """A module that replaces a frozen one and computes with it.
 
     Attributes:
         base: The frozen module.
-        enabled: False while adapters are disabled: it then gives what the base gives, to the bit.
+        enabled: False while adapters are disabled: the output is then the base's, to the bit.
     """
 
     def __init__(self, base: nn.Module) -> None:
@@ -188,12 +187,12 @@ class FrozenWrapper(nn.Module):
         return cast("Tensor | None", self.base.bias)
 
     def trained_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that are trained here."""
+        """Yield the parameters that require a gradient."""
         return (parameter for parameter in self.parameters() if parameter.requires_grad)
 
 
 def unwrap_adapter(module: nn.Module) -> nn.Module:
-    """Return the frozen module inside a wrapper of ours, or the module itself."""
+    """Return the frozen module inside a `FrozenWrapper`, or the module itself."""
     while isinstance(module, FrozenWrapper):
         module = module.base
     return module
@@ -225,7 +224,7 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
 
 
 def find_places(model: nn.Module) -> list[ModelWeight]:
-    """Return every place of a model in the order of its modules."""
+    """Return all places of a model, in the order of its modules."""
     places: list[ModelWeight] = []
     head, embedding = _output_layer(model), embedding_of(model)
     embedding = None if embedding is None else unwrap_adapter(embedding)
@@ -262,7 +261,7 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
 
 
 def _by_siblings(role: str, path: str, parent: nn.Module) -> str:
-    """Tell a gate from a router, one fused with up from a plain up, and qkv from kv."""
+    """Correct a role by the layer's siblings: gate or router, up or gate_up, qkv or kv."""
     if role.endswith("qkv") and hasattr(parent, table.OWN_QUERY):
         return role.replace("qkv", "kv")
     if not role.endswith(("gate", "up")):
@@ -282,7 +281,7 @@ def _by_siblings(role: str, path: str, parent: nn.Module) -> str:
 
 
 def own_table(module: nn.Module) -> Tensor | None:
-    """Return the tensor that a layer keeps its weight in; of two that are tied it is one."""
+    """Return the tensor that stores a layer's weight: the same object for tied layers."""
     return module._parameters.get("weight", module._parameters.get("packed"))
 
 
@@ -305,7 +304,7 @@ def _is_bare_router(path: str, module: nn.Module) -> bool:
 
 
 def _is_read_by_mamba(path: str, parent: nn.Module) -> bool:
-    """Tell whether a layer is the dt_proj of a state-space mixer; Doge calls its own."""
+    """Return whether a layer is the dt_proj of a state-space mixer, which is never called."""
     return path.endswith(".dt_proj") and hasattr(parent, "x_proj")
 
 

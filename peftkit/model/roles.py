@@ -1,4 +1,4 @@
-"""What the names of modules say about their roles: the table, and how a path is read by it.
+"""Roles of weights by the names of modules: the table, and how a path is looked up in it.
 
 A role is what a weight does, whatever an architecture calls it:
 
@@ -9,8 +9,8 @@ A role is what a weight does, whatever an architecture calls it:
 - mixture of experts: expert_gate, expert_up, expert_down (the routed ones, often stacked into one
   3-D parameter), shared_gate, shared_up, shared_down, router, shared_router
 - mixture of attention experts (JetMoE): expert_q, expert_o
-- indexer: what chooses the tokens that sparse attention looks at
-- beside the blocks: embed, pos_embed, head (of words or of classes), projector (from a vision or
+- indexer: chooses the tokens that sparse attention attends to
+- outside the blocks: embed, pos_embed, head (LM or classification), projector (from a vision or
   audio tower into the language model), other (poolers, transforms before a head)
 
 Names are read with their context: the segments of the path between the block and the leaf, so that
@@ -251,8 +251,8 @@ def _before_numbers(segments: Sequence[str]) -> Sequence[str]:
 
 def _context(segments: Sequence[str]) -> str:
     lowered = [segment.lower() for segment in segments]
-    found = (c for c, pattern in CONTEXTS if any(re.search(pattern, s) for s in lowered))
-    return next(found, "")
+    contexts = (c for c, pattern in CONTEXTS if any(re.search(pattern, s) for s in lowered))
+    return next(contexts, "")
 
 
 def split_rows(
@@ -299,12 +299,12 @@ def split_rows(
 
 def _layout(kind: str, owner: object) -> Layout | None:
     """Return the known row order of the class that owns a fused layer, if any."""
-    known = LAYOUTS.get(kind, {})
+    layouts = LAYOUTS.get(kind, {})
     for cls in type(owner).__mro__:
         if cls.__module__.startswith("transformers.models."):
             for name in (cls.__name__, cls.__module__.rpartition("modeling_")[2]):
-                if name in known:
-                    return known[name]
+                if name in layouts:
+                    return layouts[name]
     return None
 
 

@@ -1,4 +1,4 @@
-"""A second adapter over the same base: it computes in place of the one that is trained.
+"""A second, frozen adapter over the same base, used instead of the trained one.
 
 Shapes: r rank; in, out features of a layer.
 """
@@ -18,12 +18,13 @@ from peftkit.model.modes import adapters_off
 
 @dataclass(frozen=True, slots=True)
 class SideAdapter:
-    """A LoRA that nobody trains here.
+    """A frozen LoRA, such as a reward model's.
 
     Attributes:
         updates: Module path to A (r, in) and the scaled B (out, r).
-        head: A head of values that it brings along: its tensors by their last name.
-        task: The section `task` that it was trained with. style: How its prompts are put.
+        head: Tensors of its value head, by the last part of their name.
+        task: The section `task` that it was trained with.
+        style: Its prompt format.
         key: Hash of its tensors.
     """
 
@@ -35,7 +36,7 @@ class SideAdapter:
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
-        """Have a model compute with it alone, the adapter that is attached being off."""
+        """Use this adapter, and not the attached one, within the context."""
         first = next(model.parameters())
         hooks = []
         try:
@@ -49,7 +50,7 @@ class SideAdapter:
                 hook.remove()
 
     def values(self, hidden: Tensor) -> Tensor:
-        """Return what its head says of hidden rows (n, H): (n,), in fp32."""
+        """Return the values (n,) of hidden states (n, H), in fp32."""
         bias = self.head.get("bias")
         weight = self.head["weight"].to(hidden.device, hidden.dtype)
         bias = None if bias is None else bias.to(hidden.device, hidden.dtype)

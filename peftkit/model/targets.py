@@ -1,4 +1,4 @@
-"""Targets: finding the weights that the user names in a model.
+"""Targets: the weights of a model that a user names.
 
 A target is one of
 
@@ -7,21 +7,20 @@ A target is one of
   `all-linear`;
 - a qualified role or group: `encoder.q`, `decoder.ffn`, `language.attention`, `vision.all-linear`.
   In a vision-language model plain roles mean the language side, and the tower's are `vision.q`,
-  also written `vision_q`; what joins them is the `projector`. In a model that compares two equal
-  towers (CLIP) plain roles mean both;
+  also written `vision_q`; the `projector` joins them. In a model that compares two equal towers
+  (CLIP) plain roles mean both;
 - a pattern of module names: the whole path or its end from a dot on, with a shell's wildcards
   (`*` also crosses dots): `q_proj`, `self_attn.q_proj`, `layers.[0-3].*.v_proj`. It is no regular
-  expression. It takes every linear layer and stack of experts that it matches, on any side.
+  expression. It takes every linear layer and stack of experts that it matches, towers included.
 
 A word that is both a role and a module name means the role: `q` in T5 is self-attention only.
-`all-linear` is
-every linear layer and stack of experts on all sides, each as a whole, but no router, no indexer of
-sparse attention and no head of words or classes: these are adapted only when named. The out_proj
-inside torch's own MultiheadAttention and the dt_proj of Mamba are no targets, because they are
-never called.
+`all-linear` is every linear layer and stack of experts, towers included, each as a whole. Routers,
+the indexers of sparse attention, and LM or classification heads are adapted only when named. The
+out_proj inside torch's own MultiheadAttention and the dt_proj of Mamba are no targets, because they
+are never called.
 
-A role of a fused weight is the rows of the output that belong to it. Modules that carry an adapter
-of ours are seen through: the site is where the adapter sits.
+A role of a fused weight is the output rows that belong to it. Adapters of peftkit are looked
+through: the site is where the adapter sits.
 
 Shapes: out output rows of a layer, N adapted ones, r rank, R = r times the adapted roles, `...` is
 E experts, or nothing.
@@ -52,13 +51,13 @@ class Site:
 
     Attributes:
         path: Module path in the live tree, "model.layers.0.self_attn.q_proj".
-        roles: The roles asked for that live here, in layout order; empty when the whole of a weight
-            was asked for by a pattern, or of a fused one by all-linear.
-        rows: Of a fused weight: role -> int64 indices of the output rows that it owns, asked-for
-            roles only. None means the whole output.
+        roles: The targeted roles of this weight, in layout order; empty if a pattern targets the
+            whole weight, or all-linear a whole fused one.
+        rows: Of a fused weight: targeted role -> int64 indices of its output rows. None means the
+            whole output.
         parameter: Name of a parameter of the module at `path`: a stack of experts, or a router that
             is no linear layer. None means the module itself.
-        by_group: Only a group (all-linear, attention, ...) asked for it.
+        by_group: Only a group (all-linear, attention, ...) targets it.
     """
 
     path: str
@@ -69,7 +68,7 @@ class Site:
 
 
 class RowSlice(nn.Module):
-    """The rows of a site, and how tensors of these rows become tensors of all rows and back.
+    """The adapted rows of a site; converts tensors of these rows to tensors of all rows and back.
 
     Args:
         num_outputs: out.
@@ -77,7 +76,7 @@ class RowSlice(nn.Module):
 
     Attributes:
         rows: (N,): indices of the adapted rows; None where all rows are adapted.
-        columns: (N, r): the columns of each row's role in a matrix (out, R), likewise.
+        columns: (N, r): the columns of each row's role in a matrix (out, R), or None.
         num_rows: N.
         num_roles: Roles of a fused layer with a pair of matrices each; 1 for a whole layer.
     """
@@ -102,13 +101,13 @@ class RowSlice(nn.Module):
         self.register_buffer("columns", columns, persistent=False)
 
     def spread(self, own: Tensor, fill: float = 0.0) -> Tensor:
-        """Return a vector (N,) as one of all rows (out,), with `fill` in the others."""
+        """Return a vector (N,) as one of all rows (out,), with `fill` elsewhere."""
         if self.rows is None:
             return own
         return own.new_full((self.num_outputs,), fill).index_put((self.rows,), own)
 
     def spread_matrix(self, own: Tensor) -> Tensor:
-        """Return B (..., N, r) as that of all rows, (..., out, R), which is zero outside."""
+        """Return B (..., N, r) as a matrix of all rows (..., out, R), zero elsewhere."""
         if self.rows is None or self.columns is None:
             return own
         num_columns = self.num_roles * own.shape[-1]
@@ -119,28 +118,28 @@ class RowSlice(nn.Module):
         return full.index_put(index, own)
 
     def take(self, full: Tensor, fill: float = 0.0) -> Tensor:
-        """Return the adapted rows' part (N,) of a file's vector of all rows.
+        """Return the adapted rows (N,) of a file's vector of all rows.
 
         Raises:
-            AdapterError: Another row is not `fill`.
+            AdapterError: A value elsewhere is not `fill`.
         """
         if self.rows is None:
             return full
-        own = full[self.rows.to(full.device)]
-        self._check_rest(full != fill, own != fill)
-        return own
+        rows = full[self.rows.to(full.device)]
+        self._check_rest(full != fill, rows != fill)
+        return rows
 
     def take_matrix(self, full: Tensor) -> Tensor:
-        """Return the part (..., N, r) of a file's B (..., out, R).
+        """Return the adapted rows and columns (..., N, r) of a file's B (..., out, R).
 
         Raises:
-            AdapterError: B is not zero outside.
+            AdapterError: B is not zero elsewhere.
         """
         if self.rows is None or self.columns is None:
             return full
-        own = full[..., self.rows[:, None].to(full.device), self.columns.to(full.device)]
-        self._check_rest(full, own)
-        return own
+        rows = full[..., self.rows[:, None].to(full.device), self.columns.to(full.device)]
+        self._check_rest(full, rows)
+        return rows
 
     def _check_rest(self, full: Tensor, own: Tensor) -> None:
         if torch.count_nonzero(full) != torch.count_nonzero(own):
@@ -156,31 +155,31 @@ def resolve(model: nn.Module, targets: Sequence[str] | str, *, stacks: bool = Tr
     """Return the sites that the targets name, each once, in the order of the model.
 
     Args:
-        stacks: Whether stacks of experts can be adapted: an error suggests none otherwise.
+        stacks: Whether stacks of experts can be adapted; otherwise no error suggests them.
 
     Raises:
-        TargetError: Lists every target that names nothing here, or only a part of what it means,
-            and what there is.
+        TargetError: Lists every target that matches nothing, or only a part of what it means, and
+            the roles of the model.
     """
-    asked = [targets] if isinstance(targets, str) else list(targets)
+    names = [targets] if isinstance(targets, str) else list(targets)
     places = find_places(model)
     chosen: dict[int, set[str]] = {}  # index of a place -> roles
     whole: set[int] = set()
     named: set[int] = set()
     failed: list[str] = []
-    for target in asked:
+    for target in names:
         chooses = _matcher(target)
-        hits = [(i, found) for i, place in enumerate(places) if (found := chooses(place))]
-        for index, found in hits:
-            chosen.setdefault(index, set()).update(found)
+        hits = [(i, roles) for i, place in enumerate(places) if (roles := chooses(place))]
+        for index, roles in hits:
+            chosen.setdefault(index, set()).update(roles)
             if target.rpartition(".")[2] not in table.GROUPS:
                 named.add(index)
             # a pattern means the layer as it stands, and so does all-linear
-            if found == {""} or target.endswith(table.ALL_LINEAR):
+            if roles == {""} or target.endswith(table.ALL_LINEAR):
                 whole.add(index)
         if not hits or _find_unsplit_fused(places, target):
             failed.append(target)
-    if failed or not asked:
+    if failed or not names:
         raise _no_match(model, places, failed, stacks)
     return [
         _site(places[i], chosen[i], whole=i in whole, by_group=i not in named)
@@ -189,12 +188,12 @@ def resolve(model: nn.Module, targets: Sequence[str] | str, *, stacks: bool = Tr
 
 
 def find_roles(model: nn.Module) -> dict[str, list[Site]]:
-    """Return every role of a model, as a user says it, and its sites."""
-    found: dict[str, list[Site]] = {}
+    """Return the sites of every role of a model, by the name that a user writes."""
+    sites: dict[str, list[Site]] = {}
     for place in find_places(model):
         for role, name in zip(place.roles, place.names, strict=True):
-            found.setdefault(name, []).append(_site(place, {role}))
-    return found
+            sites.setdefault(name, []).append(_site(place, {role}))
+    return sites
 
 
 def _site(
@@ -210,7 +209,7 @@ def _site(
 
 
 def _matcher(target: str) -> Callable[[ModelWeight], set[str]]:
-    """Return a function from a place to the roles of it that a target names; {""} means all."""
+    """Return a function from a place to those of its roles that a target names; {""} means all."""
     qualifier, _, rest = target.partition(".")
     if qualifier not in table.QUALIFIERS or not _is_role(rest):
         qualifier, rest = "", target
@@ -239,7 +238,7 @@ def _is_role(word: str) -> bool:
 
 
 def _on(place: ModelWeight, qualifier: str) -> bool:
-    """True if a place is on the side (vision, ...) or half (encoder, decoder) of a qualifier."""
+    """Return whether a place is in the tower (vision, ...) or half (encoder, decoder) named."""
     if qualifier in table.TOWERS:
         return place.side == qualifier
     if qualifier in table.HALVES:
@@ -249,11 +248,11 @@ def _on(place: ModelWeight, qualifier: str) -> bool:
 
 
 def _find_unsplit_fused(places: list[ModelWeight], target: str) -> ModelWeight | None:
-    """Return a weight in which a role is fused with others in an order that is not known."""
-    found = re.fullmatch(r"(.*[._])?(q|k|v|gate|up)", target)
-    if not found:
+    """Return a weight in which a role is fused with others in an unknown order."""
+    match = re.fullmatch(r"(.*[._])?(q|k|v|gate|up)", target)
+    if not match:
         return None
-    chooses = _matcher((found[1] or "") + table.WHOLES[found[2]])
+    chooses = _matcher((match[1] or "") + table.WHOLES[match[2]])
     return next((place for place in places if chooses(place) - {""}), None)
 
 
@@ -263,7 +262,7 @@ def _has_name(place: ModelWeight, pattern: str) -> bool:
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Tell whether a pattern, with a shell's wildcards, names a path or its end from a dot on."""
+    """Return whether a shell pattern matches a path or its end from a dot on."""
     return fnmatchcase(path, pattern) or fnmatchcase(path, f"*.{pattern}")
 
 
@@ -275,16 +274,18 @@ def _no_match(
 ) -> TargetError:
     name = type(model).__name__
     quoted = ", ".join(f"'{target}'" for target in failed)
-    asked = f"no linear layer matches target{'s' if len(failed) > 1 else ''} {quoted} in {name}."
+    problem = f"no linear layer matches target{'s' if len(failed) > 1 else ''} {quoted} in {name}."
     if not failed:
-        asked = f"no targets are given for {name}."
+        problem = f"no targets are given for {name}."
     reasons = [reason for target in failed if (reason := _why(model, places, target))]
     usable = [place for place in places if stacks or not place.is_stack]
     guesses = [_guess(usable, target) for target in failed]
     hints = " ".join(dict.fromkeys(filter(None, guesses)))
-    found = "\n".join([*reasons, " ".join(filter(None, [_roles_found(places), hints]))])
+    details = "\n".join([*reasons, " ".join(filter(None, [_roles_found(places), hints]))])
     source = getattr(getattr(model, "config", None), "_name_or_path", "") or "MODEL"
-    return TargetError(asked, found=found, fix=f"List every layer with: peftkit inspect {source}")
+    return TargetError(
+        problem, found=details, fix=f"List every layer with: peftkit inspect {source}"
+    )
 
 
 def _guess(places: list[ModelWeight], target: str) -> str:

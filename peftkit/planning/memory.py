@@ -17,9 +17,9 @@ from peftkit.base.streaming import expert_places, group_size, streamed_places
 from peftkit.events import Listener, Notice
 from peftkit.execution.environment import Environment
 from peftkit.execution.plan import Activations, ExecutionPlan, Placement, Shard
-from peftkit.kernels.packing import Packing
 from peftkit.planning.cards import LINK, WIRES, card_of
 from peftkit.planning.step_estimator import CountError, StepEstimator, steps_of
+from peftkit.quant.layers import Packing
 from peftkit.run.config import Recipe
 from peftkit.train.memory.blocks import Blocks
 from peftkit.train.optim import STATE_BYTES

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from peftkit.adapter import Adapter, attach
+from peftkit.adapter import Adapter, attach, prepared_for_training
 from peftkit.base.purpose import ClassHead, head_modules
 from peftkit.base.skeleton import on_meta, packed_skeleton, untraced
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.kernels.cross_entropy import ALIGNMENT, rows_of_chunk
-from peftkit.kernels.packing import keep_copies
-from peftkit.model.modes import begin_training, prepared_for_training
+from peftkit.model.modes import begin_training
 from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.planning.counter import GPU_ROUNDING, Counter
+from peftkit.quant.layers import keep_copies
 from peftkit.run.config import Recipe
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.config import TaskConfig

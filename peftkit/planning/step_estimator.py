@@ -21,7 +21,6 @@ from peftkit.base.skeleton import with_depth
 from peftkit.errors import PeftkitError
 from peftkit.execution.plan import Activations
 from peftkit.execution.strategies import activation_modes
-from peftkit.kernels.packing import COPY_SHARE, packed_tensors
 from peftkit.planning.counter import Counter
 from peftkit.planning.step import (
     DatalessStep,
@@ -30,6 +29,7 @@ from peftkit.planning.step import (
     skeleton_of,
     with_method,
 )
+from peftkit.quant.layers import COPY_SHARE, packed_tensors
 from peftkit.run.config import Recipe
 from peftkit.train.memory.blocks import Blocks
 

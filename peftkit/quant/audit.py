@@ -1,6 +1,6 @@
-"""The audit of a model: how every parameter is really stored, and why where it is not quantised.
+"""The audit of a model: how every parameter is stored, and why it is not quantised.
 
-It is read from the live modules, never from a config that says what should be.
+It is read from the live modules, not from a config.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from peftkit.errors import first_few
 from peftkit.events import Table
-from peftkit.kernels.packing import Packing, packed_tensors
 from peftkit.model.places import ModelWeight, find_places, is_linear, own_table
+from peftkit.quant.layers import Packing, packed_tensors
 
 MAX_NAMES = 10
 _OUTPUT, _HEAD, _ROUTER, _TIED = "the output layer", "a head", "a router", "tied to an embedding"
@@ -28,10 +28,10 @@ class AuditRow:
     Attributes:
         kind: "linear layers", "stacked experts", "embeddings", ...
         stored: "nf4", "fp4", "int8", or the dtype.
-        why: Why they are not quantised; empty where they are.
+        why: Why they are not quantised; empty if they are.
         names: The last parts of their paths, each once, in the order of the model.
-        num_tensors, num_parameters, num_bytes: Packed ones count as what they stand for, scales
-            belong to the bytes, and a tensor in two places is one.
+        num_tensors, num_parameters, num_bytes: Packed tensors count with their unpacked number of
+            parameters, and their scales in the bytes; a tied tensor counts once.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class Audit:
 
     Attributes:
         rows: Largest kinds first.
-        copy_bytes: Of the dequantised weights that are kept for speed, beside `num_bytes`.
+        copy_bytes: Bytes of dequantised copies kept for speed, not in `num_bytes`.
     """
 
     rows: tuple[AuditRow, ...]
@@ -61,7 +61,7 @@ class Audit:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, quantised ones too, which `model.parameters()` miscounts."""
+        """Number of parameters; `model.parameters()` miscounts quantised ones."""
         return sum(row.num_parameters for row in self.rows)
 
     @property
@@ -81,11 +81,11 @@ class Audit:
 
     @property
     def quantized_as(self) -> str:
-        """The kind that is in use ("nf4"), several joined by "+", or "none"."""
+        """The kind in use ("nf4"), several joined by "+", or "none"."""
         return "+".join(sorted({row.stored for row in self.rows if row.is_quantized})) or "none"
 
     def table(self) -> Table:
-        """Return a row for each kind, the total, and the kept copies."""
+        """Return a row for each kind, the total, and the copies."""
         rows = [
             (
                 f"{row.kind}: {first_few(row.names, MAX_NAMES, ', ')}",
@@ -113,7 +113,7 @@ class Audit:
 
 
 def audit(model: nn.Module) -> Audit:
-    """Return what every parameter of a model is stored as, and why."""
+    """Return how the parameters of a model are stored."""
     groups: dict[tuple[str, str, str], list[tuple[str, int, int]]] = {}
     stacks = {(p.module, p.parameter): p for p in find_places(model) if p.parameter}
     tables = {id(own_table(m)) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -124,8 +124,8 @@ def audit(model: nn.Module) -> Audit:
             kind = "embeddings"
         fact = (path, packing.form.shape.numel(), packing.num_bytes(packed))
         groups.setdefault((kind, packing.form.kind, ""), []).append(fact)
-        if packing.kept is not None:
-            copy_bytes += packing.kept.numel() * packing.kept.element_size()
+        if packing.unpacked is not None:
+            copy_bytes += packing.unpacked.numel() * packing.unpacked.element_size()
     reasons = exempt(model)
     if groups:  # else nothing is quantised, wherever it is
         for tower in filter(lambda place: place.set_apart, find_places(model)):
@@ -201,7 +201,7 @@ def _kind_of(
 
 
 def _name(path: str) -> str:
-    """Return the last part of a path that says something."""
+    """Return the last part of a path that is not a number."""
     return next((part for part in reversed(path.split(".")) if not part.isdigit()), path)
 
 

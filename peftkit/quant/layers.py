@@ -1,7 +1,8 @@
-"""Frozen weights in 4 and 8 bits: nf4, fp4, int8.
+"""Frozen weights in 4 and 8 bits (nf4, fp4, int8): how they are packed, and layers that use them.
 
 All are weight-only: a layer dequantises its weight, then multiplies in the compute dtype. (int8 is
-thus not LLM.int8(), whose activations are in 8 bits too.)
+thus not LLM.int8(), whose activations are in 8 bits too.) Where memory is plentiful, dequantised
+copies are kept for speed.
 
 bitsandbytes does the packing. Its modules and its converter are not used: they skip subclasses of
 nn.Linear and stacked experts without a word, and on CPUs with AVX512-BF16 they repack a weight in
@@ -13,6 +14,8 @@ Shapes: `...` is any leading shape.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any, cast
@@ -21,8 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import ParametrizationList
 
 from peftkit.errors import BaseError
+from peftkit.kernels.block_scaled import KINDS
+from peftkit.kernels.device import free_bytes
 from peftkit.kernels.packed import (
     BLOCK,
     NESTED_BLOCK,
@@ -31,21 +37,153 @@ from peftkit.kernels.packed import (
     pack_absmax,
     pack_int8,
     packed_linear,
+    unpack,
     unpack_rows,
 )
-from peftkit.kernels.packing import Packing
 from peftkit.model.places import is_conv1d
+
+COPY_SHARE = 0.25
+"""`keep_copies` takes at most this share of the memory that is free."""
+
+
+class Packing(nn.Module):
+    """The format and the scales of a packed tensor. Calling it on the packed data unpacks.
+
+    It also serves as torch's parametrization of a parameter. Scales are parameters that never
+    train: as buffers they would be sent between ranks at every step. A cast of the model leaves
+    them alone and changes `dtype`, in which the tensor comes out.
+
+    Attributes:
+        form: Kind, shape, block size.
+        dtype: Compute dtype.
+        unpacked: A dequantised copy kept for speed, or a `PackedStack` while experts are streamed,
+            or None.
+    """
+
+    def __init__(self, form: PackedFormat, dtype: torch.dtype, scales: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.form, self.dtype = form, dtype
+        self.unpacked: Any = None
+        # the kind is in the name, so that a state dict of another kind does not load
+        names = (f"absmax_{form.kind}", "nested_absmax", "nested_code", "nested_offset")
+        if form.kind in KINDS:
+            names = (f"scale_{form.kind}", "second", "third", "fourth")
+        for name, scale in zip(names, scales, strict=False):
+            self.register_parameter(name, nn.Parameter(scale, requires_grad=False))
+
+    @property
+    def scales(self) -> tuple[Tensor, ...]:
+        """Absmax; where that is itself quantised, also its absmax, code and offset."""
+        return tuple(scale for scale in self._parameters.values() if scale is not None)
+
+    def forward(self, packed: Tensor) -> Tensor:
+        """Return the tensor in the compute dtype: the copy, or a new one."""
+        if self.unpacked is not None:
+            return self.unpacked
+        return unpack(packed, self.scales, self.form, self.dtype)
+
+    def num_bytes(self, packed: Tensor) -> int:
+        """Return the bytes of the packed data and its scales."""
+        return sum(t.numel() * t.element_size() for t in (packed, *self.scales))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Packing:
+        dtype = fn(torch.empty(0, dtype=self.dtype, device=self.scales[0].device)).dtype
+        super()._apply(lambda tensor: _moved(tensor, fn(tensor)), recurse)
+        if dtype == self.dtype:
+            self.unpacked = None if self.unpacked is None else fn(self.unpacked)
+        else:  # the copy was rounded to the former dtype
+            self.dtype, self.unpacked = dtype, None
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.unpacked = None
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """Say the kind, the shape and the dtype."""
+        double = ", double_quant" if "nested_absmax" in self._parameters else ""
+        return f"{self.form.kind}{double}, {tuple(self.form.shape)}, {self.dtype}"
+
+
+def _moved(before: Tensor, after: Tensor) -> Tensor:
+    return after if after.dtype == before.dtype else before.to(after.device)
+
+
+def packed_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Packing]]:
+    """Yield (path, packed data, packing) of every packed weight once."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        packing = next((m for m in module.children() if isinstance(m, Packing)), None)
+        if packing is None or id(packing) in seen:  # of a head that is tied to the embedding
+            continue
+        seen.add(id(packing))
+        if isinstance(module, ParametrizationList):
+            yield path.replace("parametrizations.", ""), module.original, packing
+        else:
+            yield path, module.packed, packing
+
+
+@contextmanager
+def copies_kept(model: nn.Module, share: float) -> Iterator[None]:
+    """Keep weights on a CPU unpacked within the context, which saves unpacking them for each token.
+
+    Permanent copies stay.
+
+    Args:
+        share: Of the free memory; as many weights are unpacked as fit.
+    """
+    candidates = [
+        (packed, packing)
+        for _, packed, packing in packed_tensors(model)
+        if packing.unpacked is None and packed.device.type == "cpu"
+    ]
+    bytes_left = share * (free_bytes() or 0) if candidates else 0.0
+    copied: list[Packing] = []
+    try:
+        for packed, packing in candidates:
+            bytes_left -= packing.form.shape.numel() * packing.dtype.itemsize
+            if bytes_left < 0:
+                break
+            packing.unpacked = packing(packed)
+            copied.append(packing)
+        yield
+    finally:
+        for packing in copied:
+            packing.unpacked = None
+
+
+def keep_copies(model: nn.Module, max_bytes: int | None = None) -> int:
+    """Keep a dequantised copy of every quantised weight if all of them fit; else of none.
+
+    Where memory is plentiful a quantised base is then as fast as an unquantised one.
+
+    Args:
+        max_bytes: By default a quarter (COPY_SHARE) of the free memory.
+
+    Returns:
+        Bytes of the copies.
+    """
+    if max_bytes is None:
+        max_bytes = int(COPY_SHARE * (free_bytes() or 0))
+    tensors = list(packed_tensors(model))
+    total = sum(p.form.shape.numel() * p.dtype.itemsize for _, _, p in tensors)
+    fits = total <= max_bytes
+    for _, packed, packing in tensors:
+        packing.unpacked = None
+        packing.unpacked = packing(packed) if fits else None
+    return total if fits else 0
+
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _is_no_advice(record: logging.LogRecord) -> bool:
+def _is_relevant(record: logging.LogRecord) -> bool:
     return "kernels-community" not in str(record.msg)
 
 
-# bitsandbytes says on some CPUs that it lacks kernels of which nothing here makes use. It does so
-# when it is imported, whoever imports it first (peft and accelerate do): so it is told now.
-logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_advice)
+# On some CPUs bitsandbytes warns about missing kernels that are not used here. It does so when it
+# is imported, whoever imports it first (peft and accelerate do), so the filter is set now.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_relevant)
 
 
 @cache
@@ -65,10 +203,10 @@ def pack(
         tensor: Finite, 16 to 64 bits.
         kind: "nf4", "fp4" or "int8".
         double_quant: Quantise the scales of the 4-bit kinds as well.
-        dtype: In which it will be computed with; by default its own.
+        dtype: Compute dtype; by default the tensor's own.
 
     Returns:
-        Packed data, and how to read it.
+        The packed data and its packing.
 
     Raises:
         ValueError: A value is not finite, or the dtype is of fewer bits.
@@ -92,9 +230,9 @@ def pack(
 def empty_packed(
     shape: torch.Size, kind: str, dtype: torch.dtype, *, double_quant: bool = True
 ) -> tuple[Tensor, Packing]:
-    """Return what `pack` returns of a tensor of this shape, without values.
+    """Return what `pack` returns for a tensor of this shape, without values.
 
-    Made on the default device, or under FakeTensorMode, it says what a packed weight takes.
+    On the default device; under FakeTensorMode, to count the bytes of a packed weight.
     """
     number = shape.numel()
     scales: tuple[Tensor, ...]
@@ -116,14 +254,14 @@ def empty_packed(
 
 
 class QuantizedLinear(nn.Module):
-    """A frozen linear layer whose weight is kept in 4 or 8 bits.
+    """A frozen linear layer with its weight in 4 or 8 bits.
 
     Maps (..., in_features) to (..., out_features) as nn.Linear does with the dequantised weight,
     under autocast too. For the backward pass only the packed weight is kept.
 
     Attributes:
-        packed: The weight's bits. packing: How they are read.
-        bias: As it was, frozen, or None.
+        packed, packing: The weight's bits, and their format.
+        bias: Frozen, in its original dtype; or None.
     """
 
     bias: Tensor | None
@@ -142,13 +280,13 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantised weight (out, in), made at each reading; `packing.dtype` is free."""
+        """The weight (out, in), dequantised at each access unless a copy is kept."""
         return self.packing(self.packed)
 
     def forward(self, x: Tensor) -> Tensor:
         packing, device = self.packing, x.device.type
-        if packing.kept is not None:
-            return functional.linear(x, packing.kept, self.bias)
+        if packing.unpacked is not None:
+            return functional.linear(x, packing.unpacked, self.bias)
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else packing.dtype
         return packed_linear(x, self.bias, self.packed, packing.scales, packing.form, dtype)
@@ -158,10 +296,10 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedEmbedding(nn.Embedding):
-    """A frozen embedding whose rows are kept in 4 or 8 bits; those asked for are unpacked.
+    """A frozen embedding with its rows in 4 or 8 bits; only the looked-up rows are unpacked.
 
     Attributes:
-        packed: The rows' bits. packing: How they are read.
+        packed, packing: The rows' bits, and their format.
     """
 
     def __init__(self, packed: Tensor, packing: Packing, padding_idx: int | None = None) -> None:
@@ -173,18 +311,18 @@ class QuantizedEmbedding(nn.Embedding):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """All rows, unpacked at each reading."""
+        """All rows, dequantised at each access."""
         return self.packing(self.packed)
 
     def forward(self, input: Tensor) -> Tensor:
         packing = self.packing
-        if packing.kept is not None:
-            return functional.embedding(input, packing.kept)
+        if packing.unpacked is not None:
+            return functional.embedding(input, packing.unpacked)
         return unpack_rows(self.packed, packing.scales, packing.form, packing.dtype, input)
 
 
 def _as_parameter(packed: Tensor) -> nn.Parameter:
-    """Return packed data as a parameter; one that is tied stays the same object."""
+    """Return packed data as a parameter; a tied parameter stays the same object."""
     if isinstance(packed, nn.Parameter):
         return packed
     return nn.Parameter(packed, requires_grad=False)
@@ -194,7 +332,7 @@ def weight_of(module: nn.Module) -> Tensor:
     """Return the weight (out_features, in_features) of any linear layer, dequantised if need be.
 
     Raises:
-        BaseError: A weight that bitsandbytes has repacked and that cannot be read any more.
+        BaseError: bitsandbytes has repacked the weight, which can no longer be read.
     """
     if is_foreign(module):
         return adopted("", module, None).weight
@@ -203,12 +341,12 @@ def weight_of(module: nn.Module) -> Tensor:
 
 
 def frozen_weight(module: nn.Module) -> Tensor | None:
-    """Return the weight (out, in) of a plain linear layer as it lies in memory, unpacked.
+    """Return the unpacked weight (out, in) of a plain linear layer, without making a copy.
 
-    None where there is none: packed without a kept copy, or a layer that may do more than multiply.
+    None for a weight that is packed without a copy, and for a layer that may do more than multiply.
     """
     if isinstance(module, QuantizedLinear):
-        return module.packing.kept
+        return module.packing.unpacked
     if type(module) is nn.Linear or type(module).__name__ == "Conv1D":
         weight = weight_of(module)
         return weight.detach() if weight.is_floating_point() else None
@@ -216,13 +354,13 @@ def frozen_weight(module: nn.Module) -> Tensor | None:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Tell whether the weight of a linear layer is kept in 4 or 8 bits."""
+    """Return whether the weight of a linear layer is in 4 or 8 bits."""
     packed = isinstance(module, QuantizedLinear) or parametrize.is_parametrized(module, "weight")
     return packed or is_foreign(module)
 
 
 def is_foreign(module: nn.Module) -> bool:
-    """Tell whether this is a layer of bitsandbytes whose weight is quantised already."""
+    """Return whether this is a layer of bitsandbytes with a quantised weight."""
     if not type(module).__module__.startswith("bitsandbytes."):
         return False
     weight: Any = module._parameters.get("weight")
@@ -232,6 +370,11 @@ def is_foreign(module: nn.Module) -> bool:
 
 
 def adopted(path: str, module: nn.Module, dtype: torch.dtype | None) -> QuantizedLinear:
+    """Return our layer over the packed data of a layer of bitsandbytes.
+
+    Raises:
+        BaseError: bitsandbytes has repacked the weight, which can no longer be read.
+    """
     weight: Any = module.weight
     state: Any = getattr(weight, "quant_state", None)
     bias = cast("Tensor | None", module.bias)

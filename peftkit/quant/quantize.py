@@ -1,4 +1,4 @@
-"""A whole model's linear layers and stacked experts, quantised in place."""
+"""Quantise the linear layers and stacked experts of a model in place."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.nn.utils import parametrize
 
 from peftkit.errors import BaseError, first_few
 from peftkit.events import Listener, Progress, ignore
-from peftkit.kernels.packing import Packing
 from peftkit.model.places import embedding_of, find_places, is_conv1d, is_linear
 from peftkit.quant.audit import Audit, audit, exempt
 from peftkit.quant.layers import (
     FLOATS,
+    Packing,
     QuantizedEmbedding,
     QuantizedLinear,
     adopted,
@@ -41,21 +41,21 @@ def quantize_model(
 ) -> Audit:
     """Quantise every linear layer and stack of experts of a model, in place, one at a time.
 
-    Left as they are: the output layer, whatever shares its weight with an embedding, heads of
-    classes, and routers. Linear layers become QuantizedLinear; one that computes something else
-    than x W^T + b keeps its class and reads a dequantised weight, as stacked experts do. (These
-    hold that weight from forward to backward, unless the block is recomputed.)
+    The output layer, layers tied to an embedding, classification heads, and routers stay
+    unquantised. Linear layers become QuantizedLinear. A layer that computes more than x W^T + b
+    keeps its class and reads a dequantised weight, as stacked experts do; it holds that weight from
+    forward to backward, unless the block is recomputed.
 
     Args:
         kind: "nf4", "fp4" or "int8".
         double_quant: Quantise the scales of the 4-bit kinds as well.
         compute_dtype: By default each weight's own.
         device: Where weights are quantised and stay; the rest of the model is not moved.
-        keep: Paths of modules that are left as they are too, with all that is in them.
-        embeddings: The kind of the embedding and the output layer; "none" leaves them.
+        keep: Paths of further modules that stay unquantised, with their submodules.
+        embeddings: The kind for the embedding and the output layer, or "none".
 
     Returns:
-        The audit of the model as it is then.
+        The audit of the quantised model.
 
     Raises:
         BaseError: A linear layer could not be quantised, or there is none; lists them.
@@ -81,10 +81,10 @@ def quantize_model(
                     raise ValueError("its weight is no parameter")
                 if not path:
                     raise ValueError("it is the whole model; give the model that it is a part of")
-                own = kind if done <= len(layers) else embeddings
+                kind_here = kind if done <= len(layers) else embeddings
                 source = weight.t() if is_turned(module, name) else weight
                 packed, packing = pack(
-                    source.to(device), own, double_quant=double_quant, dtype=compute_dtype
+                    source.to(device), kind_here, double_quant=double_quant, dtype=compute_dtype
                 )
                 new = nn.Parameter(packed, requires_grad=False)
                 packings[id(new)] = packing
@@ -115,29 +115,29 @@ Job = tuple[str, nn.Module, str]
 def quantizable(
     model: nn.Module, keep: Collection[str] = (), *, embeddings: bool = False
 ) -> list[Job]:
-    """Return every weight that is to be quantised: linear layers under each path, stacks once.
+    """Return every weight to quantise: linear layers under each of their paths, stacks once.
 
     Args:
-        keep: Paths of modules that are left as they are, with all that is in them.
-        embeddings: Also the embedding of tokens and the output layer.
+        keep: Paths of modules that stay unquantised, with their submodules.
+        embeddings: Whether to include the token embedding and the output layer.
     """
     kept = {id(m) for path in keep for m in model.get_submodule(path).modules()}
     left = kept | set(exempt(model))
-    found = [job for job in _quantizable(model) if id(job[1]) not in left]
-    return found + (embedding_jobs(model, kept) if embeddings else [])
+    jobs = [job for job in _quantizable(model) if id(job[1]) not in left]
+    return jobs + (embedding_jobs(model, kept) if embeddings else [])
 
 
 def embedding_jobs(model: nn.Module, kept: Collection[int] = ()) -> list[Job]:
-    """Return the embedding of tokens and the output layer, where they compute nothing else."""
+    """Return the token embedding and the output layer, if they are plain ones."""
     of_model: Any = model
     head = of_model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    found: list[Job] = []
+    jobs: list[Job] = []
     for path, module in model.named_modules(remove_duplicate=False):
         is_table = isinstance(module, nn.Embedding) and module is embedding_of(model)
         plain = type(module).forward in (nn.Embedding.forward, nn.Linear.forward)
         if (is_table or module is head) and plain and id(module) not in kept:
-            found.append((path, module, "weight"))
-    return found
+            jobs.append((path, module, "weight"))
+    return jobs
 
 
 def install_packed(
@@ -146,24 +146,24 @@ def install_packed(
     packings: Mapping[int, Packing],
     device: torch.device | None,
 ) -> None:
-    """Let layers compute with weights that lie packed in the parameters' own places.
+    """Replace layers whose parameters hold packed data by quantised ones.
 
     Args:
-        jobs: What `quantizable` said when the weights were not packed yet.
-        packings: id(parameter) to how it is read; a parameter without one is left as it is.
-        device: Where biases go, as the packed weights are there.
+        jobs: `quantizable` of the model before its weights were packed.
+        packings: id(parameter) to its packing; other parameters do not change.
+        device: Device of the packed weights, to which biases are moved.
     """
-    made: dict[nn.Module, nn.Module] = {}
+    replaced: dict[nn.Module, nn.Module] = {}
     for path, module, name in jobs:
         packed = module._parameters.get(name)
-        if module in made:
-            model.set_submodule(path, made[module])
+        if module in replaced:
+            model.set_submodule(path, replaced[module])
             continue
         if packed is None or (packing := packings.get(id(packed))) is None:
             continue
         if isinstance(module, nn.Embedding):
-            made[module] = QuantizedEmbedding(packed, packing, module.padding_idx)
-            model.set_submodule(path, made[module].train(module.training))
+            replaced[module] = QuantizedEmbedding(packed, packing, module.padding_idx)
+            model.set_submodule(path, replaced[module].train(module.training))
             continue
         plain = name == "weight" and _packed_is_plain(module, packed, packing)
         if not plain:
@@ -171,18 +171,18 @@ def install_packed(
             continue
         bias = cast("Tensor | None", module.bias)
         moved = None if bias is None else bias.to(device)
-        made[module] = QuantizedLinear(packed, packing, moved).train(module.training)
+        replaced[module] = QuantizedLinear(packed, packing, moved).train(module.training)
         module._parameters.pop("weight", None)
-        model.set_submodule(path, made[module])
+        model.set_submodule(path, replaced[module])
 
 
 def is_turned(module: nn.Module, name: str) -> bool:
-    """Tell whether a weight is packed as (out, in) that the layer keeps as (in, out)."""
+    """Return whether a layer stores its weight as (in, out), which is packed as (out, in)."""
     return name == "weight" and is_conv1d(module) and has_plain_forward(module)
 
 
 def _packed_is_plain(module: nn.Module, packed: Tensor, packing: Packing) -> bool:
-    """Tell whether a layer computes x W^T + b: by its class, or for others by trying."""
+    """Return whether a layer computes x W^T + b: by its class, or else by a test."""
     if has_plain_forward(module) or is_conv1d(module):
         return has_plain_forward(module)
     whole, bias = packing(packed), module._parameters.get("bias")
@@ -195,15 +195,15 @@ def _packed_is_plain(module: nn.Module, packed: Tensor, packing: Packing) -> boo
 
 
 def has_plain_forward(module: nn.Module) -> bool:
-    """Tell by its class alone that a layer computes x W^T + b."""
+    """Return whether a layer computes x W^T + b, by its class alone."""
     plain: list[Any] = [cls for cls in type(module).__mro__ if cls.__name__ == "Conv1D"]
     return any(type(module).forward is cls.forward for cls in (*plain, nn.Linear))
 
 
 def tower_paths(model: nn.Module) -> list[str]:
-    """Return the paths of the linear layers beside a language model: of towers and projectors.
+    """Return the paths of the linear layers in towers and projectors next to a language model.
 
-    A model that is nothing but a tower, or compares two, has none.
+    Empty for a model that is a tower itself, or compares two.
     """
     return [place.path for place in find_places(model) if place.set_apart and place.path]
 
@@ -226,13 +226,13 @@ def _is_plain(module: nn.Module) -> bool:
     x = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)[None]
     with torch.no_grad():
         try:
-            expected, found = functional.linear(x, weight, bias), module(x)
+            expected, output = functional.linear(x, weight, bias), module(x)
         except Exception:  # whatever its own code makes of such an input: it is not plain
             return False
-    if not isinstance(found, Tensor) or found.shape != expected.shape:
+    if not isinstance(output, Tensor) or output.shape != expected.shape:
         return False
     # its sums may round in another order
-    return bool((found - expected).abs().max() <= 0.02 * expected.abs().max())
+    return bool((output - expected).abs().max() <= 0.02 * expected.abs().max())
 
 
 def adopt_bitsandbytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
@@ -242,10 +242,12 @@ def adopt_bitsandbytes(model: nn.Module, dtype: torch.dtype | None = None) -> in
         dtype: Compute dtype; by default the one the weight had.
 
     Raises:
-        BaseError: bitsandbytes has repacked a weight, which cannot be read any more.
+        BaseError: bitsandbytes has repacked a weight, which can no longer be read.
     """
-    found = [(path, m) for path, m in model.named_modules(remove_duplicate=False) if is_foreign(m)]
-    made = {module: adopted(path, module, dtype) for path, module in found}
-    for path, module in found:
-        model.set_submodule(path, made[module])
-    return len(made)
+    foreign = [
+        (path, m) for path, m in model.named_modules(remove_duplicate=False) if is_foreign(m)
+    ]
+    layers = {module: adopted(path, module, dtype) for path, module in foreign}
+    for path, module in foreign:
+        model.set_submodule(path, layers[module])
+    return len(layers)

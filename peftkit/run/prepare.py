@@ -23,9 +23,9 @@ from peftkit.formats.card import (
 )
 from peftkit.formats.continued import Continued, continue_adapter, read_side_adapter
 from peftkit.formats.peft.folder import read_adapter
+from peftkit.methods.base import InitValues, Method
 from peftkit.methods.data_init import as_on_main, init_from_rows, loftq_starts, with_saved_ranks
 from peftkit.methods.lora import LoRA
-from peftkit.methods.protocol import InitValues, Method
 from peftkit.model.blocks import STREAMED
 from peftkit.planning.resolve import plan_as_requested, resolve_plan
 from peftkit.run.config import Recipe

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from peftkit.adapter import prepared_for_training
 from peftkit.base.sharding import is_sharded
 from peftkit.errors import DataError, PeftkitError
 from peftkit.events import Listener, Notice, RunDone, RunStarted, RunStopped, StepDone, ignore
@@ -24,7 +25,8 @@ from peftkit.execution.state import Result, State, StepFacts
 from peftkit.execution.world import World
 from peftkit.inference.evaluate import TextWatch
 from peftkit.kernels.device import gpu_of, keep_freed_memory, trim_malloc
-from peftkit.model.modes import begin_training, modes_kept, prepared_for_training, refresh_layouts
+from peftkit.methods.lora_linear import refresh_groups
+from peftkit.model.modes import begin_training, modes_kept
 from peftkit.quant.audit import audit
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Run, Task
@@ -270,7 +272,7 @@ class Loop:
             self.world.broadcast_parameters(same_everywhere(run.model))
         else:
             self.saver.resume(resume)
-        refresh_layouts(run.model)
+        refresh_groups(run.model)
         if self.world.is_main:
             self.saver.checkpoints.remove_leftovers()
         self.saver.check_disk()

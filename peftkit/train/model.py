@@ -13,6 +13,7 @@ from peftkit.errors import ConfigError
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.world import World
 from peftkit.kernels.device import gpu_of
+from peftkit.methods.lora_linear import LoRALinear
 from peftkit.model.blocks import STREAMED
 from peftkit.model.fused import num_fused
 from peftkit.settings import TrainConfig
@@ -96,15 +97,11 @@ def execution_paths(model: nn.Module, blocks: Blocks, of_task: Mapping[str, str]
 
 
 def _layers(model: nn.Module) -> str:
-    """Say how many layers are computed in groups."""
-    groups: list[Any] = [
-        module.group
-        for module in model.modules()
-        if hasattr(module, "group") and module._parameters
-    ]
-    own, together = groups.count(None), {id(group): group for group in groups if group is not None}
-    parts = [f"{len(together)} groups of {len(groups) - own} layers"] if together else []
-    return ", ".join(parts + ([f"{own} layers each on its own"] if own else []))
+    """Say how many LoRA layers are computed in groups."""
+    groups = [module.group for module in model.modules() if isinstance(module, LoRALinear)]
+    num_alone, num_groups = groups.count(None), len({*groups} - {None})
+    parts = [f"{num_groups} groups of {len(groups) - num_alone} layers"] if num_groups else []
+    return ", ".join(parts + ([f"{num_alone} layers each on its own"] if num_alone else []))
 
 
 def plan_as_found(model: Any, config: TrainConfig, world: World) -> ExecutionPlan:

@@ -23,7 +23,7 @@ from peftkit.execution.out_of_memory import (
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.execution.state import State, StepFacts
 from peftkit.execution.strategies import smaller
-from peftkit.model.modes import refresh_layouts
+from peftkit.methods.lora_linear import refresh_groups
 from peftkit.tasks.base import Run
 from peftkit.tasks.batches import OnDevice, too_large
 from peftkit.train.batches import BatchPrefetcher, on_device
@@ -156,7 +156,7 @@ class Trainer:
             elif not self.run.parallel.ran_out(error):
                 raise
         # outside of the `except` block, whose traceback holds the activations
-        refresh_layouts(self.model)  # which may hold the graph of the attempt
+        refresh_groups(self.model)  # which may hold the graph of the attempt
         release_memory()
         rng.restore(start, self.world.device)
         if not problem:
@@ -293,6 +293,7 @@ class Trainer:
                 found=f"{sum(p.numel() for p in self.parameters.values()):,} trained values.",
                 fix="Use train.optimizer: adamw_8bit or paged_adamw_8bit, or a lower rank.",
             ) from None
+        refresh_groups(self.model)
         self.scale.went_well()
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -17,7 +17,7 @@ from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.errors import BaseError, ConfigError
 from peftkit.events import Event, Saved
-from peftkit.kernels import packing
+from peftkit.quant import layers
 from peftkit.settings import TrainConfig
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.memory.blocks import Blocks
@@ -28,7 +28,7 @@ LAYERS = 4
 
 @pytest.fixture(autouse=True)
 def no_copies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(packing, "COPY_SHARE", 0.0)  # of unpacked weights, beside the packed ones
+    monkeypatch.setattr(layers, "COPY_SHARE", 0.0)  # of unpacked weights, beside the packed ones
     monkeypatch.setenv("PEFTKIT_CACHE", str(tmp_path / "cache"))
 
 

@@ -48,11 +48,10 @@ from triton.backends.driver import DriverBase
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from peftkit.adapter import attach
+from peftkit.adapter import attach, prepared_for_training
 from peftkit.execution.plan import ExecutionPlan
-from peftkit.kernels.packing import keep_copies
 from peftkit.methods.lora import LoRA
-from peftkit.model.modes import prepared_for_training
+from peftkit.quant.layers import keep_copies
 from peftkit.quant.quantize import quantize_model
 from peftkit.train.memory import blocks as blocks_module
 from peftkit.train.memory.blocks import Blocks

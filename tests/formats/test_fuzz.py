@@ -31,8 +31,8 @@ from peftkit.formats.folders import NOTES, TENSORS
 from peftkit.formats.guard import read_json, read_tensors
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.notes import Provenance
+from peftkit.methods.base import AdapterModule
 from peftkit.methods.lora import LoRA
-from peftkit.methods.protocol import AdapterModule
 
 COUNT = int(os.environ.get("PEFTKIT_FUZZ_COUNT", "40"))
 SEED = int(os.environ.get("PEFTKIT_FUZZ_SEED", "0"))

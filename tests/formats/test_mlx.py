@@ -18,7 +18,8 @@ from peftkit.formats.foreign import import_adapter
 from peftkit.formats.mlx import MLX_TENSORS, read_mlx
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
-from peftkit.methods.lora import DoRA, LoRA
+from peftkit.methods.dora import DoRA
+from peftkit.methods.lora import LoRA
 from tests.families import FAMILIES
 
 METHODS = {

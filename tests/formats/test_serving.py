@@ -20,7 +20,8 @@ from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.low_rank import LowRank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.serving import MAX_LORA_RANKS, check_serving, max_lora_rank, served_rank
-from peftkit.methods.lora import DoRA, LoRA
+from peftkit.methods.dora import DoRA
+from peftkit.methods.lora import LoRA
 from tests.formats.test_mlx import logits, trained
 
 

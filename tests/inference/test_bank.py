@@ -26,7 +26,8 @@ from peftkit.inference.engine import Limits
 from peftkit.inference.generate import generate, generate_ids
 from peftkit.inference.sampling import Sampling
 from peftkit.kernels import by_row
-from peftkit.methods.lora import DoRA, LoRA
+from peftkit.methods.dora import DoRA
+from peftkit.methods.lora import LoRA
 from peftkit.quant.audit import audit
 from tests.families import FAMILIES
 

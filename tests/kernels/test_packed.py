@@ -17,8 +17,8 @@ from peftkit.adapter import attach
 from peftkit.execution.plan import Activations
 from peftkit.kernels import packed
 from peftkit.kernels.packed import recomputing
-from peftkit.kernels.packing import keep_copies, packed_tensors
 from peftkit.methods.lora import LoRA
+from peftkit.quant.layers import keep_copies, packed_tensors
 from peftkit.quant.quantize import quantize_model
 from peftkit.train.memory import blocks as blocks_module
 from peftkit.train.memory.blocks import Blocks

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from peftkit.adapter import attach
 from peftkit.execution import plan
-from peftkit.kernels.packing import keep_copies
+from peftkit.methods.base import Method
 from peftkit.methods.bottleneck import Bottleneck
-from peftkit.methods.lora import DoRA, LoRA
-from peftkit.methods.protocol import Method
+from peftkit.methods.dora import DoRA
+from peftkit.methods.lora import LoRA
 from peftkit.model.blocks import feed_forward_modules
+from peftkit.quant.layers import keep_copies
 from peftkit.quant.quantize import quantize_model
 from peftkit.train.memory.blocks import Blocks
 from tests.families import ARCHITECTURES

@@ -28,11 +28,12 @@ from peftkit.merging.fold import Tally, merge_into
 from peftkit.merging.merge import Dtype, merge
 from peftkit.merging.over_files import changes_of, find_shards
 from peftkit.merging.verify import agreement
+from peftkit.methods.base import Method
+from peftkit.methods.dora import DoRA
 from peftkit.methods.ia3 import IA3
-from peftkit.methods.lora import DoRA, LoRA
+from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.own_parameters import BitFit, LNTuning
-from peftkit.methods.protocol import Method
 from peftkit.methods.vera import VeRA
 from peftkit.quant.quantize import quantize_model
 from tests.families import FAMILIES

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from peftkit.adapter import Adapter, attach
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
-from peftkit.methods.protocol import Method
+from peftkit.methods.base import Method
 from peftkit.quant.quantize import quantize_model
 from tests.families import ARCHITECTURES
 from tests.kinds import loss, outputs

@@ -11,13 +11,14 @@ from typing import Any
 
 from torch import nn
 
+from peftkit.methods.base import Method
 from peftkit.methods.bottleneck import Bottleneck
+from peftkit.methods.dora import DoRA
 from peftkit.methods.ia3 import IA3
-from peftkit.methods.lora import DoRA, LoRA
+from peftkit.methods.lora import LoRA
 from peftkit.methods.own_parameters import BitFit, LNTuning
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
-from peftkit.methods.protocol import Method
 from peftkit.methods.table import METHODS
 from peftkit.methods.vera import VeRA
 from peftkit.model.targets import find_roles

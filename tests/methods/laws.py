@@ -19,8 +19,8 @@ from peftkit.adapter import Adapter, attach
 from peftkit.errors import MergeError, PeftkitError
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.merging.fold import Tally, merge_dequantized, merge_into, shared_parameters
+from peftkit.methods.base import Method
 from peftkit.methods.data_init import eva_starts, loftq_starts
-from peftkit.methods.protocol import Method
 from peftkit.model.blocks import blocks
 from peftkit.model.places import FrozenWrapper
 from tests.kinds import inputs, outputs

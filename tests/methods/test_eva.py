@@ -15,7 +15,8 @@ from peftkit.adapter import Adapter, attach
 from peftkit.errors import AdapterError, ConfigError, DataError, TargetError
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.methods.data_init import BLOCK, Directions, eva_starts
-from peftkit.methods.lora import DoRA, LoRA
+from peftkit.methods.dora import DoRA
+from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
 from tests.families import ARCHITECTURES, FAMILIES
 from tests.kinds import outputs

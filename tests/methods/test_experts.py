@@ -16,8 +16,9 @@ from peftkit.errors import AdapterError, TargetError
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.kernels.stacked import AdaptedStack, NoProductError
 from peftkit.merging.fold import merge_into
+from peftkit.methods.dora import DoRA
 from peftkit.methods.ia3 import IA3
-from peftkit.methods.lora import DoRA, LoRA
+from peftkit.methods.lora import LoRA
 from peftkit.methods.vera import VeRA
 from tests.families import ARCHITECTURES
 from tests.kinds import inputs, outputs

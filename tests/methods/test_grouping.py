@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +15,16 @@ from torch.optim import optimizer
 from torch.utils.checkpoint import checkpoint
 
 from peftkit.adapter import Adapter, attach
-from peftkit.kernels.lora_update import Layer, Piece, beside
-from peftkit.kernels.packing import keep_copies
+from peftkit.data.load import DataConfig
+from peftkit.events import StepDone
+from peftkit.kernels.lora import Layer, grouped_lora_linear
 from peftkit.methods.lora import LoRA
-from peftkit.methods.lora_groups import LoRAGroup
-from peftkit.methods.lora_linear import LoRALinear
-from peftkit.model.modes import refresh_layouts
+from peftkit.methods.lora_linear import LoRAGroup, LoRALinear, refresh_groups
+from peftkit.quant.layers import keep_copies
 from peftkit.quant.quantize import quantize_model
+from peftkit.settings import TrainConfig
+from peftkit.tasks.causal_lm import CausalLM
+from peftkit.train.loop import fit
 from tests.families import ARCHITECTURES
 from tests.spread import spread
 
@@ -87,55 +91,35 @@ def test_together_is_the_same_as_each_alone(
     assert error <= (1e-4 if dtype == torch.float32 else 0.15) * size
 
 
-PIECES = {
-    "one": (Piece(None, (0, 1), (2, 3)),),
-    "several": (Piece(2, (0, 1), (2, 3)), Piece(1, (), ()), Piece(1, (1,), (2,))),
-}
-"""Rows with adapters of their own; of 5 rows the last one has none."""
-
-
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("dropped", [True, False])
-@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
-def test_gradients_beside_the_base_are_those_of_finite_differences(
-    pieces: tuple[Piece, ...], with_bias: bool, dropped: bool
+def test_gradients_of_a_group_are_those_of_finite_differences(
+    with_bias: bool, dropped: bool
 ) -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
-    base = [torch.randn(n, 7, dtype=torch.float64) for n in (3, 4)]
-    bias = [torch.randn(n, dtype=torch.float64) for n in (3, 4)]
-    layers = (Layer(None, 1, with_bias),) * 2
-    frozen = [t for pair in zip(base, bias, strict=True) for t in pair] if with_bias else base
-    mask = (torch.rand(5, 7) > 0.3).double() * 1.5 if dropped else None
-    masters: list[torch.Tensor] = []
-    for piece in pieces:
-        pairs = list(zip(piece.layers, piece.ranks, strict=True))
-        masters += [torch.randn(r, 7, dtype=torch.float64) for _, r in pairs]
-        masters += [torch.randn(len(base[n]), r, dtype=torch.float64) for n, r in pairs]
-    for master in masters:
-        master.requires_grad_()
+    weights = [torch.randn(n, 7, dtype=torch.float64) for n in (3, 4)]
+    biases = [torch.randn(n, dtype=torch.float64) for n in (3, 4)]
+    pairs = list(zip(weights, biases, strict=True))
+    frozen = [tensor for pair in pairs for tensor in pair] if with_bias else weights
+    mask = (torch.rand(5, 7) > 0.3).double() * 1.5 if dropped else torch.ones(5, 7).double()
+    shapes = ((2, 7), (3, 7), (3, 2), (4, 3))  # A and B of ranks 2 and 3
+    masters = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    scales = torch.tensor([2.5] * 2 + [3.5] * 3).double()
 
     def compute(x: torch.Tensor, *masters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = None if mask is None else x * mask
-        own, rest = [], [master.detach() for master in masters]
-        for piece in pieces:
-            count = len(piece.layers)
-            if count:
-                scales = torch.cat([torch.full((r,), 0.5 + r).double() for r in piece.ranks])
-                own += [torch.cat(rest[:count]) * scales[:, None], scales, *rest[count : 2 * count]]
-                rest = rest[2 * count :]
-        return beside(x, given, pieces, layers, *own, *frozen, *masters)
+        a1, a2, *lora_b = (master.detach() for master in masters)
+        lora_a = torch.cat([a1, a2]) * scales[:, None]
+        read = x * mask if dropped else None
+        layers = (Layer(None, 0, with_bias),) * 2
+        return grouped_lora_linear(x, read, layers, frozen, lora_a, scales, lora_b, masters)
 
     assert torch.autograd.gradcheck(compute, (x, *masters))
-    given, rest, start = x if mask is None else x * mask, masters, 0
-    expected = [x @ own.t() for own in base]
-    for piece in pieces:
-        count, stop = len(piece.layers), start + (piece.num_rows or len(x))
-        for n, r, a, b in zip(piece.layers, piece.ranks, rest, rest[count:], strict=False):
-            expected[n][start:stop] += (0.5 + r) * given[start:stop] @ a.t() @ b.t()
-        rest, start = rest[2 * count :], stop
-    for found, want, own in zip(compute(x, *masters), expected, bias, strict=True):
-        torch.testing.assert_close(found, want + own if with_bias else want)
+    outputs = compute(x, *masters)
+    for n, (output, (weight, bias)) in enumerate(zip(outputs, pairs, strict=True)):
+        update = (2.5, 3.5)[n] * (x * mask) @ masters[n].t() @ masters[2 + n].t()
+        expected = x @ weight.t() + update
+        torch.testing.assert_close(output, expected + bias if with_bias else expected)
 
 
 def test_the_last_product_with_a_base_is_not_made_again_when_a_block_is_recomputed(
@@ -143,28 +127,28 @@ def test_the_last_product_with_a_base_is_not_made_again_when_a_block_is_recomput
 ) -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 7, requires_grad=True)
-    weights, made = [torch.randn(7, 7) for _ in range(2)], []
+    weights, used = [torch.randn(7, 7) for _ in range(2)], []
     masters = [torch.randn(shape, requires_grad=True) for shape in ((2, 7), (7, 2))]
     lora_a, lora_b = (m.detach() for m in masters)
 
     def block(x: torch.Tensor) -> torch.Tensor:
         for weight in weights:
-            pieces, layers = (Piece(None, (0,), (2,)),), (Layer(None, 1, False),)
-            (x,) = beside(x, None, pieces, layers, lora_a, torch.ones(2), lora_b, weight, *masters)
+            tensors = lora_a, torch.ones(2), [lora_b], masters
+            (x,) = grouped_lora_linear(x, None, (Layer(None, 0, False),), [weight], *tensors)
         return x
 
     def counted(x: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
-        made.append(weight)
+        used.append(weight)
         return x @ weight.t()
 
     block(x).sum().backward()
     expected = [x.grad, *(m.grad for m in masters)]
     x.grad = masters[0].grad = masters[1].grad = None
-    monkeypatch.setattr("peftkit.kernels.lora_update.functional.linear", counted)
+    monkeypatch.setattr("peftkit.kernels.lora.functional.linear", counted)
     checkpoint(block, x, use_reentrant=False).sum().backward()
-    assert [weight is weights[0] for weight in made] == [True, False, True]
-    for found, grad in zip([x.grad, *(m.grad for m in masters)], expected, strict=True):
-        assert torch.equal(found, grad)
+    assert [weight is weights[0] for weight in used] == [True, False, True]
+    for gradient, grad in zip([x.grad, *(m.grad for m in masters)], expected, strict=True):
+        assert torch.equal(gradient, grad)
 
 
 @pytest.mark.parametrize(
@@ -235,9 +219,31 @@ def test_a_layer_with_another_input_breaks_its_group_up(
     for layer in model.model.layers:  # k sees another tensor than q and v
         layer.self_attn.k_proj.register_forward_pre_hook(lambda module, args: (args[0] * 1.0,))
     loss, _ = gradients(adapter)
-    refresh_layouts(model)
+    refresh_groups(model)
     again, grads = gradients(adapter)
     want, wanted = plain(adapter, monkeypatch)
     torch.testing.assert_close(torch.stack([loss, again]), torch.stack([want, want]))
     torch.testing.assert_close(grads, wanted, rtol=1e-4, atol=1e-5)
-    assert sorted(len(group.members) for group in groups_of(adapter)) == [1] * 10 + [2] * 2
+    assert sorted(len(group.layers) for group in groups_of(adapter)) == [1] * 10 + [2] * 2
+
+
+def test_groups_follow_the_steps_of_a_run(llama: nn.Module, tokenizer: Any, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"text": "it is {word}"}}\n' for word in ("red", "blue", "new")))
+    task = CausalLM(llama, tokenizer, DataConfig(train=str(rows), max_length=64))
+    losses: dict[bool, list[float]] = {True: [], False: []}
+    for grouped, events in losses.items():
+        adapter = attach(llama, LoRA(rank=3))
+        config = TrainConfig(output_dir=tmp_path / str(grouped), epochs=4, learning_rate=0.05)
+        fit(
+            llama,
+            task,
+            task.load(str(rows)),
+            config=config.model_copy(update={"group_layers": grouped}),
+            on_event=lambda event, own=events: (
+                own.append(event.loss) if isinstance(event, StepDone) else None
+            ),
+        )
+        adapter.detach()
+    assert losses[True] == pytest.approx(losses[False], rel=1e-4)  # sums in another order
+    assert losses[True][-1] < 0.8 * losses[True][0]

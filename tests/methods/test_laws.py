@@ -15,9 +15,10 @@ import torch
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, TargetError
 from peftkit.formats.peft.folder import load_adapter, save_adapter
-from peftkit.methods.lora import DoRA, LoRA
+from peftkit.methods.base import Method
+from peftkit.methods.dora import DoRA
+from peftkit.methods.lora import LoRA
 from peftkit.methods.own_parameters import BitFit
-from peftkit.methods.protocol import Method
 from peftkit.methods.table import METHODS
 from peftkit.methods.vera import VeRA
 from tests.families import ARCHITECTURES, FAMILIES

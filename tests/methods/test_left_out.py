@@ -12,7 +12,8 @@ from peftkit.adapter import attach
 from peftkit.config.schema import from_dict
 from peftkit.errors import TargetError
 from peftkit.formats.card import adapter_table
-from peftkit.methods.lora import DoRA, LoRA
+from peftkit.methods.dora import DoRA
+from peftkit.methods.lora import LoRA
 from peftkit.model.targets import resolve
 from peftkit.run.config import Recipe
 from peftkit.run.prepare import prepare

@@ -16,9 +16,9 @@ from peftkit.formats.folders import CONFIG, NOTES, TENSORS
 from peftkit.formats.peft.folder import load_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.merging.combine import combine
+from peftkit.methods.base import AdapterModule
 from peftkit.methods.lora import LoRA
 from peftkit.methods.modules_to_save import named_modules
-from peftkit.methods.protocol import AdapterModule
 from peftkit.quant.quantize import quantize_model
 from tests.methods.cell import built, saved, trained
 

@@ -16,9 +16,9 @@ from peftkit.base.new_tokens import add_tokens, restore_tokens, save_tokenizer, 
 from peftkit.errors import AdapterError, DataError, TargetError
 from peftkit.formats.folders import CONFIG, TENSORS
 from peftkit.formats.peft.folder import load_adapter
+from peftkit.methods.base import Method
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
-from peftkit.methods.protocol import Method
 from tests.kinds import outputs, words
 from tests.methods.cell import built, saved, trained
 

@@ -18,9 +18,9 @@ from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.serving import check_serving
 from peftkit.merging.fold import merge_into
+from peftkit.methods.base import Method
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
-from peftkit.methods.protocol import Method
 from peftkit.quant.quantize import quantize_model
 from peftkit.tasks.isolation import check_packing
 from peftkit.train.memory.blocks import Blocks

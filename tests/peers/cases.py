@@ -28,8 +28,9 @@ from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.predict import predict_file
 from peftkit.merging.merge import merge
-from peftkit.methods.lora import DoRA, LoRA
-from peftkit.methods.protocol import Method
+from peftkit.methods.base import Method
+from peftkit.methods.dora import DoRA
+from peftkit.methods.lora import LoRA
 from peftkit.recipe import run
 from peftkit.run.config import Recipe
 from peftkit.tasks.transcription import TranscriptionConfig

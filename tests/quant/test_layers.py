@@ -13,9 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 from peftkit.errors import BaseError
 from peftkit.kernels import packed as packed_module
-from peftkit.kernels.packing import keep_copies
 from peftkit.model.places import linear_shape
-from peftkit.quant.layers import QuantizedLinear, pack, weight_of
+from peftkit.quant.layers import QuantizedLinear, keep_copies, pack, weight_of
 from peftkit.quant.quantize import KINDS, adopt_bitsandbytes, quantize_model
 
 SHAPES = [(40, 64), (9, 41), (341, 9), (8, 96), (33, 32), (1, 5), (3, 130)]

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from peftkit.errors import BaseError
-from peftkit.kernels.packing import packed_tensors
 from peftkit.model.places import is_linear
 from peftkit.quant.audit import audit
-from peftkit.quant.layers import QuantizedLinear
+from peftkit.quant.layers import QuantizedLinear, packed_tensors
 from peftkit.quant.quantize import KINDS, quantize_model
 from tests.families import ARCHITECTURES
 from tests.kinds import outputs

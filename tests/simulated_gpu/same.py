@@ -14,8 +14,8 @@ from peftkit.adapter import Adapter, attach
 from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.events import EvalDone, Event, Notice, RunStarted, StepDone
+from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
-from peftkit.methods.protocol import Method
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import TrainConfig
 from peftkit.tasks.causal_lm import CausalLM

@@ -13,8 +13,8 @@ import torch
 from peftkit.adapter import attach
 from peftkit.base import streaming, transfer
 from peftkit.base.load import load_base, pack_base
-from peftkit.kernels import packing
 from peftkit.methods.lora import LoRA
+from peftkit.quant import layers
 from peftkit.train.memory.blocks import Blocks
 from tests.families import ARCHITECTURES, FAMILIES, tiny_tokenizer
 from tests.simulated_gpu.simulation import on_cpu, simulated
@@ -25,7 +25,7 @@ LAYERS = 4
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(packing, "COPY_SHARE", 0.0)
+    monkeypatch.setattr(layers, "COPY_SHARE", 0.0)
     monkeypatch.setattr(transfer, "SLOT", 1000)  # of which a block takes several
     monkeypatch.setattr(transfer, "NUM_SLOTS", 3)
     monkeypatch.setattr(streaming, "EXPERT_BYTES", 2 * 32 * 64)  # two matrices (64, 64) in 4 bits

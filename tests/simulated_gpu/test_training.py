@@ -11,12 +11,13 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from peftkit import recipe
+from peftkit.methods.base import Method
 from peftkit.methods.bottleneck import Bottleneck
+from peftkit.methods.dora import DoRA
 from peftkit.methods.ia3 import IA3
-from peftkit.methods.lora import DoRA, LoRA
+from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
-from peftkit.methods.protocol import Method
 from peftkit.methods.vera import VeRA
 from peftkit.run.config import Recipe
 from tests.families import ARCHITECTURES

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from peftkit.events import Event, StepDone
-from peftkit.methods.lora import DoRA, LoRA
+from peftkit.methods.dora import DoRA
+from peftkit.methods.lora import LoRA
 from peftkit.tasks.batches import OnDevice
 from peftkit.train.batches import BatchPrefetcher
 from tests.simulated_gpu import same

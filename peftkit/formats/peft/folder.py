@@ -32,9 +32,8 @@ from peftkit.formats.peft.targets import (
     with_implied_heads,
     written_fields,
 )
-from peftkit.methods.lora_linear import MAGNITUDE
-from peftkit.methods.peft_format import PROMPT
-from peftkit.methods.protocol import Method
+from peftkit.methods.base import PROMPT, Method
+from peftkit.methods.lora_format import MAGNITUDE
 from peftkit.methods.table import format_of, method_from_peft
 from peftkit.model.places import is_conv1d
 

@@ -20,7 +20,7 @@ from peftkit.errors import AdapterError, PeftkitError
 from peftkit.files.disk import sha256_of, write_json
 from peftkit.files.strict_json import shown
 from peftkit.formats.guard import read_json
-from peftkit.methods.protocol import Method
+from peftkit.methods.base import Method
 from peftkit.methods.table import METHODS
 
 OLDEST_FIELDS: dict[str, Any] = {

@@ -17,8 +17,8 @@ from peftkit.adapter import Adapter
 from peftkit.errors import AdapterError, first_few
 from peftkit.files.safe_regex import fullmatches
 from peftkit.files.strict_json import shown
+from peftkit.methods.base import AdapterModule, Method
 from peftkit.methods.modules_to_save import TokenRows, find_rows, named_modules
-from peftkit.methods.protocol import AdapterModule, Method
 from peftkit.methods.table import BESIDE, format_of
 from peftkit.model.places import is_transposed
 from peftkit.model.targets import Site

@@ -24,7 +24,8 @@ from peftkit.formats.gguf.convert import export_gguf
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
-from peftkit.methods.lora import DoRA, LoRA
+from peftkit.methods.dora import DoRA
+from peftkit.methods.lora import LoRA
 from tests.families import ARCHITECTURES
 
 gguf = pytest.importorskip("gguf")

@@ -13,7 +13,8 @@ from peftkit.errors import AdapterError
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, role_updates, save_low_rank
 from peftkit.formats.peft.notes import Provenance
-from peftkit.methods.lora import DoRA, LoRA
+from peftkit.methods.dora import DoRA
+from peftkit.methods.lora import LoRA
 from tests.families import FAMILIES
 
 METHODS = {

@@ -17,10 +17,11 @@ from peftkit.adapter import attach
 from peftkit.errors import AdapterError
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.targets import shortest_endings
+from peftkit.methods.base import Method
+from peftkit.methods.dora import DoRA
 from peftkit.methods.ia3 import IA3
-from peftkit.methods.lora import DoRA, LoRA
+from peftkit.methods.lora import LoRA
 from peftkit.methods.own_parameters import LNTuning
-from peftkit.methods.protocol import Method
 from peftkit.methods.vera import VeRA
 from tests.families import ARCHITECTURES, FAMILIES
 from tests.methods import grid, laws

@@ -25,9 +25,9 @@ from peftkit.formats.continued import read_side_adapter
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.folder import Provenance, save_adapter
 from peftkit.kernels.divergence import Divergence, reference_divergence
+from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
-from peftkit.methods.protocol import Method
 from peftkit.tasks.distill.rows import Distilled
 from peftkit.tasks.distill.teacher import other_model
 from peftkit.tasks.loss import head_of

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from peftkit.adapter import Adapter, attach
 from peftkit.data.load import DataConfig
+from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
-from peftkit.methods.protocol import Method
 from peftkit.tasks.preference.config import PreferenceConfig
 from peftkit.tasks.preference.rows import Compared
 from peftkit.tasks.preference.task import Preference

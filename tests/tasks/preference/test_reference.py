@@ -16,9 +16,9 @@ from peftkit.files.tensors import read_tensors
 from peftkit.formats.continued import START, before_training
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
+from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
-from peftkit.methods.protocol import Method
 from peftkit.tasks.preference.reference import FILE
 from tests.tasks.finished import WEIGHTS, Finished, finished
 from tests.tasks.preference.cases import (

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from peftkit.adapter import attach
+from peftkit.adapter import attach, prepared_for_training
 from peftkit.errors import PeftkitError, RunError
 from peftkit.events import StepDone
 from peftkit.execution.out_of_memory import is_compile_error, is_out_of_memory
 from peftkit.methods.lora import LoRA
-from peftkit.model.modes import prepared_for_training
 from peftkit.train import loop as loop_module
 from peftkit.train.memory.blocks import Blocks
 from tests.families import FAMILIES

@@ -1,0 +1,227 @@
+"""Products of LoRA: of one layer, and of several layers that read one input.
+
+    y_i = X W_i^T + b_i + H_i B_i^T        H = X (s A)^T, one product for all layers
+    G_i = dy_i B_i        dX = sum over layers of dy_i W_i + G s A
+    dA = s G^T X        dB_i = dy_i^T H_i
+
+`grouped_lora_linear` reads the base's weights in place, packed ones too: a model that fills a GPU
+has no room for another layout. Each update is added to the base's product in place: one array of
+the output's size, not two. Neither B A nor dW is formed.
+
+What the backward pass needs is saved before the products with the base are made. A block that is
+recomputed ends with its last saved tensor, so that its last product is not made a second time.
+
+Shapes: M rows of input, r rank of a layer, R sum of the ranks, in; out of each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from peftkit.kernels.packed import PackedFormat, times_packed, unpack
+
+
+class Layer(NamedTuple):
+    """The frozen tensors of a layer: its weight, the weight's scales, its bias.
+
+    Attributes:
+        form: Format of a packed weight, or None.
+        num_scales: Scales of a packed weight.
+    """
+
+    form: PackedFormat | None
+    num_scales: int
+    has_bias: bool
+
+
+def grouped_lora_linear(
+    x: Tensor,
+    dropped: Tensor | None,
+    layers: tuple[Layer, ...],
+    frozen: Sequence[Tensor],
+    lora_a: Tensor,
+    scales: Tensor,
+    lora_b: Sequence[Tensor],
+    masters: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """Return y = X W^T + b + X (s A)^T B^T, (M, out), of each layer; X, A and B have gradients.
+
+    Args:
+        x: (M, in).
+        dropped: X after dropout, which A reads; None without dropout.
+        frozen: The tensors of all layers, one layer after the other.
+        lora_a, lora_b: s A (R, in) of all layers, and B (out, r) of each, in x's dtype.
+        scales: (R,): s of each row of A.
+        masters: A, then B of each layer: the tensors that get the gradients. They are not read.
+    """
+    with torch.no_grad():
+        hidden = torch.mm(x if dropped is None else dropped, lora_a.t())
+    tensors = (x, dropped, hidden, lora_a, scales, *lora_b, *frozen)
+    first, *others = masters
+    saved: list[Any] = []
+    if not torch.compiler.is_compiling():
+        first = Saved.apply(saved, first, *tensors)
+    outputs: tuple[Tensor, ...] = _GroupedLoRALinear.apply(saved, layers, *tensors, first, *others)
+    return outputs
+
+
+class Saved(torch.autograd.Function):
+    """Saves tensors for the backward pass of a later node, whose input is this one's output."""
+
+    @staticmethod
+    def forward(ctx: Any, nodes: list[Any], through: Tensor, *tensors: Tensor | None) -> Tensor:
+        """Return `through`, and add this node to `nodes`."""
+        ctx.save_for_backward(*tensors)
+        ctx.num_tensors = len(tensors)
+        nodes.append(ctx)
+        return through.view_as(through)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of `through`."""
+        return None, grad, *(None for _ in range(ctx.num_tensors))
+
+
+class _GroupedLoRALinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        saved: list[Any],
+        layers: tuple[Layer, ...],
+        x: Tensor,
+        dropped: Tensor | None,
+        hidden: Tensor,
+        lora_a: Tensor,
+        scales: Tensor,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Return (M, out) of each layer.
+
+        Args:
+            saved: The node that has saved the tensors; empty if this one has to.
+            tensors: B of each layer, the frozen tensors, the masters.
+        """
+        masters = tensors[-2 * len(layers) :]
+        others = tensors[: -2 * len(layers)]
+        if not saved:
+            ctx.save_for_backward(x, dropped, hidden, lora_a, scales, *others)
+        ctx.saved, ctx.layers = saved, layers
+        ctx.dtypes = [master.dtype for master in masters]
+        lora_b, frozen = others[: len(layers)], others[len(layers) :]
+        hiddens = hidden.split([b.shape[1] for b in lora_b], 1)
+        outputs = []
+        for layer, h, b in zip(_with_tensors(layers, frozen), hiddens, lora_b, strict=True):
+            bias = None if layer.bias is None else layer.bias.to(x.dtype)
+            out = functional.linear(x, layer.unpacked(x.dtype), bias)
+            outputs.append(out.addmm_(h, b.t()))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, dropped, and each A and B."""
+        x, dropped, hidden, lora_a, scales, *others = (
+            ctx.saved[0] if ctx.saved else ctx
+        ).saved_tensors
+        lora_b, frozen = others[: len(ctx.layers)], others[len(ctx.layers) :]
+        ranks = [b.shape[1] for b in lora_b]
+        backs = [torch.mm(grad, b) for grad, b in zip(grads, lora_b, strict=True)]
+        back = torch.cat(backs, 1) if len(backs) > 1 else backs[0]  # G
+        grad_x = grad_dropped = None
+        if ctx.needs_input_grad[2]:  # else nothing before these layers is trained
+            for grad, layer in zip(grads, _with_tensors(ctx.layers, frozen), strict=True):
+                grad_x = layer.add_product(grad_x, grad)
+            assert grad_x is not None
+            if dropped is None:
+                grad_x.addmm_(back, lora_a)
+            else:
+                grad_dropped = torch.mm(back, lora_a)
+        grad_a = torch.mm(back.t(), x if dropped is None else dropped) * scales[:, None]
+        hiddens = hidden.split(ranks, 1)
+        grads_b = [torch.mm(grad.t(), h) for grad, h in zip(grads, hiddens, strict=True)]
+        of_masters = zip([*grad_a.split(ranks), *grads_b], ctx.dtypes, strict=True)
+        no_grads = [None] * (3 + len(others))
+        return None, None, grad_x, grad_dropped, *no_grads, *(g.to(d) for g, d in of_masters)
+
+
+class _Frozen(NamedTuple):
+    form: PackedFormat | None
+    weight: Tensor
+    scales: tuple[Tensor, ...]
+    bias: Tensor | None
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        if self.form is None:
+            return self.weight.to(dtype)  # of another one under autocast
+        return unpack(self.weight, self.scales, self.form, dtype)
+
+    def add_product(self, total: Tensor | None, grad: Tensor) -> Tensor:
+        """Return total + dy W; dy W without a total."""
+        if self.form is not None:
+            return times_packed(grad, self.weight, self.scales, *self.form, total)
+        weight = self.weight.to(grad.dtype)
+        return torch.mm(grad, weight) if total is None else torch.addmm(total, grad, weight)
+
+
+def _with_tensors(layers: Sequence[Layer], frozen: Sequence[Tensor]) -> list[_Frozen]:
+    """Return each layer with its own among the frozen tensors."""
+    filled, rest = [], list(frozen)
+    for form, num_scales, has_bias in layers:
+        weight, scales, rest = rest[0], tuple(rest[1 : 1 + num_scales]), rest[1 + num_scales :]
+        filled.append(_Frozen(form, weight, scales, rest.pop(0) if has_bias else None))
+    return filled
+
+
+def add_lora(base_out: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
+    """Return ``base_out + scaling * x A^T B^T`` (Hu et al., 2021, eq. 3).
+
+    The scaled B and one addmm leave no temporary of the output's size, and autograd's own formulas
+    are then the minimal ones: G = dY (sB), dA = G^T x, dB = s dY^T (x A^T), dx = G A.
+
+    Args:
+        base_out: (..., out), the frozen layer's output.
+        x: (..., in), the layer's input (after dropout).
+        lora_a: (R, in). lora_b: (out, R). Both are cast to `base_out`'s dtype here.
+        scaling: alpha / r.
+    """
+    dtype = base_out.dtype
+    hidden = functional.linear(x.to(dtype), lora_a.to(dtype))  # (..., R)
+    scaled_b = (scaling * lora_b).to(dtype)  # (out, R), scaled in the adapter's precision
+    flat = torch.addmm(
+        base_out.reshape(-1, base_out.shape[-1]),
+        hidden.reshape(-1, hidden.shape[-1]),
+        scaled_b.t(),
+    )
+    return flat.view(base_out.shape)
+
+
+def low_rank(x: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
+    """Return ``x A^T B^T`` (..., out); shapes as in `add_lora`."""
+    return functional.linear(functional.linear(x, lora_a.to(x.dtype)), lora_b.to(x.dtype))
+
+
+def adapted_row_norms(
+    weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float, squared_norms: Tensor
+) -> Tensor:
+    """Return ||W + s B A|| of each output row without forming the sum.
+
+    ||w + s b A||^2 = ||w||^2 + 2 s b (A w) + s^2 b (A A^T) b^T for a row w of W and b of B.
+
+    Args:
+        weight: (out, in). lora_a: (R, in). lora_b: (out, R).
+        squared_norms: (out,), ||w||^2, which training never changes.
+
+    Returns:
+        (out,) float32.
+    """
+    a, b = lora_a.float(), lora_b.float()
+    cross = functional.linear(weight, lora_a.to(weight.dtype)).float()  # (out, R) = W A^T
+    gram = a @ a.t()  # (R, R)
+    squared = squared_norms + ((2 * scaling) * cross + (scaling * scaling) * (b @ gram)).mul(b).sum(
+        1
+    )
+    return squared.clamp_min(torch.finfo(torch.float32).tiny).sqrt()
