@@ -282,7 +282,7 @@ def _check_starts(
         raise AdapterError(
             f"these starts are not those of this {method.type} adapter",
             found=f"there is none for {missing[0]}" if maker else "it takes none",
-            fix=f"Make them with {maker}(...)." if maker else "Leave starts out.",
+            fix=f"Compute them with {maker}(...)." if maker else "Leave starts out.",
         )
 
 

@@ -149,7 +149,7 @@ def test_a_fresh_adapter_leaves_the_base_unchanged(
 
 def test_without_its_start_it_is_refused_by_the_name_of_what_makes_it() -> None:
     model = FAMILIES["llama"]()
-    with pytest.raises(AdapterError, match=r"Make it with eva_starts\(\.\.\.\)"):
+    with pytest.raises(AdapterError, match=r"Compute them with eva_starts\(\.\.\.\)"):
         attach(model, EVA)
     method, starts = eva_starts(model, EVA, rows())
     starts.pop("model.layers.1.mlp.down_proj")

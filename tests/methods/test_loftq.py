@@ -51,7 +51,7 @@ def test_it_starts_as_the_best_of_its_rank_for_what_was_lost(family: str, kind: 
 
 def test_without_its_start_it_is_refused_by_the_name_of_what_makes_it() -> None:
     _, model = pair("llama")
-    with pytest.raises(AdapterError, match=r"Make it with loftq_starts\(\.\.\.\)"):
+    with pytest.raises(AdapterError, match=r"Compute them with loftq_starts\(\.\.\.\)"):
         attach(model, LOFTQ)
 
 
