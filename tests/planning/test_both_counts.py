@@ -14,8 +14,8 @@ from tests.planning.test_step_estimator import llama
 SHORT, LONG = 128, 512
 BOUNDS: dict[Activations, tuple[float, float]] = {"keep": (0.75, 1.1), "recompute": (0.65, 1.75)}
 """The run's count over the plan's, which is within 1 % of the allocator's. The run sees saved
-tensors, no temporary ones (copies of rows for experts), and takes a block's backward pass to need as
-much again as the block saves: of recomputed ones that is a lot."""
+tensors, no temporary ones (copies of rows for experts), and takes a block's backward pass to need
+as much again as the block saves: of recomputed ones that is a lot."""
 
 
 def of_a_run(measured: Measured, length: int) -> ActivationBytes:
