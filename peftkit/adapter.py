@@ -211,7 +211,7 @@ def attach(
         module.train(model.training)
         _replace(model, path, module)
     if (stream := getattr(model, "block_stream", None)) is not None:
-        stream.move_unstreamed(model)  # made beside weights in main memory
+        stream.move_unstreamed(model)  # the new modules, made in main memory like the weights
     return Adapter(model, method, modules, full)
 
 

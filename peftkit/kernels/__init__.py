@@ -1,1 +1,1 @@
-"""The arithmetic that must be fast, each beside its plain-torch reference."""
+"""The arithmetic that must be fast, each with its plain-torch reference."""

@@ -23,7 +23,7 @@ KINDS = ("int4", "uint8", "fp8", "mxfp4", "nvfp4")
 PAIRED = ("int4", "mxfp4", "nvfp4")
 _WIDE = {2: torch.int32, 4: torch.int64}
 """Bytes of a value -> what holds two of them."""
-PIECE = 1 << 17
+TILE_SIZE = 1 << 17
 """Values that a CPU dequantises at a time."""
 _BLOCKS = tuple(1 << power for power in range(12, 5, -1))
 """Values to a scale that bitsandbytes' kernel of 8 bits takes."""
@@ -97,7 +97,7 @@ def _in_pieces(
     codes, scale = packed.flatten(0, -2), scale.expand(*shape[:-1], -1).flatten(0, -2)
     zeros = None if zero is None else zero.flatten(0, -2)
     is_real = type(packed) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
-    step = max(PIECE // shape[-1], 1) if is_real and packed.device.type == "cpu" else len(out)
+    step = max(TILE_SIZE // shape[-1], 1) if is_real and packed.device.type == "cpu" else len(out)
     for at in range(0, len(out), step):
         part = slice(at, at + step)
         values = _values(codes[part], kind, middle, pairs, wide)

@@ -32,7 +32,7 @@ class Context(NamedTuple):
     cp_rank: int
 
     @property
-    def pieces(self) -> tuple[int, int]:
+    def segments(self) -> tuple[int, int]:
         """The segments of a row on this process, of 2 n."""
         return self.cp_rank, 2 * self.size - 1 - self.cp_rank
 
@@ -42,8 +42,8 @@ class Context(NamedTuple):
         Args:
             length: T, a multiple of 2 n.
         """
-        pieces = torch.arange(length).chunk(2 * self.size)
-        return torch.cat([pieces[number] for number in self.pieces])
+        segments = torch.arange(length).chunk(2 * self.size)
+        return torch.cat([segments[number] for number in self.segments])
 
     def gathered(self, own: Tensor) -> Tensor:
         """Gather (..., L, D) of each process to all tokens (..., T, D), in order."""
@@ -71,7 +71,7 @@ def context_attention(
     both = context.gathered(torch.cat([key, value], dim=-1))
     key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
     outputs = []
-    for number, part in zip(context.pieces, query.chunk(2, dim=2), strict=True):
+    for number, part in zip(context.segments, query.chunk(2, dim=2), strict=True):
         length = part.shape[2]
         end = (number + 1) * length
         outputs.append(

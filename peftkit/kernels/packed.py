@@ -24,7 +24,7 @@ from peftkit.kernels.block_scaled import KINDS, unpack_blocks
 
 BLOCK = 64
 NESTED_BLOCK = 256
-PIECE = 1 << 26
+SLICE_SIZE = 1 << 26
 """Values of an LM head that are unpacked at a time."""
 _CHUNK = 1 << 24  # values quantised at a time: bitsandbytes takes 12 bytes of scratch for each
 
@@ -50,13 +50,13 @@ class PackedFormat(NamedTuple):
 def pack_int8(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return int8 values and fp32 scales (..., 1), whose product is the tensor (..., in)."""
     flat = tensor.reshape(-1, tensor.shape[-1])
-    pieces = []
+    slices = []
     for chunk in flat.split(max(_CHUNK // flat.shape[-1], 1)):
         rows = chunk.float()
         scales = rows.abs().amax(-1, keepdim=True)
         scales = scales.clamp_min_(torch.finfo(torch.float32).tiny) / 127
-        pieces.append(((rows / scales).round_().to(torch.int8), scales))
-    values, scales = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+        slices.append(((rows / scales).round_().to(torch.int8), scales))
+    values, scales = (torch.cat(parts) for parts in zip(*slices, strict=True))
     return values.view(tensor.shape), scales.view(*tensor.shape[:-1], 1)
 
 
@@ -65,11 +65,11 @@ def pack_4bit(tensor: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     flat = tensor.reshape(-1)
     if len(flat) % BLOCK:
         flat = functional.pad(flat, (0, -len(flat) % BLOCK))
-    pieces = [
+    slices = [
         torch.ops.bitsandbytes.quantize_4bit(chunk.view(-1, BLOCK), BLOCK, kind, torch.uint8)
         for chunk in flat.split(_CHUNK)
     ]
-    packed, absmax = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    packed, absmax = (torch.cat(parts) for parts in zip(*slices, strict=True))
     return packed, absmax
 
 
@@ -125,14 +125,14 @@ def unpack_rows(
     return values.view(*rows.shape, width)
 
 
-def pieces_of(
+def slices_of(
     packed: Tensor, scales: tuple[Tensor, ...], form: PackedFormat
 ) -> Iterator[tuple[Tensor, tuple[Tensor, ...], PackedFormat]]:
     """Yield a packed matrix (out, in) in slices of rows that cut no block of scales."""
     out, width = form.shape
     size = BLOCK * NESTED_BLOCK
     aligned = size // math.gcd(width, size)
-    step = max(PIECE // width // aligned, 1) * aligned
+    step = max(SLICE_SIZE // width // aligned, 1) * aligned
     for start in range(0, out, step):
         rows = min(step, out - start)
         part = form._replace(shape=torch.Size((rows, width)))
@@ -149,7 +149,7 @@ def pieces_of(
 def _is_tall(form: PackedFormat) -> bool:
     """Return whether a matrix is large with many more rows than columns, as an LM head."""
     out, width = form.shape[-2:]
-    return form.kind not in KINDS and out >= 8 * width and out * width > PIECE
+    return form.kind not in KINDS and out >= 8 * width and out * width > SLICE_SIZE
 
 
 def absmax_of(scales: tuple[Tensor, ...]) -> Tensor:
@@ -230,11 +230,11 @@ def packed_linear(
     if not (torch.is_grad_enabled() and x.requires_grad) and _has_gemm(x, form, dtype):
         return _gemm_4bit(x, packed, scales, form, bias)
     if _is_tall(form):
-        pieces = list(pieces_of(packed, scales, form))
-        sizes = [part.shape[0] for _, _, part in pieces]
-        biases = [None] * len(pieces) if bias is None else bias.split(sizes)
-        both = zip(pieces, biases, strict=True)
-        return torch.cat([_product(x, piece_bias, *piece, dtype) for piece, piece_bias in both], -1)
+        slices = list(slices_of(packed, scales, form))
+        sizes = [part.shape[0] for _, _, part in slices]
+        biases = [None] * len(slices) if bias is None else bias.split(sizes)
+        both = zip(slices, biases, strict=True)
+        return torch.cat([_product(x, own_bias, *rows, dtype) for rows, own_bias in both], -1)
     return _product(x, bias, packed, scales, form, dtype)
 
 

@@ -122,7 +122,7 @@ class Method(Config, ABC):
     """Whether it supports stacked experts."""
     acts_on_input: ClassVar[bool] = False
     """Whether it acts on the input only and has no target modules."""
-    beside_linear_layers: ClassVar[bool] = False
+    wraps_linear_layers: ClassVar[bool] = False
     """Whether it wraps linear layers and reads no weight outside of their blocks: its base may then
     be sharded over processes."""
     takes_token_rows: ClassVar[bool] = False

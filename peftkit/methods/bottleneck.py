@@ -106,7 +106,7 @@ class BottleneckModule(AdapterModule):
 
 
 class Bottleneck(Method):
-    """Small networks after, or beside, the sublayers of each block."""
+    """Small networks after the sublayers of each block, or parallel to them."""
 
     files: ClassVar[str] = ""
     unmergeable: ClassVar[str] = "it adds layers with a nonlinearity, which no weight can hold"
@@ -117,7 +117,7 @@ class Bottleneck(Method):
     of the last modules of sublayers, with shell wildcards: [layers.0, layers.1.mlp]."""
     style: Literal["houlsby", "pfeiffer", "parallel"] = "pfeiffer"
     """houlsby: after attention and feed-forward; pfeiffer: after feed-forward only;
-    parallel: beside feed-forward."""
+    parallel: on the input of feed-forward, added to its output."""
     reduction: int = Field(default=16, ge=1)
     """Width of the adapter is the model's divided by this; ignored if `size` is given."""
     size: int | None = Field(default=None, ge=1)

@@ -82,7 +82,7 @@ class IA3Linear(AdapterModule):
 class IA3(Method):
     """Learned scaling of keys, values and feed-forward activations."""
 
-    beside_linear_layers: ClassVar[bool] = True
+    wraps_linear_layers: ClassVar[bool] = True
     changes_bias: ClassVar[bool] = True
 
     type: Literal["ia3"] = "ia3"

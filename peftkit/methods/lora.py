@@ -36,7 +36,7 @@ from peftkit.quant.layers import is_quantized
 class LoRA(Method):
     """Low-rank adaptation of linear layers and of stacked experts."""
 
-    beside_linear_layers: ClassVar[bool] = True
+    wraps_linear_layers: ClassVar[bool] = True
     takes_token_rows: ClassVar[bool] = True
     files: ClassVar[str] = "PEFT, vLLM, GGUF, MLX"
     sits_on_stacks: ClassVar[bool] = True

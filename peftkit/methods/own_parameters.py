@@ -211,7 +211,7 @@ class BitFitFormat(PeftFormat[BitFit]):
         if any(tensors[name].count_nonzero() for name in pairs if ".lora_B." in name):
             raise AdapterError(
                 "this LORA adapter uses features that peftkit does not read",
-                found=f"bias: {fields.get('bias')}; biases are trained beside a LoRA",
+                found=f"bias: {fields.get('bias')}; biases are trained too, next to a LoRA",
                 fix="Merge it with the tool that made it.",
             )
         plain = {

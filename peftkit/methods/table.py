@@ -53,8 +53,8 @@ def _typed(value: object) -> Any:
 
 AnyMethod = Annotated[Method, METHODS, BeforeValidator(_typed)]
 
-BESIDE = {"train_fully": "modules_to_save", "token_rows": "trainable_token_indices"}
-"""Fields of all methods, and their names in PEFT's configs."""
+SHARED_FIELDS = {"train_fully": "modules_to_save", "token_rows": "trainable_token_indices"}
+"""Fields that every method has, and their names in PEFT's configs."""
 
 
 def format_of(method: Method) -> PeftFormat[Any]:
@@ -69,13 +69,13 @@ def method_from_peft(fields: Mapping[str, Any]) -> Method:
         AdapterError: No method here reads this kind of adapter.
     """
     fields, peft_type = dict(fields), str(fields.get("peft_type"))
-    beside = {name: fields.pop(theirs, None) or () for name, theirs in BESIDE.items()}
+    shared = {name: fields.pop(theirs, None) or () for name, theirs in SHARED_FIELDS.items()}
     names = _WRITTEN_AS_LORA if peft_type == "LORA" else (peft_type.lower(),)
     for form in (FORMATS[name]() for name in names if name in FORMATS):
         if form.describes(fields):
             try:
                 method = form.read(fields)
-                return type(method)(**dict(method) | beside)
+                return type(method)(**dict(method) | shared)
             except ConfigError as error:
                 raise AdapterError("the adapter's config is not valid", found=str(error)) from error
     readable = sorted({"LORA" if name in _WRITTEN_AS_LORA else name.upper() for name in FORMATS})

@@ -100,7 +100,7 @@ class VeRALinear(AdapterModule):
 class VeRA(Method):
     """Vector-based random matrix adaptation of linear layers."""
 
-    beside_linear_layers: ClassVar[bool] = True
+    wraps_linear_layers: ClassVar[bool] = True
     shared_names: ClassVar[tuple[str, ...]] = ("vera_A", "vera_B")
 
     type: Literal["vera"] = "vera"

@@ -92,7 +92,7 @@ def config_of(recipe: Recipe) -> Any:
 def _may_shard(recipe: Recipe, plan: ExecutionPlan) -> bool:
     """Tell whether the recipe leaves it open to shard the base over the processes."""
     is_open = recipe.train.shard == "auto" and plan.placement == "device"
-    return is_open and plan.num_processes > 1 and recipe.method.beside_linear_layers
+    return is_open and plan.num_processes > 1 and recipe.method.wraps_linear_layers
 
 
 def _may_stream(recipe: Recipe, plan: ExecutionPlan) -> bool:

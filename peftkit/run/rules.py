@@ -119,7 +119,7 @@ def _of_watching(r: Any) -> Iterator[Told]:
 
 def _of_processes(r: Any, processes: int | None) -> Iterator[Told]:
     shards = r.train.shard in SHARDED
-    if shards and not r.method.beside_linear_layers:
+    if shards and not r.method.wraps_linear_layers:
         yield (
             f"train.shard: {r.train.shard} does not go with method.type: {r.method.type}",
             _methods_beside(),
@@ -137,5 +137,5 @@ def _of_processes(r: Any, processes: int | None) -> Iterator[Told]:
 
 
 def _methods_beside() -> str:
-    known = [name for name, kind in METHODS.items() if kind.beside_linear_layers]
+    known = [name for name, kind in METHODS.items() if kind.wraps_linear_layers]
     return f"Methods that do: {', '.join(known)}."

@@ -17,7 +17,7 @@ from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
 from peftkit.execution.environment import gpu_of_size
 from peftkit.kernels import packed as kernel
-from peftkit.kernels.packed import pieces_of, unpack, unpack_rows
+from peftkit.kernels.packed import slices_of, unpack, unpack_rows
 from peftkit.planning.memory import MemoryEstimator
 from peftkit.quant.layers import QuantizedEmbedding, QuantizedLinear, pack
 from peftkit.run.config import Recipe
@@ -62,10 +62,10 @@ def test_rows_and_pieces_are_those_of_the_whole_matrix_to_the_bit(
     whole = unpack(data, *how, torch.float32)
     rows = torch.tensor([[0, 5, 1029], [5, 700, 64]])
     assert torch.equal(unpack_rows(data, *how, torch.float32, rows), whole[rows])
-    monkeypatch.setattr(kernel, "PIECE", 256 * 128)
-    pieces = list(pieces_of(data, *how))
-    assert len(pieces) > 3
-    found = torch.cat([unpack(*piece, torch.float32) for piece in pieces])
+    monkeypatch.setattr(kernel, "SLICE_SIZE", 256 * 128)
+    slices = list(slices_of(data, *how))
+    assert len(slices) > 3
+    found = torch.cat([unpack(*rows, torch.float32) for rows in slices])
     assert torch.equal(found, whole)
 
 

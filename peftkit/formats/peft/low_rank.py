@@ -31,7 +31,7 @@ from peftkit.kernels import svd
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_format import MAGNITUDE, peft_scales
-from peftkit.methods.table import BESIDE, method_from_peft
+from peftkit.methods.table import SHARED_FIELDS, method_from_peft
 from peftkit.model.places import is_linear, linear_shape, walk
 from peftkit.model.roles import linear_role
 from peftkit.model.targets import Site
@@ -78,7 +78,7 @@ def read_low_rank(
     method = method_from_peft(file.fields)
     if not isinstance(method, LoRA):
         raise AdapterError(f"{file.folder} is not a LoRA", found=f"its method is {method.type}")
-    others = [name for name in BESIDE.values() if file.fields.get(name)]
+    others = [name for name in SHARED_FIELDS.values() if file.fields.get(name)]
     if others and not with_head:
         raise AdapterError(
             f"{file.folder} is not only a LoRA",

@@ -19,7 +19,7 @@ from peftkit.files.safe_regex import fullmatches
 from peftkit.files.strict_json import shown
 from peftkit.methods.base import AdapterModule, Method
 from peftkit.methods.modules_to_save import TokenRows, find_rows, named_modules
-from peftkit.methods.table import BESIDE, format_of
+from peftkit.methods.table import SHARED_FIELDS, format_of
 from peftkit.model.places import is_transposed
 from peftkit.model.targets import Site
 
@@ -277,7 +277,7 @@ def _trained_fully(
 
     By PEFT's own rule, which ignores dots. A name may match nothing in this model.
     """
-    names = fields.get(BESIDE["train_fully"]) or ()
+    names = fields.get(SHARED_FIELDS["train_fully"]) or ()
     paths = [
         path
         for path, module in model.named_modules()
