@@ -40,7 +40,7 @@ from peftkit.errors import BaseError, first_few
 from peftkit.events import Listener, Notice, Progress
 from peftkit.kernels.device import trim_malloc
 from peftkit.quant.layers import Packing, pack
-from peftkit.quant.quantize import Job, install_packed, is_turned, not_quantizable
+from peftkit.quant.quantize import Job, install_packed, not_quantizable, stores_transposed
 
 TRIM_BYTES = 1 << 26
 """After so much was loaded, the holes that it left between packed weights are given back."""
@@ -135,7 +135,7 @@ class PackingLoader:
         multiply with this parameter alone.
         """
         job = self._jobs[name][0] if name in self._jobs else None
-        turns = job is not None and is_turned(job[1], job[2])
+        turns = job is not None and stores_transposed(job[1], job[2])
         expected = self._shapes[name]
         shape = expected[::-1] if turns else expected
         if job is None or self._packs or codes.form.shape != shape:
@@ -156,7 +156,7 @@ class PackingLoader:
 
     def _pack(self, name: str, value: Tensor, identity: bytes) -> nn.Parameter:
         (_, module, leaf), kind = self._jobs[name]
-        if is_turned(module, leaf):
+        if stores_transposed(module, leaf):
             value = value.t()
         try:
             packed, packing = pack(

@@ -20,7 +20,7 @@ from peftkit.base.published import check_readable, has_codes, published, scheme_
 from peftkit.base.purpose import CAUSAL_LM, Purpose, head_modules
 from peftkit.base.request import weights_to_pack
 from peftkit.quant.layers import Packing, empty_packed
-from peftkit.quant.quantize import Job, has_plain_forward, install_packed, is_turned
+from peftkit.quant.quantize import Job, has_plain_forward, install_packed, stores_transposed
 
 DEPTHS = (
     *("num_hidden_layers", "num_layers", "num_decoder_layers"),
@@ -173,7 +173,8 @@ def _packed_weights(
         if weight is None or (codes is not None and not has_codes(codes, weight)):
             continue
         if id(weight) not in by_weight:
-            shape = torch.Size(reversed(weight.shape)) if is_turned(module, name) else weight.shape
+            transposed = stores_transposed(module, name)
+            shape = torch.Size(reversed(weight.shape)) if transposed else weight.shape
             with torch.device(device):
                 if codes is not None:
                     packed, form, scales = empty_codes(shape, scheme_of(codes, path))

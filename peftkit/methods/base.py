@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from peftkit.config.schema import Config
 from peftkit.errors import AdapterError, TargetError
@@ -205,7 +206,9 @@ class Method(Config, ABC):
             fix="Leave the experts out of the targets, or use LoRA.",
         )
 
-    def connect(self, model: nn.Module, modules: Mapping[str, AdapterModule]) -> Sequence[Any]:
+    def connect(
+        self, model: nn.Module, modules: Mapping[str, AdapterModule]
+    ) -> list[RemovableHandle]:
         """Add hooks to the model, in which the modules are in place.
 
         Returns:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -144,7 +144,9 @@ class VirtualMethod(Method):
         ours = [module for module in modules.values() if isinstance(module, VirtualTokens)]
         return {PROMPT: ours[0].prompt_embeddings.detach()} if ours else {}
 
-    def connect(self, model: nn.Module, modules: Mapping[str, AdapterModule]) -> Sequence[Any]:
+    def connect(
+        self, model: nn.Module, modules: Mapping[str, AdapterModule]
+    ) -> list[RemovableHandle]:
         (module,) = modules.values()
         assert isinstance(module, VirtualTokens)
         return self.register_hooks(model, self.find_stack(model)[1], module)

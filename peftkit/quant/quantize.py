@@ -82,7 +82,7 @@ def quantize_model(
                 if not path:
                     raise ValueError("it is the whole model; give the model that it is a part of")
                 kind_here = kind if done <= len(layers) else embeddings
-                source = weight.t() if is_turned(module, name) else weight
+                source = weight.t() if stores_transposed(module, name) else weight
                 packed, packing = pack(
                     source.to(device), kind_here, double_quant=double_quant, dtype=compute_dtype
                 )
@@ -176,7 +176,7 @@ def install_packed(
         model.set_submodule(path, replaced[module])
 
 
-def is_turned(module: nn.Module, name: str) -> bool:
+def stores_transposed(module: nn.Module, name: str) -> bool:
     """Return whether a layer stores its weight as (in, out), which is packed as (out, in)."""
     return name == "weight" and is_conv1d(module) and has_plain_forward(module)
 
