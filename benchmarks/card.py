@@ -29,7 +29,6 @@ from torch import Tensor
 from benchmarks import shapes
 from benchmarks.report import table, versions
 from peftkit.adapter import attach
-from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.events import Event, Notice, RunStarted, StepDone
 from peftkit.execution.environment import as_current, free_now
@@ -41,7 +40,7 @@ from peftkit.kernels.fused import RMSNorm
 from peftkit.methods.lora import LoRA
 from peftkit.quant.layers import pack
 from peftkit.quant.quantize import quantize_model
-from peftkit.settings import TrainConfig
+from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.loop import fit
 from peftkit.train.memory.blocks import Blocks

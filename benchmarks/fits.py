@@ -20,7 +20,7 @@ from benchmarks.report import table
 from peftkit.config.schema import from_dict
 from peftkit.execution.environment import gpu_of_size
 from peftkit.planning.memory import MemoryEstimator, Strategy
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
 
 MODELS = ("llama-3.1-8b", "qwen2.5-14b", "qwen2.5-32b", "llama-3-70b")
 CARDS = (6, 8, 12, 16, 24, 48, 80)

@@ -21,12 +21,11 @@ from benchmarks.orders import make_rows
 from peftkit.adapter import attach
 from peftkit.base.load import Base, load_base
 from peftkit.base.locate import locate
-from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.events import Event, StepDone
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.methods.lora import LoRA
-from peftkit.settings import TrainConfig
+from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.loop import fit

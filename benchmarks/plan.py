@@ -22,8 +22,6 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import shapes
 from benchmarks.report import heading, table, versions
 from peftkit.adapter import attach, prepared_for_training
-from peftkit.base.config import BaseConfig
-from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.execution.plan import Activations
 from peftkit.execution.signals import StopRequest
@@ -31,8 +29,8 @@ from peftkit.methods.lora import LoRA
 from peftkit.planning.step_estimator import StepEstimator
 from peftkit.quant.layers import keep_copies, packed_tensors
 from peftkit.quant.quantize import quantize_model
-from peftkit.run.config import Recipe
-from peftkit.settings import TrainConfig
+from peftkit.recipe import Recipe
+from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
 from peftkit.tasks.config import TaskConfig
 from peftkit.train.loop import new_run

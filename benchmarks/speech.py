@@ -27,12 +27,11 @@ import transformers
 
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
-from peftkit.data.load import DataConfig
 from peftkit.events import Event, StepDone
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
-from peftkit.settings import TrainConfig
+from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.transcription import TranscriptionConfig
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.loop import fit

@@ -21,7 +21,7 @@ from peftkit.config.schema import from_dict
 from peftkit.execution.environment import gpu_of_size
 from peftkit.planning.cards import CARDS
 from peftkit.planning.memory import MemoryEstimator
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
 
 LINKS = (8.0, 16.0, 25.0)
 """GB/s from main memory to a card: PCIe 3.0 x16 unpinned, 4.0 x16, 5.0 x16, about."""

@@ -58,7 +58,7 @@ Runs = dict[str, list[dict[str, Any]]]
 def encode(model: str, data: str, num_rows: int, max_length: int) -> list[dict[str, list[int]]]:
     """Return token ids and labels of the first rows."""
     from peftkit.base.load import load_base
-    from peftkit.data.load import DataConfig
+    from peftkit.settings import DataConfig
     from peftkit.tasks.causal_lm import CausalLM
 
     base = load_base(model)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from peftkit.adapter import attach as attach
     from peftkit.base.load import Base as Base
     from peftkit.base.load import load_base as load_base
-    from peftkit.data.load import DataConfig as DataConfig
     from peftkit.errors import AdapterError as AdapterError
     from peftkit.errors import BaseError as BaseError
     from peftkit.errors import CheckpointError as CheckpointError
@@ -71,14 +70,15 @@ if TYPE_CHECKING:
     from peftkit.model.targets import find_roles as find_roles
     from peftkit.planning.plan import Plan as Plan
     from peftkit.planning.plan import plan_run as plan_run
-    from peftkit.recipe import check as check_recipe
-    from peftkit.recipe import run as run_recipe
+    from peftkit.prepared import prepare as prepare_recipe
+    from peftkit.recipe import Recipe as Recipe
+    from peftkit.recipe import load as load_recipe
     from peftkit.report.history import list_runs as list_runs
     from peftkit.report.page import write_report as write_report
-    from peftkit.run.config import Recipe as Recipe
-    from peftkit.run.config import load as load_recipe
-    from peftkit.run.prepare import prepare as prepare_recipe
+    from peftkit.run import check as check_recipe
+    from peftkit.run import run as run_recipe
     from peftkit.serve.server import serve_adapters as serve_adapters
+    from peftkit.settings import DataConfig as DataConfig
     from peftkit.settings import TrainConfig as TrainConfig
     from peftkit.sweeps import sweep as sweep
     from peftkit.tasks.audio_classification import (

@@ -1,135 +1,213 @@
-"""A recipe and its run: the whole story of training an adapter, top to bottom."""
+"""The recipe: everything that `peftkit train` needs to know."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, replace
-from typing import cast
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-from peftkit.base.load import Base
-from peftkit.base.sharding import is_sharded
-from peftkit.config.schema import flat
+from pydantic import Field, model_validator
+
+from peftkit.config import schema
+from peftkit.config.schema import Config
 from peftkit.errors import ConfigError
-from peftkit.events import Event, Listener, Notice, Table, ignore, to_all
-from peftkit.execution.environment import world_size
-from peftkit.execution.signals import Interrupted, stop_requests, stopping_at_once
-from peftkit.execution.state import Result
-from peftkit.execution.world import joined_ranks
-from peftkit.files.disk import check_folder
-from peftkit.inference.evaluate import Metric, TextWatch
-from peftkit.planning.resolve import resolve_plan
-from peftkit.record import RunRecord, facts_writer, metrics_before_training, save_result
-from peftkit.run import rules
-from peftkit.run.config import Recipe
-from peftkit.run.prepare import Prepared, prepare
-from peftkit.tasks.seq2seq import EncoderDecoder
-from peftkit.tasks.token_task import AnswerTask
-from peftkit.train.checkpoints.checkpoint import StartPolicy, locked
-from peftkit.train.checkpoints.manifest import versions
-from peftkit.train.loop import check_output, new_run, train
-from peftkit.train.metrics import require_trackers
+from peftkit.methods.table import METHODS, AnyMethod
+from peftkit.settings import SHARDED, BaseConfig, DataConfig, TrainConfig
+from peftkit.tasks.table import TASKS, AnyTask
 
 
-def run(
-    recipe: Recipe,
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-    allow_changes: Sequence[str] = (),
-    metrics: Mapping[str, Metric] | None = None,
-    base: Base | None = None,
-    on_event: Listener = ignore,
-) -> Result:
-    """Train a recipe's adapter and save it to `train.output_dir`.
+class Recipe(Config):
+    """Everything that `peftkit train` needs to know."""
+
+    task: AnyTask = Field("causal_lm", validate_default=True)
+    """What the model is trained to do: a name, or a section with that name as its type."""
+    base: BaseConfig
+    """The frozen model."""
+    method: AnyMethod = Field({"type": "lora"}, validate_default=True)
+    """The adapter that is trained on it."""
+    data: DataConfig
+    """Rows to train on."""
+    train: TrainConfig = TrainConfig()
+    """How to train."""
+
+    @model_validator(mode="after")
+    def _settings_go_together(self) -> Recipe:
+        self.method.check_quantize(self.base.quantize)
+        check_settings(self)
+        return self
+
+    @property
+    def packs_beside_virtual_tokens(self) -> bool:
+        """Whether rows would share the virtual tokens before them."""
+        packs = self.data.packing and "packing" in self.task.data_fields
+        return self.method.acts_on_input and packs
+
+    @model_validator(mode="after")
+    def _data_suits_the_task(self) -> Recipe:
+        read = {"train", "eval", *self.task.data_fields}
+        for name, field in DataConfig.model_fields.items():
+            if name not in read and getattr(self.data, name) != field.default:
+                users = [task for task, kind in TASKS.items() if name in kind.data_fields]
+                raise ConfigError(
+                    f"data.{name} is not used by the task {self.task.type}.",
+                    found=f"Tasks that use it: {', '.join(users)}.",
+                    fix="Leave it out.",
+                )
+        return self
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe; of one that lies beside an adapter no functions are taken.
 
     Args:
-        recipe: What to do.
-        resume: Continue from the newest valid checkpoint of the output folder.
-        overwrite: Start again in a folder that holds a run already.
-        allow_changes: Dotted keys in which a resumed run may differ from the one it continues.
-        metrics: Of a completion and its reference, by name: measured with train.eval_generate.
-        base: The recipe's base, loaded already, for several runs over it in turn. After a run that
-            returns, it has no adapter again.
-        on_event: Receives the events of peftkit.events as they happen.
+        path: A YAML file.
+        overrides: "section.key=value" each; they go through the same validation.
 
     Raises:
-        PeftkitError: What was asked, what was found, what to do.
-        Interrupted: SIGINT or SIGTERM came; what was reached is saved.
+        ConfigError: Every error at once, each with its file and line.
     """
-    start = StartPolicy(resume, overwrite, allow_changes)
-    rules.check(recipe, world_size())
-    folder = recipe.train.output_dir
-    with joined_ranks() as ranks, ExitStack() as stack:
-        check_output(recipe.train, start)
-        ranks.check_equal_across_ranks(
-            recipe=flat(recipe.model_dump(mode="json")), version=versions(), command=asdict(start)
-        )
-        ranks.check_shared(folder)
-        stack.enter_context(locked(folder))
-        with stopping_at_once("stopped before the first step; what was there is as it was."):
-            before: list[Event] = []
-            early = to_all(before.append, on_event)
-            ready = prepare(recipe, base=base, resume=resume, ranks=ranks, on_event=early)
-            watch = watch_of(recipe, ready, metrics, on_event)
-            base_metrics = {} if resume else metrics_before_training(ready, early)
-        recipe, record = ready.recipe, RunRecord(ready, before)
-        with stop_requests() as stop:
-            run = new_run(
-                ready.base.model,
-                ready.task,
-                ready.train,
-                ready.eval,
-                recipe.train,
-                stop=stop,
-                on_event=to_all(facts_writer(record, on_event), on_event),
-                plan=ready.plan,
-                world=ranks,
-            )
-            weights, identity = record.adapter_folder(), record.identity()
-            result = train(run, start, weights=weights, identity=identity, watch=watch)
-        if result.is_main or is_sharded(ready.base.model):  # then all processes run the model
-            with stop_requests() as stop:
-                result = replace(result, metrics={**base_metrics, **result.metrics})
-                result = save_result(record, result, on_event=on_event)
-            if stop.signum:
-                raise Interrupted(stop.signum, f"all is done; the adapter is in {folder}.")
-        if base is not None:
-            ready.adapter.detach()
-        return result
-
-
-def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> None:
-    """Check all but the training, and show the first rows as the loss sees them.
-
-    Raises:
-        PeftkitError: The first thing that would have stopped the run.
-    """
-    require_trackers(recipe.train.log_to)
-    check_folder(recipe.train.output_dir)
-    plan = resolve_plan(recipe, on_event)
-    ready = prepare(recipe, plan=replace(plan, shard="none"), on_event=on_event)  # one process
-    documents = getattr(ready.train, "documents", ready.train)  # of packed rows, one by one
-    for row in documents[:num_rows]:
-        pieces = tuple(ready.task.spans(row))
-        on_event(Table(f"{row.source}, as the loss sees it", ("", "text"), pieces))
-    num_steps = recipe.train.num_steps(len(ready.train))
-    on_event(Notice(f"Plan: {plan.describe()}."))
-    on_event(Notice(f"All is well: {len(ready.train)} rows, {num_steps} optimizer steps."))
-
-
-def watch_of(
-    recipe: Recipe, ready: Prepared, metrics: Mapping[str, Metric] | None, on_event: Listener
-) -> TextWatch | None:
-    """Return what looks at the model's answers while it trains, if that is asked for."""
-    asked = recipe.train.sample_every or recipe.train.eval_generate
-    if metrics and not recipe.train.eval_generate:
+    found = schema.load(Recipe, Path(path), overrides)
+    functions = [term.use for term in getattr(found.task, "rewards", ()) if term.is_function]
+    is_named_here = any(text.startswith(("task.rewards=", "task=")) for text in overrides)
+    if functions and not is_named_here and (Path(path).parent / "adapter_config.json").exists():
         raise ConfigError(
-            f"--metric {', '.join(metrics)} has no effect.",
-            found="train.eval_generate is not set.",
-            fix="Say how many eval rows are answered: --set train.eval_generate=64",
+            f"the recipe {path} came with an adapter, and names reward functions: these are not "
+            "run unasked.",
+            found=", ".join(functions),
+            fix=f"Name your own: --set 'task.rewards=[{{use: {functions[0]}}}]'",
         )
-    if not asked:
-        return None
-    task = cast("AnswerTask | EncoderDecoder", ready.task)  # see run/rules.py
-    return TextWatch(ready.base, task, ready.eval, recipe.train, metrics, on_event)
+    return found
+
+
+# DOCSTRING of peftkit.recipe: """What does not go together in a recipe, each with its reason and what to do.
+# DOCSTRING of peftkit.recipe:
+# DOCSTRING of peftkit.recipe: Read when a recipe is made, and once more where it is run, with the processes that were launched.
+# DOCSTRING of peftkit.recipe: """
+
+
+LAUNCH = "accelerate launch --num_processes {} -m peftkit_cli train RECIPE.yaml"
+LEAVE_ONE = "Leave one of them out."
+
+
+def check_settings(recipe: Any, processes: int | None = None) -> None:
+    """Make sure that a recipe's settings go together.
+
+    Args:
+        processes: That were launched to run it; None where it is only read.
+
+    Raises:
+        ConfigError: The first two that do not.
+    """
+    for error in broken(recipe, processes):
+        raise error
+
+
+def broken(recipe: Any, processes: int | None = None) -> Iterator[ConfigError]:
+    """Yield what `check_settings` raises, for every two settings that exclude each other."""
+    for asked, found, fix in (*_of_base(recipe), *_of_data(recipe), *_of_watching(recipe)):
+        yield ConfigError(asked, found=found, fix=fix)
+    for asked, found, fix in _of_processes(recipe, processes):
+        yield ConfigError(asked, found=found, fix=fix)
+
+
+Told = tuple[str, str, str]
+"""What was asked, why it does not work, what to do."""
+
+
+def _of_base(r: Any) -> Iterator[Told]:
+    if r.base.placement == "stream" and r.train.gradient_checkpointing is False:
+        yield (
+            "base.placement: stream recomputes activations.",
+            "train.gradient_checkpointing is false, which keeps every block's weights.",
+            "Set it to auto or true, or base.placement: device.",
+        )
+    if r.base.placement == "stream" and r.train.shard in SHARDED:
+        yield (
+            f"base.placement: stream does not go with train.shard: {r.train.shard}.",
+            "Both say where the weights of blocks are.",
+            "Leave one of them out; train.shard: offload keeps parts in main memory.",
+        )
+    asked = f"base.quantize_embeddings: {r.base.quantize_embeddings} is not possible here."
+    if r.base.quantize_embeddings != "none" and r.base.quantize == "none":
+        yield asked, "base.quantize is none.", LEAVE_ONE
+    elif r.base.quantize_embeddings != "none" and (r.base.new_tokens or r.method.token_rows):
+        yield asked, "base.new_tokens or method.token_rows trains rows of it.", LEAVE_ONE
+    if r.base.new_tokens and r.method.start_from:
+        yield (
+            "base.new_tokens does not go with method.start_from.",
+            "The adapter that is gone on with has the rows that it has.",
+            "Leave base.new_tokens out; tokens that the adapter knows are there.",
+        )
+    if r.base.new_tokens and r.method.token_rows:
+        yield (
+            "base.new_tokens says which rows are trained.",
+            "method.token_rows does so too.",
+            LEAVE_ONE,
+        )
+
+
+def _of_data(r: Any) -> Iterator[Told]:
+    if r.packs_beside_virtual_tokens and r.data.packing_is_explicit:
+        yield (
+            f"data.packing does not go with method.type: {r.method.type}.",
+            "Every row of text wants virtual tokens of its own before it.",
+            "Set data.packing: false.",
+        )
+    found = ""
+    if not r.task.takes_parts:
+        tasks = ", ".join(task for task, kind in TASKS.items() if kind.takes_parts)
+        found = f"The task is {r.task.type}; tasks that it goes with: {tasks}."
+    elif r.method.acts_on_input:
+        found = f"method.type: {r.method.type} puts virtual tokens before each row."
+    elif r.data.packing_is_explicit:
+        found = "data.packing is true, and rows in parts hold one document each."
+    if r.train.context_parallel > 1 and found:
+        asked = f"train.context_parallel: {r.train.context_parallel} does not go with this."
+        yield asked, found, LEAVE_ONE
+    if getattr(r.method, "init", "") == "eva" and getattr(r.task, "answers", "") == "teacher":
+        yield (
+            "method.init: eva reads the training rows.",
+            "task.answers is teacher, which gives them their answers afterwards.",
+            "Set another method.init, or task.answers: data.",
+        )
+
+
+def _of_watching(r: Any) -> Iterator[Told]:
+    if r.train.evaluates and not r.data.eval:
+        asked = f"train.{r.train.evaluates[0]} needs eval rows."
+        yield asked, "data.eval is not set.", "Set data.eval, or leave it out."
+    generates = r.train.sample_every or r.train.eval_generate
+    found = "train.sample_every or train.eval_generate is set."
+    if generates and not r.task.writes_text:
+        yield f"the task {r.task.type} writes no text to look at.", found, "Leave it out."
+    if generates and r.train.context_parallel > 1:
+        yield (
+            f"train.context_parallel: {r.train.context_parallel} does not go with text that is "
+            "generated while it trains",
+            found,
+            "Leave it out; peftkit generate and eval do it afterwards.",
+        )
+
+
+def _of_processes(r: Any, processes: int | None) -> Iterator[Told]:
+    shards = r.train.shard in SHARDED
+    if shards and not r.method.beside_linear_layers:
+        yield (
+            f"train.shard: {r.train.shard} does not go with method.type: {r.method.type}",
+            _methods_beside(),
+            "Set train.shard: none, or use one of these.",
+        )
+    if processes is None:
+        return
+    found = "There is one process." if processes == 1 else f"There are {processes} processes."
+    if shards and processes < 2:
+        asked = f"train.shard: {r.train.shard} spreads the base over several processes"
+        yield asked, found, LAUNCH.format(2)
+    if processes % (number := r.train.context_parallel):
+        asked = f"train.context_parallel: {number} takes groups of {number} processes"
+        yield asked, found, LAUNCH.format(number)
+
+
+def _methods_beside() -> str:
+    known = [name for name, kind in METHODS.items() if kind.beside_linear_layers]
+    return f"Methods that do: {', '.join(known)}."

@@ -32,8 +32,8 @@ from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.peft.targets import refused_by_peft
 from peftkit.formats.serving import served_rank
 from peftkit.model.modes import evaluating
-from peftkit.run.config import Recipe
-from peftkit.run.prepare import Prepared
+from peftkit.prepared import Prepared
+from peftkit.recipe import Recipe
 from peftkit.train.checkpoints.manifest import versions
 
 FACTS, RECIPE = "run.json", "recipe.yaml"

@@ -1,7 +1,7 @@
 """A sweep: several runs over one base, one after the other.
 
 The base is loaded once, and rows with equal settings are encoded once. Each member is the run that
-it would be alone (`peftkit.recipe.run`), in a folder of its own below that of the sweep:
+it would be alone (`peftkit.run.run`), in a folder of its own below that of the sweep:
 
     sweep.json          every member's settings, state and losses
     report.html         the curves of all members
@@ -47,11 +47,10 @@ from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.signals import Interrupted, stopping_at_once
 from peftkit.files.disk import new_folder, read_json, writable_folder, write_json
 from peftkit.planning.resolve import resolve_plan
-from peftkit.recipe import run
+from peftkit.recipe import Recipe, check_settings, load
 from peftkit.report.history import is_run
 from peftkit.report.page import REPORT, LiveReport, write_report
-from peftkit.run import rules
-from peftkit.run.config import Recipe, load
+from peftkit.run import run
 from peftkit.train.checkpoints.checkpoint import Checkpoints, StartPolicy, locked
 from peftkit.train.loop import check_output
 
@@ -196,7 +195,7 @@ def sweep(
 
     Raises:
         ConfigError: The members do not have one base.
-        PeftkitError: As `peftkit.recipe.run`, before any member has taken a step.
+        PeftkitError: As `peftkit.run.run`, before any member has taken a step.
         RunError: Every member failed.
         Interrupted: SIGINT or SIGTERM came; all progress is saved.
     """
@@ -240,7 +239,7 @@ def check_members(members: Sequence[Member]) -> Purpose:
     first = members[0]
     shared, purpose = first.recipe.base, _purpose(first)
     for member in members:
-        rules.check(member.recipe, 1)
+        check_settings(member.recipe, 1)
         for key in type(shared).model_fields:
             expected, value = getattr(shared, key), getattr(member.recipe.base, key)
             if value != expected:

@@ -36,7 +36,7 @@ def test_names_are_those_that_type_checkers_see_each_from_where_it_is_defined() 
     (typed,) = [node for node in tree.body if isinstance(node, ast.If)]
     seen = [alias.asname for node in typed.body for alias in getattr(node, "names", ())]
     assert seen == peftkit.__all__
-    assert peftkit.check_recipe.__module__ == "peftkit.recipe"
+    assert peftkit.check_recipe.__module__ == "peftkit.run"
     assert peftkit.load_recipe.__name__ == "load"
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from peftkit.config.schema import from_dict
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
 from peftkit_cli.app import run
 
 ROOT = Path(__file__).parent.parent

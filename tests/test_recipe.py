@@ -11,12 +11,12 @@ import pytest
 import torch
 import transformers
 
-from peftkit import recipe
 from peftkit.config.schema import Config, from_dict
 from peftkit.errors import ConfigError
 from peftkit.events import EvalDone, Event, Notice, RunStarted, Saved, StepDone
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.run.config import Recipe, load
+from peftkit.recipe import Recipe, load
+from peftkit.run import run as run_recipe
 
 ROWS = [
     {"instruction": f"Say {word} {n}.", "output": f"{word} {n}"}
@@ -83,7 +83,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Tra
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Config, "__getattribute__", read)
-        recipe.run(asked, on_event=events.append)
+        run_recipe(asked, on_event=events.append)
     return Trained(asked, settings, events, reads)
 
 
@@ -115,7 +115,7 @@ def test_a_run_learns_and_its_folder_is_an_adapter(trained: Trained) -> None:
 def test_a_quantised_run_is_opened_as_it_was_trained(
     settings: dict[str, Any], quantize: str, tmp_path: Path
 ) -> None:
-    recipe.run(parse(settings, base={"quantize": quantize}, train={"max_steps": 1}))
+    run_recipe(parse(settings, base={"quantize": quantize}, train={"max_steps": 1}))
     assert open_adapter(tmp_path / "run").base.audit.quantized_as == quantize
 
 
@@ -148,8 +148,8 @@ def test_a_resumed_run_ends_where_the_whole_run_does(trained: Trained, tmp_path:
 
     asked = parse(trained.settings, train={"output_dir": str(tmp_path)})
     with pytest.raises(Stopped):
-        recipe.run(asked, on_event=stop)
-    recipe.run(asked, resume=True)
+        run_recipe(asked, on_event=stop)
+    run_recipe(asked, resume=True)
     name = "adapter_model.safetensors"
     whole = trained.recipe.train.output_dir
     assert (whole / name).read_bytes() == (tmp_path / name).read_bytes()
@@ -181,7 +181,7 @@ def test_new_tokens_are_trained_saved_and_there_again_when_it_is_opened(
 ) -> None:
     tokens = ["<think>", "<done>"]
     asked = parse(settings, base={"new_tokens": tokens}, train={"max_steps": 2})
-    recipe.run(asked)
+    run_recipe(asked)
     folder = asked.train.output_dir
     assert (folder / "tokenizer.json").is_file()
     for place in (folder, folder / "checkpoints" / "step-2"):
@@ -207,7 +207,7 @@ def test_packing_that_was_not_asked_for_gives_way(settings: dict[str, Any]) -> N
     settings["method"] = {"type": "prompt_tuning", "num_virtual_tokens": 3}
     events: list[Event] = []
     asked = parse(settings, train={"max_steps": 1})
-    recipe.run(asked, on_event=events.append)
+    run_recipe(asked, on_event=events.append)
     assert [e for e in events if isinstance(e, Notice) and "not packed" in e.text]
     kept = load(asked.train.output_dir / "recipe.yaml")  # and can be trained again
     assert not kept.data.packing

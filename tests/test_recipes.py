@@ -12,7 +12,7 @@ from PIL import Image
 
 from peftkit import Answer
 from peftkit.model.roles import GROUPS, ROLES
-from peftkit.run.config import load
+from peftkit.recipe import load
 from peftkit.tasks.distill.prompt import read_prompt
 from peftkit_cli.about import headline, recipes_folder
 

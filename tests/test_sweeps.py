@@ -17,8 +17,8 @@ from peftkit.errors import ConfigError, OutputError, PeftkitError, TargetError
 from peftkit.events import Event, Notice, Progress, Stage, StepDone, Table
 from peftkit.execution.signals import Interrupted
 from peftkit.formats.peft.folder import named_tensors
-from peftkit.recipe import run
-from peftkit.run.config import load
+from peftkit.recipe import load
+from peftkit.run import run
 from peftkit.sweeps import check_members, grid, pick, sweep
 from tests.families import FAMILIES, tiny_tokenizer
 

@@ -14,18 +14,16 @@ import torch
 from peftkit.adapter import attach
 from peftkit.base import load, store
 from peftkit.base.build import load_model
-from peftkit.base.config import BaseConfig
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.request import request_of
-from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.events import Event, RunStarted, StepDone
 from peftkit.methods.lora import LoRA
 from peftkit.quant import layers
 from peftkit.quant.quantize import quantize_model
-from peftkit.settings import TrainConfig
+from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.loop import fit
 

@@ -16,14 +16,13 @@ from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.base.request import DTYPES
 from peftkit.base.sharding import shard_base
-from peftkit.data.load import DataConfig
 from peftkit.data.pack import IGNORE, Row
 from peftkit.events import Event, Notice, StepDone
 from peftkit.formats.peft.folder import load_adapter
 from peftkit.methods.lora import LoRA
 from peftkit.quant.layers import keep_copies
 from peftkit.quant.quantize import quantize_model
-from peftkit.settings import SHARDED, TrainConfig
+from peftkit.settings import SHARDED, DataConfig, TrainConfig
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig
 from peftkit.tasks.seq2seq import PairRow, Seq2Seq, Seq2SeqConfig

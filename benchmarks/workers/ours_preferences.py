@@ -12,11 +12,10 @@ from torch import nn
 from benchmarks.workers.meter import Meter, read_job, telling_of_memory
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
-from peftkit.data.load import DataConfig
 from peftkit.events import Event, StepDone
 from peftkit.formats.peft.folder import load_adapter
 from peftkit.methods.lora import LoRA
-from peftkit.settings import TrainConfig
+from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.preference.config import PreferenceConfig
 from peftkit.train.loop import fit
 

@@ -13,10 +13,10 @@ from benchmarks.workers.meter import Meter, read_job, telling_of_memory
 from peftkit import run_recipe
 from peftkit.base.load import load_base
 from peftkit.config.schema import from_dict
-from peftkit.data.load import DataConfig
 from peftkit.events import Event, RolledOut, StepDone
 from peftkit.formats.peft.folder import load_adapter
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
+from peftkit.settings import DataConfig
 from peftkit.tasks.on_policy.rewards import RewardTerm
 from peftkit.tasks.on_policy.rows import Group
 from peftkit.tasks.on_policy.task import GRPOConfig

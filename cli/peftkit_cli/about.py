@@ -112,7 +112,7 @@ def quickstart() -> None:
 def schema() -> None:
     """Print the JSON schema of a recipe, for editors."""
     from peftkit.config.schema import json_schema
-    from peftkit.run.config import Recipe
+    from peftkit.recipe import Recipe
 
     typer.echo(json.dumps(json_schema(Recipe), indent=2))
 

@@ -29,7 +29,7 @@ def import_recipe(
     if out.exists():
         raise OutputError(f"'{out}' exists already.", fix="Choose another name with --out.")
     from peftkit.config.schema import dump_yaml, from_dict
-    from peftkit.run.config import Recipe
+    from peftkit.recipe import Recipe
 
     values, lost = converted(read(file), file.parent)
     recipe = from_dict(Recipe, values, str(file))

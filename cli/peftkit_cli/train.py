@@ -16,7 +16,7 @@ from peftkit_cli.about import unknown_recipe_file
 from peftkit_cli.arguments import Overrides, Overwrite, Quiet, Resume, note
 
 if TYPE_CHECKING:
-    from peftkit.run.config import Recipe
+    from peftkit.recipe import Recipe
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="The recipe.")]
 
@@ -58,8 +58,8 @@ def train(
     file = _recipe_file(recipe, run_folder)
     settings = _load(file, [*(overrides or ()), *_output_dir(out)])
     from peftkit.events import to_all
-    from peftkit.recipe import run
     from peftkit.report.page import LiveReport
+    from peftkit.run import run
     from peftkit_cli.render import Renderer
 
     with Renderer(brief=True, quiet=quiet) as screen:
@@ -82,7 +82,7 @@ def check(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False)
     settings = _load(recipe, overrides or ())
     from rich.console import Console
 
-    from peftkit.recipe import check as check_recipe
+    from peftkit.run import check as check_recipe
     from peftkit_cli.render import Renderer
 
     with Renderer(tables=Console(highlight=False), quiet=quiet) as on_event:
@@ -113,7 +113,7 @@ def _recipe_file(recipe: Path | None, run_folder: Path | None) -> Path:
 def _load(path: Path, overrides: list[str] | tuple[str, ...]) -> Recipe:
     if not path.exists():
         raise unknown_recipe_file(path)
-    from peftkit.run.config import load
+    from peftkit.recipe import load
 
     return load(path, overrides)
 

@@ -16,7 +16,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from peftkit.base.config import BaseConfig
 from peftkit.base.fingerprint import fingerprint
 from peftkit.base.gguf import open_gguf, parsed_once
 from peftkit.base.locate import Location
@@ -50,6 +49,7 @@ from peftkit.events import Listener, Notice, Progress, Stage, ignore
 from peftkit.files.disk import alone, new_folder
 from peftkit.quant.layers import Packing
 from peftkit.quant.quantize import adopt_bitsandbytes, quantize_model, tower_paths
+from peftkit.settings import BaseConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from peftkit.base.build import LoadedModel, build, convert
-from peftkit.base.config import BaseConfig
 from peftkit.base.gguf import parsed_once
 from peftkit.base.locate import locate
 from peftkit.base.placement import place_of_weights
@@ -40,6 +39,7 @@ from peftkit.files.tensors import DTYPES as FILE_DTYPES
 from peftkit.files.tensors import open_tensors
 from peftkit.quant.audit import Audit, audit
 from peftkit.quant.layers import keep_copies
+from peftkit.settings import BaseConfig
 
 WORTH_KEEPING = 500_000_000
 """Bytes of a packed base from which on the cache keeps it: seconds of packing."""

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from peftkit.base.config import BaseConfig
 from peftkit.base.locate import Location
 from peftkit.base.pretrained import check_config
 from peftkit.base.purpose import Purpose
 from peftkit.kernels.device import gpu_of
 from peftkit.quant.quantize import Job, quantizable, tower_paths
+from peftkit.settings import BaseConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

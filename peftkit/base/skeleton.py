@@ -13,14 +13,19 @@ from torch import nn
 from transformers import masking_utils
 
 from peftkit.base.codes import empty_codes
-from peftkit.base.config import BaseConfig
 from peftkit.base.locate import Location, locate
 from peftkit.base.pretrained import check_config, explained, quiet, reachable
 from peftkit.base.published import check_readable, has_codes, published, scheme_of
 from peftkit.base.purpose import CAUSAL_LM, Purpose, head_modules
 from peftkit.base.request import weights_to_pack
 from peftkit.quant.layers import Packing, empty_packed
-from peftkit.quant.quantize import Job, has_plain_forward, install_packed, stores_transposed
+from peftkit.quant.quantize import (
+    Job,
+    has_plain_forward,
+    install_packed,
+    stores_transposed,
+)
+from peftkit.settings import BaseConfig
 
 DEPTHS = (
     *("num_hidden_layers", "num_layers", "num_decoder_layers"),

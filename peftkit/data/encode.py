@@ -26,10 +26,11 @@ from peftkit.data.format import (
     parse,
     without_reasoning,
 )
-from peftkit.data.load import FormatName, Record
+from peftkit.data.load import Record
 from peftkit.data.pack import IGNORE, Row, cut_document
 from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import BaseError, DataError
+from peftkit.settings import FormatName
 
 # the prompts of Stanford Alpaca, for tokenizers that know no chat
 ALPACA = (

@@ -25,9 +25,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from peftkit.data.load import FormatName, Record
+from peftkit.data.load import Record
 from peftkit.data.rows import cache_folder
 from peftkit.errors import ConfigError, DataError, did_you_mean, first_few
+from peftkit.settings import FormatName
 
 MAX_SHOWN = 5
 Read = TypeVar("Read")

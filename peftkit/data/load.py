@@ -14,97 +14,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from glob import glob
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import Field
-
-from peftkit.config.schema import Config
-from peftkit.errors import DataError, did_you_mean, first_few, neighbours
+from peftkit.errors import DataError, did_you_mean, neighbours
 from peftkit.files.strict_json import AmbiguousJsonError, strict_decoder
+from peftkit.settings import Source
 
 PART_ROWS = 1_000
-CHAT = ("chat_template", "chat_template_kwargs")
-"""Fields of the data section that say how a conversation becomes text."""
-FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
-
-
-class Source(Config):
-    """One of several training files or data sets."""
-
-    path: str
-    """A file, pattern, folder or data set, as `train`."""
-    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    """How often an epoch has each of its rows; 0.25: every fourth row once."""
-
-
-class DataConfig(Config):
-    """The data, and how its rows become tokens."""
-
-    train: str | tuple[Source, ...]
-    """A .jsonl, .json, .csv, .tsv or .parquet file, a folder or a hub data set: "org/name",
-    "org/name:split", "org/name:config:split", each also with "@revision" after the name; files by a
-    pattern ("data/*.jsonl"); or a list of these: [{path: a.jsonl, weight: 2}, {path: b.jsonl}]."""
-    eval: str | Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Rows to evaluate on: a file or data set; or a share of the training rows, 0.02, split
-    by a hash of the row's content, so that it stays the same when rows are added; null: none."""
-    format: Literal["auto"] | FormatName = "auto"
-    """Format of the rows; auto: by the names of their fields."""
-    max_length: Annotated[int, Field(ge=2)] | None = 1024
-    """Maximum length of a row in tokens, longer ones are truncated; null: the model's maximum."""
-    packing: bool = True
-    """Pack several short rows into one, without attention between them, instead of padding. Where
-    the model cannot do that, true is an error; the default then is false, with a notice."""
-    chat_template: str | None = None
-    """How a conversation becomes text; null: the tokenizer's own template, "chatml": ChatML,
-    else a .jinja file."""
-    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
-    """Variables of the chat template: {enable_thinking: false}. Saved with the adapter, for its
-    prompts."""
-    reasoning: Literal["learn", "context", "drop"] = "learn"
-    """The assistant's reasoning before its answer (reasoning_content, or <think> in its text), as
-    far as the template writes it: trained on, only read before the answer, or left out."""
-    max_pixels: Annotated[int, Field(ge=1)] | None = None
-    """Largest image in pixels; larger ones are scaled down before the model's processor sees them,
-    since their cost grows with their pixels; null: the processor's own limit."""
-    video_frames: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Frames of a video that the model sees, evenly over its length; null: 16."""
-    max_dropped: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Largest share of rows that may be dropped because they have nothing to learn."""
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """The training files and data sets, with patterns replaced by their files.
-
-        Raises:
-            DataError: No file fits a pattern, or the list is empty.
-        """
-        sources = (Source(path=self.train),) if isinstance(self.train, str) else self.train
-        if not sources:
-            raise DataError("data.train names no file.", found="It is an empty list.")
-        return tuple(
-            Source(path=path, weight=source.weight)
-            for source in sources
-            for path in files_of(source.path)
-        )
-
-    @property
-    def train_name(self) -> str:
-        """The training data, in words."""
-        if isinstance(self.train, str):
-            return self.train
-        return first_few([source.path for source in self.train], 4, ", ")
-
-    @property
-    def packing_is_explicit(self) -> bool:
-        """Whether packing is set, and not only true by default."""
-        return self.packing and "packing" in self.model_fields_set
-
-    def without_packing(self) -> DataConfig:
-        """Return the same data with one document in each row."""
-        return self.model_copy(update={"packing": False})
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,24 +31,6 @@ class Record:
 
     fields: Fields
     source: str
-
-
-def files_of(path: str) -> list[str]:
-    """Return the files of a pattern, sorted; a path that is no pattern as it is.
-
-    Raises:
-        DataError: No file fits.
-    """
-    if not any(sign in path for sign in "*?[") or Path(path).expanduser().exists():
-        return [path]
-    files = sorted(glob(str(Path(path).expanduser()), recursive=True))
-    if not files:
-        raise DataError(
-            f"no file fits the pattern '{path}'.",
-            found=f"Looked in {Path.cwd()}.",
-            fix="Write a pattern such as data/*.jsonl, or name the files.",
-        )
-    return files
 
 
 def read_records(where: str | Sequence[Source]) -> list[Record]:

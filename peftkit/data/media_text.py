@@ -48,12 +48,13 @@ from peftkit.data.format import (
     read_each,
     text_of,
 )
-from peftkit.data.load import FormatName, Record
+from peftkit.data.load import Record
 from peftkit.data.media import ANY_MARK, KINDS, MARKS, Media, Picture, media_of
 from peftkit.data.media_processor import MediaProcessor, MediaTemplate, ReadMedia, expanded
 from peftkit.data.pack import IGNORE, Row, cut_document
 from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import DataError
+from peftkit.settings import FormatName
 
 
 @dataclass(frozen=True, slots=True)

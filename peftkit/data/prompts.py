@@ -20,8 +20,9 @@ from peftkit.data.format import (
     first_of,
     parse,
 )
-from peftkit.data.load import FormatName, Record
+from peftkit.data.load import Record
 from peftkit.errors import DataError
+from peftkit.settings import FormatName
 
 OPEN = "\ue000"
 """Placeholder of an answer that a row does not have."""

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from peftkit.data.format import detect
-from peftkit.data.load import FormatName, iterate_records
+from peftkit.data.load import iterate_records
+from peftkit.settings import FormatName
 
 TASKS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("chosen", "rejected"), ("preference", "reward")),

@@ -14,7 +14,6 @@ from typing import Any
 from peftkit.base.load import Base
 from peftkit.base.sharding import is_sharded
 from peftkit.data.encode import Style, prompt_ids, stop_ids
-from peftkit.data.load import DataConfig
 from peftkit.data.pack import IGNORE, Row, last_answer
 from peftkit.errors import DataError, RunError
 from peftkit.events import Listener, Notice, Progress, Sample, Stage, ignore
@@ -23,7 +22,7 @@ from peftkit.inference.engine import OnAnswer, room_left
 from peftkit.inference.generate import decoded, generate_ids
 from peftkit.inference.generate_media import MediaPrompt, complete
 from peftkit.model.modes import evaluating
-from peftkit.settings import TrainConfig
+from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
 from peftkit.tasks.config import TaskConfig

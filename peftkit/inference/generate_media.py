@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from peftkit.data.load import DataConfig
 from peftkit.data.media import Media
 from peftkit.errors import AdapterError
 from peftkit.formats.open_adapter import Opened
@@ -16,6 +15,7 @@ from peftkit.inference.engine import OnAnswer, Request
 from peftkit.inference.generate import decoded
 from peftkit.inference.open_engine import PlainEngine
 from peftkit.inference.sampling import Sampling, seed_of
+from peftkit.settings import DataConfig
 from peftkit.tasks.media_text import MediaText, MediaTextConfig
 
 

@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from peftkit.data.format import full_text, read_each
-from peftkit.data.load import DataConfig, Record, read_records
+from peftkit.data.load import Record, read_records
 from peftkit.errors import AdapterError, DataError
 from peftkit.events import Listener, Progress, Stage, Table, ignore
 from peftkit.formats.open_adapter import Opened
+from peftkit.settings import DataConfig
 from peftkit.tasks.embedding import Embedding
 from peftkit.tasks.reranker import RerankerConfig
 

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from peftkit.data.load import DataConfig, read_records
+from peftkit.data.load import read_records
 from peftkit.errors import AdapterError, DataError
 from peftkit.events import Listener, Saved, Stage, ignore
 from peftkit.files.disk import write_text
 from peftkit.formats.open_adapter import Opened
+from peftkit.settings import DataConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.ctc import CTC
 from peftkit.tasks.transcription import Transcription

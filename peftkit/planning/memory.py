@@ -20,7 +20,7 @@ from peftkit.execution.plan import Activations, ExecutionPlan, Placement, Shard
 from peftkit.planning.cards import LINK, WIRES, card_of
 from peftkit.planning.step_estimator import CountError, StepEstimator, steps_of
 from peftkit.quant.layers import Packing
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
 from peftkit.train.memory.blocks import Blocks
 from peftkit.train.optim import STATE_BYTES
 

@@ -17,7 +17,7 @@ from peftkit.execution.plan import ExecutionPlan
 from peftkit.planning.cards import CARDS, LINK, measured_rate, parse_size
 from peftkit.planning.memory import STEP, DeviceEstimate, MemoryEstimator, Strategy
 from peftkit.planning.resolve import config_of, plan_as_requested
-from peftkit.run.config import Recipe, load
+from peftkit.recipe import Recipe, load
 from peftkit.train.optim import STATE_BYTES
 
 BYTES_PER_TOKEN = 4

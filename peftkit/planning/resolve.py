@@ -21,7 +21,7 @@ from peftkit.execution.environment import Environment, default_device, free_now,
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.world import World
 from peftkit.model.blocks import recomputable_blocks
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
 
 
 def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:

@@ -29,7 +29,7 @@ from peftkit.model.modes import begin_training
 from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.planning.counter import GPU_ROUNDING, Counter
 from peftkit.quant.layers import keep_copies
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.loss import Head, accepted, find_head, token_log_probs, token_loss

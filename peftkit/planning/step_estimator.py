@@ -30,7 +30,7 @@ from peftkit.planning.step import (
     with_method,
 )
 from peftkit.quant.layers import COPY_SHARE, packed_tensors
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
 from peftkit.train.memory.blocks import Blocks
 
 CATEGORIES = ("weights", "adapters", "gradients", "activations")

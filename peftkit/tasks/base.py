@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from peftkit.data.chat import choose_template
 from peftkit.data.encode import STYLES, Style, agreed_style
-from peftkit.data.load import DataConfig, Record
+from peftkit.data.load import Record
 from peftkit.data.pack import LazyRows, View, padded, tokens_of_each, weighted
 from peftkit.data.rows import RowEncoder, StoredRows, encoded
 from peftkit.errors import DataError
@@ -29,7 +29,7 @@ from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.signals import StopRequest
 from peftkit.execution.state import State
 from peftkit.execution.world import World
-from peftkit.settings import TrainConfig
+from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, split_micro_batches
 from peftkit.tasks.length import check_vocabulary

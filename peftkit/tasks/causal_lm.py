@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from peftkit.data.encode import DocumentEncoder
 from peftkit.data.format import FieldNames
-from peftkit.data.load import CHAT, DataConfig
 from peftkit.data.pack import LazyRows, PackedRows
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice
+from peftkit.settings import CHAT, DataConfig
 from peftkit.tasks.isolation import check_causal, check_packing
 from peftkit.tasks.token_task import AnswerConfig, AnswerTask
 

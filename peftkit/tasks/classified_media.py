@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from peftkit.base.purpose import ProblemType, labels_of
 from peftkit.data.format import WrongField, read_each
-from peftkit.data.load import DataConfig, Part, Record, iterate_records
+from peftkit.data.load import Part, Record, iterate_records
 from peftkit.data.media import Media, MediaClass, media_of
 from peftkit.data.rows import EncodedRows, RowEncoder, StoredRows
 from peftkit.errors import DataError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.files.strict_json import shown
+from peftkit.settings import DataConfig
 from peftkit.tasks.batches import BATCH_SIZE
 from peftkit.tasks.labels import FIX, field_of, label_of, number_of, said_in, sorted_names
 from peftkit.tasks.loss import unwrapped

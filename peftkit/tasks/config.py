@@ -16,8 +16,8 @@ from torch import nn
 from peftkit.base.purpose import Processor, Purpose
 from peftkit.config.schema import Config
 from peftkit.data.encode import Style
-from peftkit.data.load import DataConfig
 from peftkit.events import Listener, ignore
+from peftkit.settings import DataConfig
 
 if TYPE_CHECKING:
     from peftkit.tasks.base import Task

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, Processor, Purpose
-from peftkit.data.load import DataConfig, iterate_records
+from peftkit.data.load import iterate_records
 from peftkit.data.media import Audio
 from peftkit.data.rows import StoredRows, tokenizer_key
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, ignore
+from peftkit.settings import DataConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.error_rates import heard_metrics, normalizer_of

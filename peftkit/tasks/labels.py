@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from peftkit.data.format import WrongField, full_text
-from peftkit.data.load import DataConfig, Record, iterate_records
+from peftkit.data.load import Record, iterate_records
 from peftkit.errors import ConfigError, DataError, did_you_mean, first_few
 from peftkit.files.strict_json import shown
+from peftkit.settings import DataConfig
 
 Problem = Literal["single_label", "multi_label", "regression"]
 MAX_LABELS = 10_000

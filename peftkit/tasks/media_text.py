@@ -18,7 +18,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from peftkit.base.purpose import Processor
-from peftkit.data.load import CHAT, DataConfig
 from peftkit.data.media import KINDS, Audio, Limits, Media, MediaClass, Picture
 from peftkit.data.media_processor import MediaProcessor, media_id
 from peftkit.data.media_text import MediaEncoder, MediaRow
@@ -26,6 +25,7 @@ from peftkit.data.pack import IGNORE
 from peftkit.data.rows import StoredRows
 from peftkit.errors import BaseError
 from peftkit.execution.plan import ExecutionPlan
+from peftkit.settings import CHAT, DataConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.isolation import check_causal_answer

@@ -21,10 +21,11 @@ from peftkit.base.purpose import ClassHead, Purpose
 from peftkit.data.chat import Chat
 from peftkit.data.encode import Encoder
 from peftkit.data.format import Completion, Conversation, Example, Instruction, Text, parse
-from peftkit.data.load import CHAT, Record
+from peftkit.data.load import Record
 from peftkit.data.preferences import NOTHING_TO_COMPARE, PAIRS, SIDES, read_pair
 from peftkit.data.rows import Dropped, EncodedRows
 from peftkit.events import Listener, ignore
+from peftkit.settings import CHAT
 from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.texts import (

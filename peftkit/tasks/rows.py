@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from peftkit.data.load import DataConfig
 from peftkit.data.rows import StoredRows
 from peftkit.errors import DataError, first_few
+from peftkit.settings import DataConfig
 
 MAX_NAMED = 5
 NO_TEMPLATE = (

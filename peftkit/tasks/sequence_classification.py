@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, ProblemType, Purpose, labels_of
-from peftkit.data.load import DataConfig, Record
+from peftkit.data.load import Record
 from peftkit.data.rows import StoredRows
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.files.strict_json import shown
+from peftkit.settings import DataConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.labels import (
     Problem,

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from peftkit.base.purpose import labels_of
 from peftkit.data.format import WrongField, texts_of
-from peftkit.data.load import DataConfig, Record
+from peftkit.data.load import Record
 from peftkit.data.rows import StoredRows
 from peftkit.errors import BaseError, DataError
+from peftkit.settings import DataConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.labels import check_names, label_names, list_of, names_in, number_of
 from peftkit.tasks.loss import unwrapped

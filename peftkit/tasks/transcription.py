@@ -18,13 +18,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from peftkit.base.purpose import Processor
-from peftkit.data.load import DataConfig
 from peftkit.data.media import Audio
 from peftkit.data.pack import padded_rows
 from peftkit.data.rows import StoredRows
 from peftkit.events import Listener, Progress, ignore
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.files.disk import read_json, write_json
+from peftkit.settings import DataConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.batches import BATCH_SIZE
 from peftkit.tasks.config import TaskConfig

@@ -17,7 +17,6 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from peftkit.base.build import build, cast
-from peftkit.base.config import BaseConfig
 from peftkit.base.fingerprint import fingerprint
 from peftkit.base.gguf import parsed_once
 from peftkit.base.locate import Location
@@ -25,6 +24,7 @@ from peftkit.base.pretrained import quiet
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.request import request_of
 from peftkit.quant.quantize import quantize_model
+from peftkit.settings import BaseConfig
 from tests.base.test_packing_loader import state_of
 from tests.families import ARCHITECTURES, VOCAB
 

@@ -14,7 +14,6 @@ import transformers
 from torch import nn
 
 from peftkit.base.build import build, cast, load_model
-from peftkit.base.config import BaseConfig
 from peftkit.base.fingerprint import fingerprint
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location
@@ -23,6 +22,7 @@ from peftkit.base.request import BaseRequest, request_of
 from peftkit.errors import BaseError
 from peftkit.quant.audit import audit
 from peftkit.quant.quantize import quantize_model, tower_paths
+from peftkit.settings import BaseConfig
 from tests.families import ARCHITECTURES
 
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ import sys, threading, time
 import torch
 import transformers
 from peftkit.base.build import build
-from peftkit.base.config import BaseConfig
+from peftkit.settings import BaseConfig
 from peftkit.base.request import request_of
 from peftkit.base.locate import Location
 from peftkit.base.purpose import CAUSAL_LM

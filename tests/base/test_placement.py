@@ -13,12 +13,11 @@ from peftkit import LoRA, Recipe, attach, fit, load_base
 from peftkit.base import streaming
 from peftkit.base.load import Base, pack_base
 from peftkit.config.schema import from_dict
-from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.errors import BaseError, ConfigError
 from peftkit.events import Event, Saved
 from peftkit.quant import layers
-from peftkit.settings import TrainConfig
+from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.memory.blocks import Blocks
 from tests.families import ARCHITECTURES, FAMILIES, tiny_tokenizer

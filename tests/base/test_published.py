@@ -16,7 +16,6 @@ from torch import Tensor
 from peftkit.adapter import attach
 from peftkit.base.build import LoadedModel, build
 from peftkit.base.codes import read_codes, unpacked
-from peftkit.base.config import BaseConfig
 from peftkit.base.load import Base, load_base
 from peftkit.base.locate import Location
 from peftkit.base.pretrained import quiet
@@ -35,6 +34,7 @@ from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
 from peftkit.quant.audit import audit
 from peftkit.quant.layers import QuantizedLinear, weight_of
+from peftkit.settings import BaseConfig
 from tests.base.test_quantized import in_mxfp4
 from tests.families import ARCHITECTURES, tiny_tokenizer
 

@@ -13,13 +13,13 @@ import transformers
 from torch import Tensor
 
 from peftkit.base.build import build
-from peftkit.base.config import BaseConfig
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location
 from peftkit.base.pretrained import quiet
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.request import request_of
 from peftkit.quant.quantize import quantize_model
+from peftkit.settings import BaseConfig
 from tests.base.test_packing_loader import state_of
 from tests.families import ARCHITECTURES, tiny_tokenizer
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from peftkit import recipe
 from peftkit.config.schema import from_dict
 from peftkit.errors import BaseError
 from peftkit.events import Event, Notice
 from peftkit.formats.exchange import export_adapter
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.merging.merge import merge
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
+from peftkit.run import run as run_recipe
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 IDS = torch.arange(3, 43)[None]
@@ -45,7 +45,7 @@ def test_an_adapter_and_its_merged_model_keep_the_scaling(
     tmp_path: Path, model_folder: Path
 ) -> None:
     asked = settings(model_folder, tmp_path, YARN)
-    recipe.run(asked)
+    run_recipe(asked)
     opened = open_adapter(tmp_path / "run")
     config = opened.base.model.config
     assert config.max_position_embeddings == 4 * 256
@@ -87,4 +87,4 @@ def test_what_transformers_would_not_take_is_refused(
     scaling: dict[str, Any], words: str, tmp_path: Path, model_folder: Path
 ) -> None:
     with pytest.raises(BaseError, match=words):
-        recipe.run(settings(model_folder, tmp_path, scaling))
+        run_recipe(settings(model_folder, tmp_path, scaling))

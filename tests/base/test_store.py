@@ -16,7 +16,6 @@ import transformers
 
 from peftkit.base import load, store
 from peftkit.base.build import build
-from peftkit.base.config import BaseConfig
 from peftkit.base.load import Base, load_base, pack_base
 from peftkit.base.locate import Location
 from peftkit.base.purpose import ClassHead, Purpose
@@ -27,6 +26,7 @@ from peftkit.errors import RunError
 from peftkit.events import Event, Notice
 from peftkit.files import disk
 from peftkit.quant.audit import audit
+from peftkit.settings import BaseConfig
 from peftkit_cli.app import run
 from tests.base.test_packing_loader import purpose_of, state_of
 from tests.families import ARCHITECTURES

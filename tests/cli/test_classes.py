@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from peftkit import recipe
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
+from peftkit.run import run as run_recipe
 from tests.command_line import Run
 from tests.tasks.classifiers import LABELS, TEXTS, save_base, write_rows, write_texts
 
@@ -26,7 +26,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a base, rows, and an adapter in `out` that classifies them."""
     folder = tmp_path_factory.mktemp("classifier")
     data = write_texts(folder / "rows.jsonl")
-    recipe.run(
+    run_recipe(
         Recipe(
             task="sequence_classification",
             base={"model": str(save_base(folder / "base")), "dtype": "fp32"},

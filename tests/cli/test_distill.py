@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from peftkit.run import questions
-from peftkit.run.config import load
+from peftkit.inference import questions
+from peftkit.recipe import load
 from tests.command_line import Run, write_rows
 
 RULES = "the dog answers\n\n## User\nthe quick fox?\n\n## Assistant\nthe lazy dog\n"

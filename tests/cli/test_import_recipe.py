@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel
 
 from peftkit.config.explain import sections_of
-from peftkit.run.config import Recipe, load
+from peftkit.recipe import Recipe, load
 from peftkit_cli.import_recipe import TABLE
 from tests.command_line import Run
 

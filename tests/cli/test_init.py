@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peftkit.run.config import load
+from peftkit.recipe import load
 from peftkit_cli.init import GOALS, recipe_text
 from tests.command_line import Run, turn, write_rows
 

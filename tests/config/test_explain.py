@@ -9,7 +9,7 @@ import pytest
 
 from peftkit.config.schema import MAX_BYTES, from_dict, load
 from peftkit.errors import ConfigError
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
 from tests.small_recipe import DATA, Whole, read, refuse
 
 

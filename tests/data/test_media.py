@@ -17,10 +17,11 @@ from PIL import Image
 
 from peftkit.data import media
 from peftkit.data.format import Conversation
-from peftkit.data.load import DataConfig, Record, read_records
+from peftkit.data.load import Record, read_records
 from peftkit.data.media import Picture, Video
 from peftkit.data.media_text import parse_with_media
 from peftkit.errors import DataError
+from peftkit.settings import DataConfig
 from peftkit.tasks.media_text import ImageTextConfig
 from tests import vision
 from tests.vision import FAMILIES, png, said, template, tokenizer, write_rows

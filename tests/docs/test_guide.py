@@ -19,11 +19,12 @@ import yaml
 import peftkit
 from peftkit import PeftkitError, load_recipe
 from peftkit.data.format import parse as parse_rows
-from peftkit.data.load import DataConfig, read_records
+from peftkit.data.load import read_records
 from peftkit.data.media_text import parse_with_media
 from peftkit.data.preferences import read_pairs_of, read_verdicts
 from peftkit.data.prompts import read_prompts
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
+from peftkit.settings import DataConfig
 from peftkit.tasks.classified_media import iterate_media
 from peftkit.tasks.labels import text_of
 from peftkit.tasks.speech_rows import read_utterances

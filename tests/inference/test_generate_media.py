@@ -17,11 +17,8 @@ import pytest
 import torch
 from PIL import Image
 
-from peftkit import recipe
 from peftkit.adapter import attach
-from peftkit.base.config import BaseConfig
 from peftkit.base.load import load_base
-from peftkit.data.load import DataConfig
 from peftkit.data.media import Audio, Media, Picture
 from peftkit.errors import AdapterError, DataError
 from peftkit.events import Event, RunStarted, Sampled
@@ -37,7 +34,9 @@ from peftkit.inference.generate_media import (
 )
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
-from peftkit.settings import TrainConfig
+from peftkit.recipe import Recipe
+from peftkit.run import run as run_recipe
+from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.media_text import ImageTextConfig
 from peftkit.train.loop import fit
 from peftkit_cli import app
@@ -129,9 +128,9 @@ def data(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
 SAMPLED: dict[str, Any] = {"sample_every": 24, "eval_every": 24, "eval_generate": 3}
 
 
-def settings_of(case: Case, base: Path, data: Path, out: Path, **train: Any) -> recipe.Recipe:
+def settings_of(case: Case, base: Path, data: Path, out: Path, **train: Any) -> Recipe:
     given = {"max_steps": 24, "batch_size": 3, "learning_rate": 0.02, "save_every": 16}
-    return recipe.Recipe(
+    return Recipe(
         task=FAMILIES[case.family].config(),
         base=BaseConfig(model=str(base), dtype="fp32"),
         method=LoRA(rank=4, targets=("attention", "ffn", "projector")),
@@ -148,7 +147,7 @@ def run_folder(
     out = tmp_path_factory.mktemp("runs") / "colours"
     events: list[Event] = []
     settings = settings_of(case, base_folder, data, out, **SAMPLED)
-    recipe.run(settings, on_event=events.append)
+    run_recipe(settings, on_event=events.append)
     (started,) = [event for event in events if isinstance(event, RunStarted)]
     assert "no packing or sharing" in started.paths
     samples = [event.samples for event in events if isinstance(event, Sampled)]
@@ -195,7 +194,7 @@ def test_a_resumed_run_ends_as_one_never_stopped(
     shutil.copytree(run_folder, half)
     shutil.rmtree(half / "checkpoints" / "step-24")
     (half / "adapter_model.safetensors").unlink()
-    recipe.run(settings_of(case, base_folder, data, half, **SAMPLED), resume=True)
+    run_recipe(settings_of(case, base_folder, data, half, **SAMPLED), resume=True)
     whole, again = ((p / "adapter_model.safetensors").read_bytes() for p in (run_folder, half))
     assert whole == again
 

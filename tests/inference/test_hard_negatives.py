@@ -11,13 +11,13 @@ import torch
 from transformers import BertModel
 from typer.testing import CliRunner
 
-from peftkit import recipe
 from peftkit.base.load import load_base
 from peftkit.errors import AdapterError, DataError
 from peftkit.formats.open_adapter import Opened, open_adapter
 from peftkit.inference import hard_negatives
 from peftkit.inference.hard_negatives import HardNegatives, embedded, find_hard_negatives
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
+from peftkit.run import run as run_recipe
 from peftkit_cli.app import app
 from tests.families import ARCHITECTURES
 from tests.tasks.classifiers import framing_tokenizer, write_rows
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data": {"train": write_rows(made / "rows.jsonl", PAIRS), "max_length": 64},
         "train": {"output_dir": str(made / "run"), "max_steps": 2},
     }
-    recipe.run(Recipe(**told))
+    run_recipe(Recipe(**told))
     return made
 
 
@@ -60,7 +60,7 @@ def found(opened: Opened, folder: Path, rows: list[dict[str, str]], **asked: Any
 def by_definition(
     opened: Opened, rows: list[dict[str, str]], number: int, margin: float
 ) -> list[list[str]]:
-    from peftkit.data.load import DataConfig
+    from peftkit.settings import DataConfig
 
     task: Any = opened.task.on(opened.base.model, opened.base.processor, DataConfig(train=""))
     texts = list(dict.fromkeys(row["positive"] for row in rows))

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from peftkit import recipe
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
 from peftkit.events import Event, StepDone
 from peftkit.formats.peft.folder import read_adapter
-from peftkit.run.config import Recipe
-from peftkit.run.prepare import prepare
+from peftkit.prepared import prepare
+from peftkit.recipe import Recipe
+from peftkit.run import run as run_recipe
 
 ROWS = [
     {"instruction": f"Say {word} {number}.", "output": f"{word} {number}"}
@@ -72,16 +72,16 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(
         folder.mkdir()
         asked.append(parse(folder, model_folder, method, **base))
     losses: list[float] = []
-    recipe.run(asked[0], on_event=lambda e: losses.append(getattr(e, "loss", float("nan"))))
+    run_recipe(asked[0], on_event=lambda e: losses.append(getattr(e, "loss", float("nan"))))
     with pytest.raises(Stopped):
-        recipe.run(asked[1], on_event=stop_after_step_3)
+        run_recipe(asked[1], on_event=stop_after_step_3)
 
     def made_again(*args: object, **kwargs: object) -> None:
         raise AssertionError("a resumed run has its start already")
 
-    monkeypatch.setattr("peftkit.run.prepare.init_from_rows", made_again)
-    monkeypatch.setattr("peftkit.run.prepare.loftq_starts", made_again)
-    recipe.run(asked[1], resume=True)
+    monkeypatch.setattr("peftkit.prepared.init_from_rows", made_again)
+    monkeypatch.setattr("peftkit.prepared.loftq_starts", made_again)
+    run_recipe(asked[1], resume=True)
     whole, stopped = (folder / "run" / "adapter_model.safetensors" for folder in folders)
     assert whole.read_bytes() == stopped.read_bytes()
     saved = read_adapter(folders[1] / "run").method

@@ -15,14 +15,13 @@ from torch.optim import optimizer
 from torch.utils.checkpoint import checkpoint
 
 from peftkit.adapter import Adapter, attach
-from peftkit.data.load import DataConfig
 from peftkit.events import StepDone
 from peftkit.kernels.lora import Layer, grouped_lora_linear
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRAGroup, LoRALinear, refresh_groups
 from peftkit.quant.layers import keep_copies
 from peftkit.quant.quantize import quantize_model
-from peftkit.settings import TrainConfig
+from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.loop import fit
 from tests.families import ARCHITECTURES

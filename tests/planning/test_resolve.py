@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks import shapes
 from peftkit import recipe as story
-from peftkit.base.config import BaseConfig
+from peftkit import run as story
 from peftkit.config.schema import from_dict
 from peftkit.events import Event, Notice
 from peftkit.execution.environment import GPU_SHARE, Environment, gpu_of_size
@@ -24,7 +24,8 @@ from peftkit.planning import resolve
 from peftkit.planning.memory import MemoryEstimator
 from peftkit.planning.resolve import config_of, resolve_plan
 from peftkit.planning.step_estimator import CountError
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
+from peftkit.settings import BaseConfig
 from tests.families import tiny_tokenizer
 from tests.planning.test_step_estimator import llama
 from tests.simulated_gpu.simulation import simulated

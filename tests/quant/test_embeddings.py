@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 
-from peftkit.base.config import BaseConfig
 from peftkit.base.load import load_base
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.skeleton import packed_skeleton, weight_bytes
@@ -20,7 +19,8 @@ from peftkit.kernels import packed as kernel
 from peftkit.kernels.packed import slices_of, unpack, unpack_rows
 from peftkit.planning.memory import MemoryEstimator
 from peftkit.quant.layers import QuantizedEmbedding, QuantizedLinear, pack
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
+from peftkit.settings import BaseConfig
 from tests.families import tiny_tokenizer
 
 KINDS = ("nf4", "fp4", "int8")

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from peftkit import recipe
 from peftkit.config.schema import from_dict
 from peftkit.errors import CheckpointError, DataError
 from peftkit.events import Event, Notice, StepDone
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
+from peftkit.run import run as run_recipe
 from tests.command_line import Run
 
 TENSORS = "adapter_model.safetensors"
@@ -37,14 +37,14 @@ def stop_after(step: int) -> Callable[[Event], None]:
 def with_bos(asked: Recipe) -> Recipe:
     """A recipe whose run broke off after its third checkpoint."""
     with pytest.raises(Stopped):
-        recipe.run(asked, on_event=stop_after(3))
+        run_recipe(asked, on_event=stop_after(3))
     return asked
 
 
 def refusal(asked: Recipe, **kwargs: object) -> list[str]:
     """Return the differences with which a resume is refused."""
     with pytest.raises(CheckpointError, match="cannot resume") as caught:
-        recipe.run(asked, resume=True, **kwargs)  # type: ignore[arg-type]
+        run_recipe(asked, resume=True, **kwargs)  # type: ignore[arg-type]
     return caught.value.found.splitlines()
 
 
@@ -80,7 +80,7 @@ def test_other_rows_are_refused_and_can_be_allowed(with_bos: Recipe) -> None:
     (line,) = refusal(with_bos)
     assert line.startswith('rows.train: "sha256:')
     events: list[Event] = []
-    recipe.run(with_bos, resume=True, allow_changes=["rows"], on_event=events.append)
+    run_recipe(with_bos, resume=True, allow_changes=["rows"], on_event=events.append)
     notices = [event.text for event in events if isinstance(event, Notice)]
     assert any("No exact continuation" in text and "rows.train" in text for text in notices)
 
@@ -167,16 +167,16 @@ def test_wishes_that_would_be_ignored_are_refused(
     kwargs: dict[str, object], message: str, with_bos: Recipe
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
-        recipe.run(with_bos, **kwargs)  # type: ignore[arg-type]
+        run_recipe(with_bos, **kwargs)  # type: ignore[arg-type]
 
 
 def test_overwriting_deletes_nothing_before_the_new_run_can_begin(
     with_bos: Recipe, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError):
-        recipe.run(changed(with_bos, data={"train": "nowhere.jsonl"}), overwrite=True)
+        run_recipe(changed(with_bos, data={"train": "nowhere.jsonl"}), overwrite=True)
     assert (tmp_path / "run" / "checkpoints" / "step-3" / "MANIFEST.json").exists()
-    recipe.run(with_bos, resume=True)
+    run_recipe(with_bos, resume=True)
 
 
 def test_the_manifest_proves_recipe_data_base_and_place(with_bos: Recipe, tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from peftkit import recipe
 from peftkit.errors import BaseError
 from peftkit.events import Event, Progress, Saved, Stage, Table
 from peftkit.execution.signals import Interrupted, stopping_at_once
 from peftkit.formats.continued import AdapterFolder
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
+from peftkit.run import run as run_recipe
 from tests.command_line import start
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
@@ -51,24 +51,24 @@ def test_a_signal_before_the_first_step_ends_the_run_and_leaves_nothing_half_wri
     moment: str, number: signal.Signals, asked: Recipe, tmp_path: Path
 ) -> None:
     with pytest.raises(Interrupted, match="before the first step") as caught:
-        recipe.run(asked, on_event=signal_at(MOMENTS[moment], number))
+        run_recipe(asked, on_event=signal_at(MOMENTS[moment], number))
     assert caught.value.exit_code == 128 + number
     files = [path.name for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert files == ["run"]  # its lock
-    recipe.run(asked.model_copy(update={"train": asked.train.model_copy(update={"max_steps": 1})}))
+    run_recipe(asked.model_copy(update={"train": asked.train.model_copy(update={"max_steps": 1})}))
 
 
 def test_a_signal_before_the_first_step_of_a_resume_leaves_the_checkpoints(
     asked: Recipe, tmp_path: Path
 ) -> None:
     with pytest.raises(Interrupted):
-        recipe.run(asked, on_event=signal_at(lambda e: isinstance(e, Saved), signal.SIGTERM))
+        run_recipe(asked, on_event=signal_at(lambda e: isinstance(e, Saved), signal.SIGTERM))
     before = sorted((tmp_path / "run").rglob("*"))
     stop = signal_at(MOMENTS["reading the data"], signal.SIGTERM)
     with pytest.raises(Interrupted, match="before the first step"):
-        recipe.run(asked, resume=True, on_event=stop)
+        run_recipe(asked, resume=True, on_event=stop)
     assert sorted((tmp_path / "run").rglob("*")) == before
-    recipe.run(asked, resume=True)
+    run_recipe(asked, resume=True)
 
 
 def swallow() -> None:
@@ -108,7 +108,7 @@ def test_a_signal_while_the_adapter_is_written_waits_until_it_is(
 
     monkeypatch.setattr(AdapterFolder, "save", interrupted_save)
     with pytest.raises(Interrupted, match="the adapter is in") as caught:
-        recipe.run(asked)
+        run_recipe(asked)
     assert caught.value.exit_code == 128 + number
     assert (tmp_path / "run" / "README.md").exists()
     open_adapter(tmp_path / "run")

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from peftkit import recipe
 from peftkit.errors import OutputError
 from peftkit.events import Event, Notice, Saved
 from peftkit.formats.open_adapter import open_adapter
+from peftkit.recipe import Recipe, load
 from peftkit.record import RunRecord
-from peftkit.run.config import Recipe, load
+from peftkit.run import run as run_recipe
 from peftkit_cli.render import Renderer
 from tests.train.children import exit_code, start
 
@@ -37,7 +37,7 @@ def test_a_card_that_cannot_be_made_costs_one_notice(
 ) -> None:
     monkeypatch.setattr(RunRecord, "card", fail)
     events: list[Event] = []
-    recipe.run(asked, on_event=events.append)
+    run_recipe(asked, on_event=events.append)
     (text,) = notices(events)
     assert text.startswith("README.md was not written")
     assert "the service is down" in text
@@ -49,7 +49,7 @@ def test_a_paper_that_cannot_be_written_costs_one_notice(asked: Recipe, tmp_path
     name = "recipe.yaml"
     (tmp_path / "run" / name).mkdir(parents=True)
     events: list[Event] = []
-    recipe.run(asked, on_event=events.append)
+    run_recipe(asked, on_event=events.append)
     (text,) = notices(events)
     assert text.startswith(f"{name} was not written")
     open_adapter(tmp_path / "run")
@@ -61,10 +61,10 @@ def test_an_adapter_that_cannot_be_written_can_be_had_by_resuming(
     place = tmp_path / "run" / "adapter_config.json"
     place.mkdir(parents=True)
     with pytest.raises(OutputError, match=r"adapter_config\.json"):
-        recipe.run(asked)
+        run_recipe(asked)
     open_adapter(tmp_path / "run" / "checkpoints" / "step-6")
     place.rmdir()
-    recipe.run(asked, resume=True)
+    run_recipe(asked, resume=True)
     open_adapter(tmp_path / "run")
 
 
@@ -80,7 +80,7 @@ def test_a_screen_that_goes_away_costs_only_what_it_would_have_shown(
     with os.fdopen(number, "w", buffering=1) as stream:
         monkeypatch.setattr(sys, "stderr", stream)
         with Renderer() as on_event:
-            recipe.run(asked, on_event=on_event)
+            run_recipe(asked, on_event=on_event)
         print("a last word", file=sys.stderr)
     open_adapter(tmp_path / "run")
 
@@ -91,7 +91,7 @@ def train_slowly(path: str) -> None:
     def pause(event: Event) -> None:
         time.sleep(0.02)
 
-    recipe.run(load(path), on_event=pause)
+    run_recipe(load(path), on_event=pause)
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_a_recipe_killed_at_any_moment_ends_with_the_same_adapter(
 ) -> None:
     """PEFTKIT_KILLS=50 pytest tests/reliability -k killed: for longer."""
     train = asked.train.model_copy(update={"output_dir": tmp_path / "whole"})
-    recipe.run(asked.model_copy(update={"train": train}))
+    run_recipe(asked.model_copy(update={"train": train}))
     child = start(train_slowly, str(recipe_file))
     while not (tmp_path / "run" / "checkpoints" / "step-1").exists():
         assert child.is_alive()
@@ -109,6 +109,6 @@ def test_a_recipe_killed_at_any_moment_ends_with_the_same_adapter(
     time.sleep(random.Random(moment).uniform(0, 0.5))
     child.kill()
     assert exit_code(child) in (0, -signal.SIGKILL)
-    recipe.run(asked, resume=True)
+    run_recipe(asked, resume=True)
     ended = (tmp_path / "run" / TENSORS).read_bytes()
     assert ended == (tmp_path / "whole" / TENSORS).read_bytes()

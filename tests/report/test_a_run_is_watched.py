@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from peftkit import recipe
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError, DataError, RunError
 from peftkit.events import EvalDone, Event, Notice, RunStarted, Sampled, StepDone
 from peftkit.inference import evaluate
+from peftkit.recipe import Recipe
 from peftkit.report.history import RunFacts
 from peftkit.report.page import write_report
-from peftkit.run.config import Recipe
+from peftkit.run import run as run_recipe
 from peftkit_cli.train import _function
 
 ROWS = [
@@ -49,7 +49,7 @@ def run(settings: dict[str, Any], out: Path, **train: Any) -> list[Event]:
     more = {name: train.pop(name) for name in ("metrics", "resume") if name in train}
     whole = {**settings, "train": {**settings["train"], "output_dir": str(out), **train}}
     asked = from_dict(Recipe, whole, "test")
-    recipe.run(asked, on_event=events.append, **more)
+    run_recipe(asked, on_event=events.append, **more)
     return events
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
-from peftkit.run.config import Recipe
-from peftkit.run.rules import broken, check
+from peftkit.recipe import Recipe, broken, check
 
 PLAIN: dict[str, dict[str, Any]] = {"base": {"model": "x"}, "data": {"train": "rows.jsonl"}}
 READ: tuple[tuple[str, dict[str, Any]], ...] = (

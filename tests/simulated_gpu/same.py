@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from benchmarks import shapes
 from peftkit.adapter import Adapter, attach
-from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.events import EvalDone, Event, Notice, RunStarted, StepDone
 from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
-from peftkit.settings import TrainConfig
+from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.loop import fit
 from tests.families import FAMILIES

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from benchmarks import shapes
-from peftkit.data.load import DataConfig
 from peftkit.events import Event, RunStarted, StepDone
 from peftkit.kernels import varlen
-from peftkit.recipe import run
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
+from peftkit.run import run
+from peftkit.settings import DataConfig
 from peftkit.tasks.causal_lm import CausalLM
 from tests.families import ARCHITECTURES
 from tests.simulated_gpu.same import make_rows

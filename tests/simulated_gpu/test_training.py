@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from peftkit import recipe
 from peftkit.methods.base import Method
 from peftkit.methods.bottleneck import Bottleneck
 from peftkit.methods.dora import DoRA
@@ -19,7 +18,8 @@ from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.methods.vera import VeRA
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
+from peftkit.run import run as run_recipe
 from tests.families import ARCHITECTURES
 from tests.listening import QWEN2_AUDIO, SPOKEN
 from tests.listening import write_rows as write_sounds
@@ -222,9 +222,9 @@ def test_every_task_runs_from_recipe_to_adapter(task: str, tmp_path: Path) -> No
     }
     make: Any = made.get(task) or partial(recipe_for, task)
     asked, expected, found = make(tmp_path), Heard(), Heard()
-    on_cpu = recipe.run(asked, on_event=expected)
+    on_cpu = run_recipe(asked, on_event=expected)
     with simulated():
-        on_card = recipe.run(asked, overwrite=True, on_event=found)
+        on_card = run_recipe(asked, overwrite=True, on_event=found)
     assert_same(found, expected)
     same = {n: v for n, v in on_cpu.metrics.items() if n.startswith("eval_")}
     assert same

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 
-from peftkit import recipe
 from peftkit.base.load import load_base
 from peftkit.errors import BaseError, RunError
 from peftkit.formats.open_adapter import open_adapter
@@ -20,6 +19,7 @@ from peftkit.inference.generate import generate
 from peftkit.inference.generate import stream as stream_ids
 from peftkit.merging.merge import merge
 from peftkit.methods.lora_linear import LoRALinear
+from peftkit.run import run as run_recipe
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
 from tests.simulated_gpu.test_training import recipe_for
@@ -32,7 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter that has learnt something, trained on a CPU. Do not write into it."""
     folder = tmp_path_factory.mktemp("trained")
     asked = recipe_for("causal_lm", folder)
-    return Path(recipe.run(asked).checkpoint).parents[1]
+    return Path(run_recipe(asked).checkpoint).parents[1]
 
 
 def opened(folder: Path, **how: Any) -> Any:
@@ -131,7 +131,7 @@ def test_a_quantised_base_is_merged_on_the_card(trained: Path, tmp_path: Path) -
         }
     )
     with simulated():
-        recipe.run(asked)
+        run_recipe(asked)
         merged = merge(found, tmp_path / "merged", from_quantized=True)
     assert merged.agreement is not None
     assert torch.isfinite(torch.tensor(merged.agreement.max_difference))

@@ -13,8 +13,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from peftkit.base.load import Base, load_base
-from peftkit.data.load import DataConfig
 from peftkit.events import Event
+from peftkit.settings import DataConfig
 from peftkit.tasks.config import TaskConfig
 from tests.families import ARCHITECTURES, BOS, EOS, tiny_tokenizer
 

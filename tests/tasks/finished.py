@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from peftkit.config import schema
 from peftkit.events import Event, Stage
-from peftkit.recipe import run
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
+from peftkit.run import run
 
 WEIGHTS = "adapter_model.safetensors"
 Kind = TypeVar("Kind", bound=Event)

@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from peftkit.data.encode import Style, prompt_ids
-from peftkit.data.load import DataConfig
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Notice, Progress, Stage, Table
+from peftkit.settings import DataConfig
 from peftkit.tasks.causal_lm import CausalLM
 
 Tokenizer = PreTrainedTokenizerFast

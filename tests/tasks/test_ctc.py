@@ -12,15 +12,15 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from peftkit import recipe
 from peftkit.base.load import BaseConfig, load_base
-from peftkit.data.load import DataConfig
 from peftkit.errors import DataError
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
-from peftkit.settings import TrainConfig
+from peftkit.recipe import Recipe
+from peftkit.run import run as run_recipe
+from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.audio_classification import AudioClassificationConfig
 from peftkit.tasks.ctc import CTC, CTCConfig
 from peftkit.tasks.hearing import ShortSound
@@ -125,8 +125,8 @@ def test_a_new_vocabulary_is_learnt_measured_merged_and_opened(
 ) -> None:
     made = made_of(family)
     base, run = saved(tmp_path / "base", made), tmp_path / "run"
-    result = recipe.run(
-        recipe.Recipe(
+    result = run_recipe(
+        Recipe(
             base=BaseConfig(model=str(base), dtype="fp32"),
             data=DataConfig(train=str(rows), eval=str(rows)),
             method=LoRA(rank=8, targets=("all-linear",)),
@@ -170,8 +170,8 @@ def test_sounds_are_told_by_their_labels(tmp_path: Path) -> None:
     base = saved(
         tmp_path / "base", wav2vec2("ForSequenceClassification", feat_extract_norm="layer")
     )
-    result = recipe.run(
-        recipe.Recipe(
+    result = run_recipe(
+        Recipe(
             base=BaseConfig(model=str(base), dtype="fp32"),
             data=DataConfig(train=str(folder), eval=str(folder)),
             method=LoRA(rank=4),

@@ -18,8 +18,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from peftkit.data.load import DataConfig
 from peftkit.kernels import varlen
+from peftkit.settings import DataConfig
 from peftkit.tasks import attention, attention_kernels, unpadding
 from peftkit.tasks.attention import MaskKind, TrainingAttention, kind_of
 from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow

@@ -15,15 +15,15 @@ from torch.nn.functional import cross_entropy, normalize
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.config import schema
-from peftkit.data.load import DataConfig
 from peftkit.errors import BaseError, DataError
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
 from peftkit.inference.predict import predict_file
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
-from peftkit.recipe import run
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
+from peftkit.run import run
+from peftkit.settings import DataConfig
 from peftkit.tasks.embedding import Embedding, EmbeddingConfig
 from peftkit.tasks.pooling import pooling_of
 from tests.families import ARCHITECTURES

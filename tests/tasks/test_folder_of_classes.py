@@ -12,7 +12,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from peftkit import recipe
 from peftkit.config.schema import json_schema
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Event, Table
@@ -21,8 +20,9 @@ from peftkit.formats.open_adapter import Opened, open_adapter
 from peftkit.inference.evaluate import evaluate
 from peftkit.inference.predict import predict
 from peftkit.merging.merge import merge
-from peftkit.run.config import Recipe
-from peftkit.run.prepare import prepare
+from peftkit.prepared import prepare
+from peftkit.recipe import Recipe
+from peftkit.run import run as run_recipe
 from peftkit.tasks.sequence_classification import SequenceClassificationConfig
 from tests.tasks.classifiers import LABELS, TAGS, TEXTS, save_base, write_texts, write_words
 
@@ -79,7 +79,7 @@ def logits(model: Any, opened: Opened) -> Tensor:
 @pytest.mark.parametrize(("task", "family"), PAIRS, ids=lambda value: value[:8])
 def test_trained_head_is_saved_opened_again_and_loaded_by_peft(task, family, tmp_path) -> None:
     asked = settings(tmp_path, task, family)
-    result = recipe.run(asked)
+    result = run_recipe(asked)
     assert result.metrics["eval_accuracy"] >= 0.8  # rows learnt by heart
     opened = open_adapter(tmp_path / "out")
     assert opened.task.labels == (LABELS if task == SEQUENCE else TAGS)
@@ -100,7 +100,7 @@ def test_trained_head_is_saved_opened_again_and_loaded_by_peft(task, family, tmp
 
 
 def test_pefts_auto_class_finds_base_and_head(tmp_path) -> None:
-    recipe.run(settings(tmp_path, SEQUENCE))
+    run_recipe(settings(tmp_path, SEQUENCE))
     opened = open_adapter(tmp_path / "out")
     theirs = peft.AutoPeftModelForSequenceClassification.from_pretrained(
         tmp_path / "out", num_labels=3, dtype=torch.float32
@@ -141,7 +141,7 @@ def test_the_head_is_trained_beside_every_method(kind, tmp_path) -> None:
     how = {"ia3": {"targets": ["k", "v"]}, "ln_tuning": {}}.get(kind, {"targets": ["q", "v"]})
     asked = Recipe(**{**asked.model_dump(), "method": {"type": kind, **how}})
     seen: list[Event] = []
-    result = recipe.run(asked, on_event=seen.append)
+    result = run_recipe(asked, on_event=seen.append)
     opened = open_adapter(tmp_path / "out")
     for head in ("bert.pooler", "classifier"):
         assert any(path.startswith(head) for path in opened.adapter.full), head
@@ -155,7 +155,7 @@ def test_disabled_is_the_base_with_its_new_head(tmp_path) -> None:
     asked = settings(tmp_path, SEQUENCE)
     fresh = prepare(asked)
     before = logits(fresh.base.model, Opened(fresh.base, fresh.adapter, None, fresh.settings))
-    recipe.run(asked)
+    run_recipe(asked)
     opened = open_adapter(tmp_path / "out")
     assert not torch.equal(logits(opened.base.model, opened), before)
     with opened.adapter.disabled():
@@ -165,7 +165,7 @@ def test_disabled_is_the_base_with_its_new_head(tmp_path) -> None:
 def test_over_4_bits_the_head_is_trained_and_comes_back(tmp_path) -> None:
     asked = settings(tmp_path, SEQUENCE)
     base = asked.base.model_copy(update={"quantize": "nf4"})
-    result = recipe.run(asked.model_copy(update={"base": base}))
+    result = run_recipe(asked.model_copy(update={"base": base}))
     opened = open_adapter(tmp_path / "out")
     assert opened.base.audit.quantized_as == "nf4"
     measured = evaluate(opened.base, asked.data.train, task=opened.task)
@@ -173,7 +173,7 @@ def test_over_4_bits_the_head_is_trained_and_comes_back(tmp_path) -> None:
 
 
 def test_predictions_name_labels_with_their_probability(tmp_path) -> None:
-    recipe.run(settings(tmp_path, SEQUENCE))
+    run_recipe(settings(tmp_path, SEQUENCE))
     opened = open_adapter(tmp_path / "out")
     found = predict(opened, [text for text, _ in TEXTS])
     assert [next(iter(scores)) for scores in found] == [label for _, label in TEXTS]
@@ -185,7 +185,7 @@ def test_predictions_name_labels_with_their_probability(tmp_path) -> None:
 
 
 def test_a_folder_can_be_told_its_labels(tmp_path) -> None:
-    recipe.run(settings(tmp_path, SEQUENCE))
+    run_recipe(settings(tmp_path, SEQUENCE))
     (tmp_path / "out" / NOTES).unlink()
     assert open_adapter(tmp_path / "out").task.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
     task = SequenceClassificationConfig(labels=LABELS, problem="single_label")
@@ -201,7 +201,7 @@ def test_a_folder_can_be_told_its_labels(tmp_path) -> None:
     ],
 )
 def test_a_task_of_pefts_that_is_none_here_is_named(changes, words, tmp_path) -> None:
-    recipe.run(settings(tmp_path, SEQUENCE))
+    run_recipe(settings(tmp_path, SEQUENCE))
     (tmp_path / "out" / NOTES).unlink()
     file = tmp_path / "out" / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
@@ -239,7 +239,7 @@ def test_schema_takes_both_for_editors() -> None:
 
 @pytest.mark.parametrize(("task", "family"), [p for p in PAIRS if p[1] in ("bert", "llama")])
 def test_merged_model_is_an_ordinary_classifier(task, family, tmp_path) -> None:
-    recipe.run(settings(tmp_path, task, family))
+    run_recipe(settings(tmp_path, task, family))
     opened = open_adapter(tmp_path / "out")
     merged = merge(tmp_path / "out", tmp_path / "merged")
     assert merged.agreement is not None

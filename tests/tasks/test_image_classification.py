@@ -17,17 +17,16 @@ import torch.nn.functional as F
 from PIL import Image
 from transformers import ViTImageProcessorPil
 
-from peftkit import recipe
 from peftkit.adapter import attach
-from peftkit.base.config import BaseConfig
 from peftkit.base.load import load_base
-from peftkit.data.load import DataConfig
 from peftkit.errors import DataError
 from peftkit.events import Event, StepDone, Table
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
 from peftkit.methods.lora import LoRA
-from peftkit.settings import TrainConfig
+from peftkit.recipe import Recipe
+from peftkit.run import run as run_recipe
+from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.image_classification import ImageClassification, ImageClassificationConfig
 from peftkit.train.checkpoints.identity import fingerprint
 from peftkit.train.loop import fit
@@ -240,7 +239,7 @@ def test_a_base_brings_its_processor_or_gets_one_of_its_size(tmp_path: Path) -> 
 def test_a_recipe_trains_a_new_head_saves_it_and_is_measured(folder: Path, tmp_path: Path) -> None:
     base = ARCHITECTURES["vit"]()  # of three labels without names
     base.save_pretrained(tmp_path / "base")
-    settings = recipe.Recipe(
+    settings = Recipe(
         task={"type": "image_classification", "fresh_head": True},
         base=BaseConfig(model=str(tmp_path / "base"), dtype="fp32"),
         method=LoRA(rank=4, targets="attention"),
@@ -249,7 +248,7 @@ def test_a_recipe_trains_a_new_head_saves_it_and_is_measured(folder: Path, tmp_p
             output_dir=tmp_path / "run", max_steps=30, batch_size=6, learning_rate=0.01
         ),
     )
-    result = recipe.run(settings)
+    result = run_recipe(settings)
     opened = open_adapter(tmp_path / "run")
     found = evaluate(opened.base, folder, task=opened.task)
     assert found["loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-4)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from peftkit.data.load import DataConfig
 from peftkit.data.pack import IGNORE, PackedRows, Row, View
 from peftkit.errors import BaseError, DataError
+from peftkit.settings import DataConfig
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.isolation import check_causal, check_packing
 from tests.families import ARCHITECTURES, FAMILIES, FURTHER, VOCAB, tiny_tokenizer

@@ -15,16 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from peftkit import recipe
 from peftkit.adapter import attach
-from peftkit.base.config import BaseConfig
-from peftkit.data.load import DataConfig
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Event, StepDone, Table
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
 from peftkit.methods.lora import LoRA
-from peftkit.settings import TrainConfig
+from peftkit.recipe import Recipe
+from peftkit.run import run as run_recipe
+from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig
 from peftkit.train.loop import fit
 from tests.conftest import use_small_chunks
@@ -226,14 +225,14 @@ def test_a_recipe_trains_saves_and_is_measured(
     bert.save_pretrained(tmp_path / "base")
     masking.save_pretrained(tmp_path / "base")
     where = write(tmp_path, TEXTS)
-    settings = recipe.Recipe(
+    settings = Recipe(
         task="masked_lm",
         base=BaseConfig(model=str(tmp_path / "base"), quantize="nf4"),
         method=LoRA(targets="attention"),
         data=DataConfig(train=where, eval=where),
         train=TrainConfig(output_dir=tmp_path / "run", max_steps=4, learning_rate=0.01),
     )
-    result = recipe.run(settings)
+    result = run_recipe(settings)
     opened = open_adapter(tmp_path / "run")
     assert opened.task == settings.task
     found = evaluate(opened.base, where, task=opened.task)

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peftkit.adapter import attach
-from peftkit.data.load import DataConfig
 from peftkit.data.media_text import MediaRow
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Table
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model, tower_paths
+from peftkit.settings import DataConfig
 from peftkit.tasks.batches import split_micro_batches
 from peftkit.tasks.isolation import check_causal_answer
 from peftkit.tasks.media_text import AudioTextConfig, ImageTextConfig, MediaText

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from peftkit.data.load import DataConfig
 from peftkit.errors import RunError
+from peftkit.settings import DataConfig
 from peftkit.tasks.causal_lm import CausalLM
 
 SIGN = "CUDA out of memory. Tried to allocate 2.00 GiB"

@@ -17,8 +17,8 @@ from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
 from peftkit.inference.predict import predict, predict_file
-from peftkit.recipe import run
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
+from peftkit.run import run
 from peftkit.tasks.reranker import Reranker, RerankerConfig, RerankRow
 from tests.command_line import peftkit
 from tests.tasks.classifiers import save_base, task_for, write_rows

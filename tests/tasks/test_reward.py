@@ -13,15 +13,15 @@ from torch.nn.functional import logsigmoid
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.config import schema
-from peftkit.data.load import DataConfig
 from peftkit.errors import DataError
 from peftkit.events import Event, StepDone
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
 from peftkit.inference.predict import predict, predict_file
 from peftkit.methods.lora import LoRA
-from peftkit.recipe import run
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
+from peftkit.run import run
+from peftkit.settings import DataConfig
 from peftkit.tasks.reward import Reward, RewardConfig
 from tests.command_line import peftkit
 from tests.tasks.classifiers import save_base

@@ -14,17 +14,17 @@ from rouge_score.rouge_scorer import RougeScorer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from peftkit import recipe
 from peftkit.adapter import attach
-from peftkit.base.config import BaseConfig
 from peftkit.base.load import load_base
-from peftkit.data.load import DataConfig
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Event, Table
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
 from peftkit.methods.lora import LoRA
-from peftkit.settings import TrainConfig
+from peftkit.recipe import Recipe
+from peftkit.run import check as check_recipe
+from peftkit.run import run as run_recipe
+from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.metrics import rouge_l
 from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig
 from peftkit.train.loop import fit
@@ -195,14 +195,14 @@ def test_a_recipe_trains_saves_and_is_measured(tmp_path: Path, tokenizer: Tokeni
     build("t5").save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     where = write(tmp_path / "a.jsonl", ROWS)
-    settings = recipe.Recipe(
+    settings = Recipe(
         task={"type": "seq2seq", "max_target_length": 16},
         base=BaseConfig(model=str(tmp_path / "base"), quantize="nf4"),
         method=LoRA(targets=("q", "cross_v")),
         data=DataConfig(train=where, eval=where, max_length=32),
         train=TrainConfig(output_dir=tmp_path / "run", max_steps=4, learning_rate=0.01),
     )
-    result = recipe.run(settings)
+    result = run_recipe(settings)
     opened = open_adapter(tmp_path / "run")
     assert opened.task == settings.task
     found = evaluate(opened.base, where, task=opened.task)
@@ -212,7 +212,7 @@ def test_a_recipe_trains_saves_and_is_measured(tmp_path: Path, tokenizer: Tokeni
     fields = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
     assert fields["task_type"] == "SEQ_2_SEQ_LM"
     shown: list[Event] = []
-    recipe.check(settings, on_event=shown.append)
+    check_recipe(settings, on_event=shown.append)
     tables = [event for event in shown if isinstance(event, Table)]
     assert ("learnt", "the fox<|im_end|>") in [row for table in tables for row in table.rows]
 

@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from peftkit.base.load import Base
-from peftkit.data.load import DataConfig
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Table
+from peftkit.settings import DataConfig
 from peftkit.tasks.sequence_classification import (
     SequenceClassification,
     SequenceClassificationConfig,

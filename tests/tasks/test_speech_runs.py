@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from peftkit import recipe
 from peftkit.config.schema import from_dict
 from peftkit.events import Event, StepDone
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
+from peftkit.run import run as run_recipe
 from tests.speech import hears_frames, saved, whisper, write_rows
 from tests.train.children import exit_code, start_ranks
 
@@ -59,7 +59,7 @@ def learn(folder: str, out: str, accumulation: int) -> None:
                 losses.append(event.loss)
 
         settings = asked(name, out, max_steps=2, gradient_accumulation=accumulation)
-        recipe.run(settings, on_event=listen)
+        run_recipe(settings, on_event=listen)
         if os.environ.get("RANK", "0") == "0":
             Path(out, name, "losses.json").write_text(json.dumps(losses))
 
@@ -82,15 +82,15 @@ def test_a_run_that_is_resumed_ends_as_the_whole_one(
 ) -> None:
     write_base(tmp_path)
     monkeypatch.chdir(tmp_path)
-    recipe.run(asked(name, "whole"))
+    run_recipe(asked(name, "whole"))
 
     def end(event: Event) -> None:
         if isinstance(event, StepDone) and event.step == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        recipe.run(asked(name, "parts"), on_event=end)
-    recipe.run(asked(name, "parts"), resume=True)
+        run_recipe(asked(name, "parts"), on_event=end)
+    run_recipe(asked(name, "parts"), resume=True)
     whole, parts = (
         load_file(Path(out, name, "adapter_model.safetensors")) for out in ("whole", "parts")
     )

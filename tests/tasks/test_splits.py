@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from peftkit import recipe
 from peftkit.config.schema import from_dict
-from peftkit.data.load import DataConfig, Source
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Event, Notice
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
+from peftkit.run import run as run_recipe
+from peftkit.settings import DataConfig, Source
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.checkpoints.identity import fingerprint
 
@@ -105,7 +105,7 @@ def test_a_run_learns_from_several_files_and_holds_rows_out(
         "data": {"train": train, "eval": 0.2, "max_length": 64},
         "train": {"output_dir": str(tmp_path / "run"), "max_steps": 1, "batch_size": 2},
     }
-    assert recipe.run(from_dict(Recipe, settings, "test")).metrics["eval_loss"] > 0
+    assert run_recipe(from_dict(Recipe, settings, "test")).metrics["eval_loss"] > 0
     for wrong in ({"eval": 1.5}, {"train": {"path": 3}}, {"train": [{"path": "a", "weight": 0}]}):
         with pytest.raises(ConfigError):
             from_dict(Recipe, {**settings, "data": {**settings["data"], **wrong}}, "test")

@@ -19,10 +19,8 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from peftkit import recipe
 from peftkit.adapter import attach
 from peftkit.base.load import BaseConfig, load_base
-from peftkit.data.load import DataConfig
 from peftkit.data.media import Audio
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Notice
@@ -30,7 +28,9 @@ from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
-from peftkit.settings import TrainConfig
+from peftkit.recipe import Recipe
+from peftkit.run import run as run_recipe
+from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.error_rates import error_rates
 from peftkit.tasks.transcription import Transcription, TranscriptionConfig
 from peftkit_cli.app import app
@@ -270,8 +270,8 @@ def _plain_losses(
 def test_a_run_measures_saves_merges_and_opens_elsewhere(rows: Path, tmp_path: Path) -> None:
     base = saved(tmp_path / "base", whisper())
     run, events = tmp_path / "run", list[Event]()
-    result = recipe.run(
-        recipe.Recipe(
+    result = run_recipe(
+        Recipe(
             base=BaseConfig(model=str(base), dtype="fp32"),
             data=DataConfig(train=str(rows), eval=str(rows)),
             method=LoRA(rank=8, targets=("all-linear",)),

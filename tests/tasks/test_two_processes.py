@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from peftkit import recipe
 from peftkit.config.schema import from_dict
 from peftkit.events import Event, StepDone
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
+from peftkit.run import run as run_recipe
 from peftkit.tasks.distill.answers import FILE as ANSWERS
 from peftkit.tasks.preference.reference import FILE as LOG_PROBS
 from tests.tasks.distill.cases import write_prompt
@@ -59,7 +59,7 @@ def learn(folder: str, model: str, out: str, accumulation: int, names: Sequence[
                 "save_every": None,
             },
         }
-        recipe.run(from_dict(Recipe, spec, "the test"), on_event=listen)
+        run_recipe(from_dict(Recipe, spec, "the test"), on_event=listen)
         if os.environ.get("RANK", "0") == "0":
             Path(out, name, "told.json").write_text(json.dumps(told))
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from peftkit.adapter import attach
-from peftkit.data.load import DataConfig
 from peftkit.data.pack import Row
 from peftkit.errors import PeftkitError
 from peftkit.kernels.grid import one_of_few
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
+from peftkit.settings import DataConfig
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.batches import split_micro_batches
 from peftkit.tasks.causal_lm import CausalLM

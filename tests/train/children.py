@@ -17,7 +17,7 @@ CONTEXT.set_forkserver_preload(
         "accelerate.tracking",
         "pytest",
         "transformers.models.llama",
-        "peftkit.recipe",
+        "peftkit.run",
         "peftkit_cli.app",
         "tests.train.sharded",
         "tests.train.toy",

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from peftkit.config.schema import from_dict
-from peftkit.recipe import run
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
+from peftkit.run import run
 from tests.families import ARCHITECTURES
 from tests.tasks.classifiers import save_base, write_rows, write_texts, write_words
 from tests.train.children import exit_code, start_ranks

@@ -14,13 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from peftkit.adapter import attach
 from peftkit.config.schema import from_dict
-from peftkit.data.load import DataConfig
 from peftkit.errors import ConfigError, PeftkitError
 from peftkit.formats.peft.folder import named_tensors
 from peftkit.kernels.context import Context
 from peftkit.methods.lora import LoRA
-from peftkit.recipe import run
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
+from peftkit.run import run
+from peftkit.settings import DataConfig
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.context_parallel import own_part, unsuited
 from tests.families import ARCHITECTURES, FURTHER, tiny_tokenizer

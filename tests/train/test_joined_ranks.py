@@ -16,8 +16,7 @@ import torch
 
 from peftkit.config import schema
 from peftkit.config.schema import from_dict
-from peftkit.run import prepare
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit_cli.app import run
 from tests.train.children import exit_code, start_ranks

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from peftkit.adapter import attach
-from peftkit.data.load import DataConfig
 from peftkit.events import Event, StepDone
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
-from peftkit.settings import TrainConfig
+from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.causal_lm import CausalLM
 from peftkit.train.loop import fit
 from tests.families import FAMILIES, tiny_tokenizer

@@ -13,8 +13,8 @@ import torch
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
 from peftkit.formats.peft.folder import named_tensors
-from peftkit.recipe import check, run
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
+from peftkit.run import check, run
 from tests.train.sharded import alone, together
 
 WORDS = ("yes", "no", "perhaps", "of course not", "why do you ask me that again")

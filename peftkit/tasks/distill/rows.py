@@ -17,10 +17,11 @@ from peftkit.data.encode import (
     require_template,
 )
 from peftkit.data.format import Conversation, ParsedRow
-from peftkit.data.load import DataConfig, Record
+from peftkit.data.load import Record
 from peftkit.data.pack import IGNORE, Row
 from peftkit.data.prompts import PromptExample, read_prompts
 from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, tokenizer_key
+from peftkit.settings import DataConfig
 from peftkit.tasks.distill.prompt import TeacherPrompt
 
 TOO_LONG = 2

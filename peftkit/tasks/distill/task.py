@@ -20,7 +20,6 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from peftkit.data.encode import stop_ids
-from peftkit.data.load import CHAT
 from peftkit.data.pack import Row
 from peftkit.data.rows import StoredRows, row_digest
 from peftkit.errors import AdapterError, ConfigError
@@ -38,6 +37,7 @@ from peftkit.kernels.divergence import (
 from peftkit.model.modes import evaluating
 from peftkit.model.places import unwrap_adapter
 from peftkit.model.side_adapter import SideAdapter
+from peftkit.settings import CHAT
 from peftkit.tasks.base import Run
 from peftkit.tasks.distill.answers import Answers, teacher_answers
 from peftkit.tasks.distill.prompt import TeacherPrompt, read_prompt

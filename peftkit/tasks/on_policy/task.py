@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from peftkit.data.encode import Encoder, Style, stop_ids
 from peftkit.data.format import Completion, Conversation, Example
-from peftkit.data.load import CHAT
 from peftkit.data.pack import padded_rows
 from peftkit.errors import AdapterError
 from peftkit.events import Listener, ScoredAnswer, ignore
 from peftkit.execution.rng import seed_of
 from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.model.side_adapter import SideAdapter
+from peftkit.settings import CHAT
 from peftkit.tasks.base import Run
 from peftkit.tasks.loss import accepted, target_rows, unwrapped
 from peftkit.tasks.on_policy.losses import (

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from torch import nn
 
-from peftkit.data.load import CHAT, DataConfig
 from peftkit.errors import ConfigError
+from peftkit.settings import CHAT, DataConfig
 from peftkit.tasks.preference.kto import KTO
 from peftkit.tasks.preference.losses import DEFAULTS, WITH_REFERENCE, LossName
 from peftkit.tasks.preference.task import Preference, PreferencePairs

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from peftkit.data.load import DataConfig
+from peftkit.settings import DataConfig
 from peftkit.tasks.distill.rows import Distilled
 from peftkit.tasks.distill.task import Distill, DistillConfig
 

@@ -11,7 +11,7 @@ import pytest
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import EvalDone, RolledOut, RunStarted, StepDone, Table
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.recipe import run
+from peftkit.run import run
 from peftkit.tasks.distill.answers import FILE
 from tests.tasks.distill.cases import write_prompt, write_rows
 from tests.tasks.finished import WEIGHTS, Finished, finished, recipe

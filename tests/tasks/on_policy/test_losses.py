@@ -14,7 +14,7 @@ from torch.nn.functional import log_softmax
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.adapter import Adapter
-from peftkit.data.load import DataConfig
+from peftkit.settings import DataConfig
 from peftkit.tasks.on_policy.losses import advantages
 from peftkit.tasks.on_policy.rewards import RewardTerm
 from peftkit.tasks.on_policy.rows import Group

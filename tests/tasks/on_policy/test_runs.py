@@ -13,12 +13,13 @@ import torch
 
 from peftkit import open_adapter
 from peftkit.base.load import load_base
-from peftkit.data.load import DataConfig, Record
+from peftkit.data.load import Record
 from peftkit.errors import ConfigError, PeftkitError, RunError
 from peftkit.events import EvalDone, Event, Notice, RolledOut, StepDone
 from peftkit.formats.continued import read_side_adapter
 from peftkit.planning.plan import plan_run
-from peftkit.recipe import run as run_recipe
+from peftkit.run import run as run_recipe
+from peftkit.settings import DataConfig
 from peftkit.tasks.on_policy.rewards import Rewards, RewardTerm
 from peftkit_cli.app import run
 from tests.tasks.classifiers import write_rows as write

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peftkit.methods.protocol import Method
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from peftkit.adapter import Adapter, attach
-from peftkit.data.load import DataConfig
 from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
+from peftkit.settings import DataConfig
 from peftkit.tasks.preference.config import PreferenceConfig
 from peftkit.tasks.preference.rows import Compared
 from peftkit.tasks.preference.task import Preference

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from peftkit.adapter import attach
-from peftkit.data.load import DataConfig
 from peftkit.errors import RunError
 from peftkit.events import RunStarted
 from peftkit.execution.plan import Activations
 from peftkit.methods.lora import LoRA
-from peftkit.settings import TrainConfig
+from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks import token_task
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.causal_lm import CausalLM

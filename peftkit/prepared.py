@@ -28,7 +28,7 @@ from peftkit.methods.data_init import as_on_main, init_from_rows, loftq_starts, 
 from peftkit.methods.lora import LoRA
 from peftkit.model.blocks import STREAMED
 from peftkit.planning.resolve import plan_as_requested, resolve_plan
-from peftkit.run.config import Recipe
+from peftkit.recipe import Recipe
 from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.token_task import DocumentTask, Reference

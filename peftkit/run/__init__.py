@@ -1,1 +1,0 @@
-"""What a recipe says, and what comes before and after its training."""
