@@ -70,12 +70,12 @@ if TYPE_CHECKING:
     from peftkit.model.targets import find_roles as find_roles
     from peftkit.planning.plan import Plan as Plan
     from peftkit.planning.plan import plan_run as plan_run
-    from peftkit.prepared import prepare as prepare_recipe
     from peftkit.recipe import Recipe as Recipe
     from peftkit.recipe import load as load_recipe
     from peftkit.report.history import list_runs as list_runs
     from peftkit.report.page import write_report as write_report
     from peftkit.run import check as check_recipe
+    from peftkit.run import prepare as prepare_recipe
     from peftkit.run import run as run_recipe
     from peftkit.serve.server import serve_adapters as serve_adapters
     from peftkit.settings import DataConfig as DataConfig

@@ -1,8 +1,12 @@
-"""The recipe: everything that `peftkit train` needs to know."""
+"""The recipe: everything that `peftkit train` needs to know, and which settings exclude each other.
+
+`check_settings` runs when a recipe is made, and again before a run, with the launched processes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +61,7 @@ class Recipe(Config):
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe; of one that lies beside an adapter no functions are taken.
+    """Read a recipe; refuse one that came with an adapter and names functions to run.
 
     Args:
         path: A YAML file.
@@ -66,23 +70,18 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         ConfigError: Every error at once, each with its file and line.
     """
-    found = schema.load(Recipe, Path(path), overrides)
-    functions = [term.use for term in getattr(found.task, "rewards", ()) if term.is_function]
-    is_named_here = any(text.startswith(("task.rewards=", "task=")) for text in overrides)
-    if functions and not is_named_here and (Path(path).parent / "adapter_config.json").exists():
+    recipe = schema.load(Recipe, Path(path), overrides)
+    code = recipe.task.code
+    setting = f"task.{recipe.task.code_setting}"
+    is_named_here = any(text.startswith((f"{setting}=", "task=")) for text in overrides)
+    if code and not is_named_here and (Path(path).parent / "adapter_config.json").exists():
         raise ConfigError(
-            f"the recipe {path} came with an adapter, and names reward functions: these are not "
-            "run unasked.",
-            found=", ".join(functions),
-            fix=f"Name your own: --set 'task.rewards=[{{use: {functions[0]}}}]'",
+            f"the recipe {path} came with an adapter, and names functions: these are not run "
+            "unasked.",
+            found=", ".join(code),
+            fix=f"Name your own: --set '{setting}=[{{use: {code[0]}}}]'",
         )
-    return found
-
-
-# DOCSTRING of peftkit.recipe: """What does not go together in a recipe, each with its reason and what to do.
-# DOCSTRING of peftkit.recipe:
-# DOCSTRING of peftkit.recipe: Read when a recipe is made, and once more where it is run, with the processes that were launched.
-# DOCSTRING of peftkit.recipe: """
+    return recipe
 
 
 LAUNCH = "accelerate launch --num_processes {} -m peftkit_cli train RECIPE.yaml"
@@ -104,17 +103,18 @@ def check_settings(recipe: Any, processes: int | None = None) -> None:
 
 def broken(recipe: Any, processes: int | None = None) -> Iterator[ConfigError]:
     """Yield what `check_settings` raises, for every two settings that exclude each other."""
-    for asked, found, fix in (*_of_base(recipe), *_of_data(recipe), *_of_watching(recipe)):
-        yield ConfigError(asked, found=found, fix=fix)
-    for asked, found, fix in _of_processes(recipe, processes):
-        yield ConfigError(asked, found=found, fix=fix)
+    conflicts = chain(
+        _of_base(recipe), _of_data(recipe), _of_evaluation(recipe), _of_processes(recipe, processes)
+    )
+    for setting, reason, fix in conflicts:
+        yield ConfigError(setting, found=reason, fix=fix)
 
 
-Told = tuple[str, str, str]
-"""What was asked, why it does not work, what to do."""
+Conflict = tuple[str, str, str]
+"""The setting, why it does not work, what to do."""
 
 
-def _of_base(r: Any) -> Iterator[Told]:
+def _of_base(r: Any) -> Iterator[Conflict]:
     if r.base.placement == "stream" and r.train.gradient_checkpointing is False:
         yield (
             "base.placement: stream recomputes activations.",
@@ -127,11 +127,11 @@ def _of_base(r: Any) -> Iterator[Told]:
             "Both say where the weights of blocks are.",
             "Leave one of them out; train.shard: offload keeps parts in main memory.",
         )
-    asked = f"base.quantize_embeddings: {r.base.quantize_embeddings} is not possible here."
+    setting = f"base.quantize_embeddings: {r.base.quantize_embeddings} is not possible here."
     if r.base.quantize_embeddings != "none" and r.base.quantize == "none":
-        yield asked, "base.quantize is none.", LEAVE_ONE
+        yield setting, "base.quantize is none.", LEAVE_ONE
     elif r.base.quantize_embeddings != "none" and (r.base.new_tokens or r.method.token_rows):
-        yield asked, "base.new_tokens or method.token_rows trains rows of it.", LEAVE_ONE
+        yield setting, "base.new_tokens or method.token_rows trains rows of it.", LEAVE_ONE
     if r.base.new_tokens and r.method.start_from:
         yield (
             "base.new_tokens does not go with method.start_from.",
@@ -146,50 +146,50 @@ def _of_base(r: Any) -> Iterator[Told]:
         )
 
 
-def _of_data(r: Any) -> Iterator[Told]:
+def _of_data(r: Any) -> Iterator[Conflict]:
     if r.packs_beside_virtual_tokens and r.data.packing_is_explicit:
         yield (
             f"data.packing does not go with method.type: {r.method.type}.",
             "Every row of text wants virtual tokens of its own before it.",
             "Set data.packing: false.",
         )
-    found = ""
+    reason = ""
     if not r.task.takes_parts:
         tasks = ", ".join(task for task, kind in TASKS.items() if kind.takes_parts)
-        found = f"The task is {r.task.type}; tasks that it goes with: {tasks}."
+        reason = f"The task is {r.task.type}; tasks that it goes with: {tasks}."
     elif r.method.acts_on_input:
-        found = f"method.type: {r.method.type} puts virtual tokens before each row."
+        reason = f"method.type: {r.method.type} puts virtual tokens before each row."
     elif r.data.packing_is_explicit:
-        found = "data.packing is true, and rows in parts hold one document each."
-    if r.train.context_parallel > 1 and found:
-        asked = f"train.context_parallel: {r.train.context_parallel} does not go with this."
-        yield asked, found, LEAVE_ONE
-    if getattr(r.method, "init", "") == "eva" and getattr(r.task, "answers", "") == "teacher":
+        reason = "data.packing is true, and rows in parts hold one document each."
+    if r.train.context_parallel > 1 and reason:
+        setting = f"train.context_parallel: {r.train.context_parallel} does not go with this."
+        yield setting, reason, LEAVE_ONE
+    if r.method.reads_rows and r.task.makes_answers:
         yield (
-            "method.init: eva reads the training rows.",
-            "task.answers is teacher, which gives them their answers afterwards.",
+            f"{r.method.reads_rows} reads the training rows.",
+            f"{r.task.makes_answers}, which gives them their answers afterwards.",
             "Set another method.init, or task.answers: data.",
         )
 
 
-def _of_watching(r: Any) -> Iterator[Told]:
+def _of_evaluation(r: Any) -> Iterator[Conflict]:
     if r.train.evaluates and not r.data.eval:
-        asked = f"train.{r.train.evaluates[0]} needs eval rows."
-        yield asked, "data.eval is not set.", "Set data.eval, or leave it out."
+        setting = f"train.{r.train.evaluates[0]} needs eval rows."
+        yield setting, "data.eval is not set.", "Set data.eval, or leave it out."
     generates = r.train.sample_every or r.train.eval_generate
-    found = "train.sample_every or train.eval_generate is set."
+    reason = "train.sample_every or train.eval_generate is set."
     if generates and not r.task.writes_text:
-        yield f"the task {r.task.type} writes no text to look at.", found, "Leave it out."
+        yield f"the task {r.task.type} writes no text to look at.", reason, "Leave it out."
     if generates and r.train.context_parallel > 1:
         yield (
             f"train.context_parallel: {r.train.context_parallel} does not go with text that is "
             "generated while it trains",
-            found,
+            reason,
             "Leave it out; peftkit generate and eval do it afterwards.",
         )
 
 
-def _of_processes(r: Any, processes: int | None) -> Iterator[Told]:
+def _of_processes(r: Any, processes: int | None) -> Iterator[Conflict]:
     shards = r.train.shard in SHARDED
     if shards and not r.method.beside_linear_layers:
         yield (
@@ -199,15 +199,15 @@ def _of_processes(r: Any, processes: int | None) -> Iterator[Told]:
         )
     if processes is None:
         return
-    found = "There is one process." if processes == 1 else f"There are {processes} processes."
+    reason = "There is one process." if processes == 1 else f"There are {processes} processes."
     if shards and processes < 2:
-        asked = f"train.shard: {r.train.shard} spreads the base over several processes"
-        yield asked, found, LAUNCH.format(2)
+        setting = f"train.shard: {r.train.shard} shards the base over several processes"
+        yield setting, reason, LAUNCH.format(2)
     if processes % (number := r.train.context_parallel):
-        asked = f"train.context_parallel: {number} takes groups of {number} processes"
-        yield asked, found, LAUNCH.format(number)
+        setting = f"train.context_parallel: {number} takes groups of {number} processes"
+        yield setting, reason, LAUNCH.format(number)
 
 
 def _methods_beside() -> str:
-    known = [name for name, kind in METHODS.items() if kind.beside_linear_layers]
-    return f"Methods that do: {', '.join(known)}."
+    names = [name for name, kind in METHODS.items() if kind.beside_linear_layers]
+    return f"Methods that do: {', '.join(names)}."

@@ -20,20 +20,24 @@ from typing import Any
 
 from torch import Tensor
 
+from peftkit.adapter import Adapter
+from peftkit.base.load import Base
 from peftkit.config import schema
 from peftkit.data.pack import tokens_of_each
 from peftkit.events import Event, Listener, Notice, RunStarted, Saved, Table, ignore
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.state import Result
 from peftkit.files.disk import write_text
 from peftkit.formats.card import Card, adapter_usage, render_card, training_card
-from peftkit.formats.continued import AdapterFolder
+from peftkit.formats.continued import AdapterFolder, Continued
 from peftkit.formats.folders import CARD
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.peft.targets import refused_by_peft
 from peftkit.formats.serving import served_rank
 from peftkit.model.modes import evaluating
-from peftkit.prepared import Prepared
 from peftkit.recipe import Recipe
+from peftkit.tasks.base import Task
+from peftkit.tasks.config import TaskConfig
 from peftkit.train.checkpoints.manifest import versions
 
 FACTS, RECIPE = "run.json", "recipe.yaml"
@@ -43,20 +47,28 @@ MAX_SPAN_CHARS, MAX_SPANS = 4_000, 32
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run as the files in its folder describe it.
+    """A run that is ready to train, as the files in its folder describe it.
 
     Attributes:
-        run: The recipe with its defaults as they are used, the base, the adapter and the rows.
+        recipe: With its defaults as they are used here.
+        plan: How it is carried out, before its rows are measured.
+        task: On this base, with the adapter.
+        settings: The task's section, with the labels that the data say.
+        train, eval: The encoded rows.
+        continued: The adapter that this one continues, if any.
         events: Reported while it was prepared; run.json keeps the tables and notices.
     """
 
-    run: Prepared
+    recipe: Recipe
+    plan: ExecutionPlan
+    base: Base
+    adapter: Adapter
+    task: Task
+    settings: TaskConfig
+    train: Sequence[Any]
+    eval: Sequence[Any]
+    continued: Continued | None = None
     events: Sequence[Event] = ()
-
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe, with its defaults as they are used."""
-        return self.run.recipe
 
     @property
     def folder(self) -> Path:
@@ -65,63 +77,63 @@ class RunRecord:
 
     def identity(self) -> dict[str, Any]:
         """Return what a resumed run must have in common with this one, as plain JSON."""
-        run, recipe = self.run, self.recipe
+        recipe = self.recipe
         return {
             "base": {
                 **recipe.base.model_dump(mode="json", exclude={"store", "placement"}),
-                "fingerprint": run.base.fingerprint,
+                "fingerprint": self.base.fingerprint,
             },
             "method": recipe.method.model_dump(mode="json"),
             "data": recipe.data.model_dump(mode="json"),
-            "task": run.settings.model_dump(mode="json"),
-            **run.task.identity,
-            **({"start": run.continued.digest} if run.continued else {}),
+            "task": self.settings.model_dump(mode="json"),
+            **self.task.identity,
+            **({"start": self.continued.digest} if self.continued else {}),
         }
 
     def adapter_folder(self) -> AdapterFolder:
         """Return what a checkpoint holds of the model: an adapter folder."""
-        run, start = self.run, self.run.continued
+        start = self.continued
         has_tokens = self.recipe.base.new_tokens or (start and start.has_tokens)
         return AdapterFolder(
-            run.adapter,
+            self.adapter,
             self.provenance(),
-            base=run.base if has_tokens else None,
-            start=start.start if start and run.settings.needs_reference else None,
+            base=self.base if has_tokens else None,
+            start=start.start if start and self.settings.needs_reference else None,
         )
 
     def provenance(self) -> Provenance:
         """Return what peftkit.json says of the base, the task and the execution plan."""
-        run, config = self.run, self.recipe.base
+        config = self.recipe.base
         loading = config.model_dump(
             mode="json", exclude={"model", "revision", "new_tokens", "store", "placement"}
         )
-        if run.base.stored:
-            loading["stored"] = run.base.stored
+        if self.base.stored:
+            loading["stored"] = self.base.stored
         if config.rope_scaling:  # all of it, with the parameters of the base's own config
-            loading["rope_scaling"] = dict(run.base.model.config.get_text_config().rope_parameters)
+            loading["rope_scaling"] = dict(self.base.model.config.get_text_config().rope_parameters)
         return Provenance(
-            base=run.base.name,
-            hub_id=run.base.hub_id,
-            revision=run.base.revision,
-            fingerprint=run.base.fingerprint,
+            base=self.base.name,
+            hub_id=self.base.hub_id,
+            revision=self.base.revision,
+            fingerprint=self.base.fingerprint,
             loading=loading,
-            prompt_style=run.task.style,
-            task_type=run.settings.task_type,
-            task=run.settings.saved(),
-            plan=run.plan.as_dict(),
+            prompt_style=self.task.style,
+            task_type=self.settings.task_type,
+            task=self.settings.saved(),
+            plan=self.plan.as_dict(),
         )
 
     def facts(self) -> dict[str, Any]:
         """Return run.json, which peftkit.report.history reads as `RunFacts`."""
-        run, recipe, base = self.run, self.recipe, self.run.base
-        row = run.train[0]
-        spans = [(kind, text[:MAX_SPAN_CHARS]) for kind, text in run.task.spans(row)]
+        recipe, base = self.recipe, self.base
+        row = self.train[0]
+        spans = [(kind, text[:MAX_SPAN_CHARS]) for kind, text in self.task.spans(row)]
         return {
             "recipe": recipe.model_dump(mode="json"),
             "recipe_yaml": schema.dump_yaml(recipe),
             "tables": [asdict(event) for event in self.events if isinstance(event, Table)],
             "notices": [event.text for event in self.events if isinstance(event, Notice)],
-            "lengths": {"train": length_histogram(run.train), "eval": length_histogram(run.eval)},
+            "lengths": {"train": length_histogram(self.train), "eval": length_histogram(self.eval)},
             "row_source": str(getattr(row, "source", "")),
             "row": spans[:MAX_SPANS],
             "machine": {
@@ -134,24 +146,24 @@ class RunRecord:
                 "python": platform.python_version(),
                 "versions": dict(versions()),
             },
-            "command": run.settings.command,
+            "command": self.settings.command,
             "mergeable": not recipe.method.unmergeable,
         }
 
     def card(self, result: Result) -> Card:
         """Return the model card of the trained adapter."""
-        run, recipe = self.run, self.recipe
+        recipe = self.recipe
         usage = adapter_usage(
-            run.base.hub_id or run.base.name,
+            self.base.hub_id or self.base.name,
             str(self.folder),
-            rank=served_rank(run.adapter.method),
-            command=run.settings.command,
-            purpose=run.settings.purpose,
+            rank=served_rank(self.adapter.method),
+            command=self.settings.command,
+            purpose=self.settings.purpose,
         )
         return training_card(
-            run.base,
-            run.adapter,
-            data=f"{recipe.data.train_name}, {len(run.train):,} rows after packing and filtering",
+            self.base,
+            self.adapter,
+            data=f"{recipe.data.train_name}, {len(self.train):,} rows after packing and filtering",
             steps=result.step,
             metrics=result.metrics,
             recipe=schema.dump_yaml(recipe),
@@ -194,11 +206,11 @@ def save_result(record: RunRecord, result: Result, *, on_event: Listener = ignor
     weights = record.adapter_folder()
     result = _with_best(record.recipe, result, weights, on_event)
     if not result.is_main:
-        return _with_metrics(record.run, result, ignore)
+        return _with_metrics(record, result, ignore)
     weights.save(record.folder)
-    if warning := refused_by_peft(record.run.adapter):
+    if warning := refused_by_peft(record.adapter):
         on_event(Notice(warning))
-    result = _with_metrics(record.run, result, on_event)
+    result = _with_metrics(record, result, on_event)
     folder = record.folder
     _try_to_write(folder / RECIPE, lambda: schema.dump_yaml(record.recipe), on_event)
     _try_to_write(folder / CARD, lambda: render_card(record.card(result)), on_event)
@@ -233,7 +245,7 @@ def _try_to_write(path: Path, content: Callable[[], str], on_event: Listener) ->
         on_event(Notice(f"{path.name} was not written; the adapter does not need it. {error}"))
 
 
-def _with_metrics(run: Prepared, result: Result, on_event: Listener) -> Result:
+def _with_metrics(run: RunRecord, result: Result, on_event: Listener) -> Result:
     """Add the task's metrics on the eval rows, where the training loop has not computed them."""
     skip = run.task.predicts_tokens and not run.settings.measures_before
     if not run.eval or skip:
@@ -246,7 +258,7 @@ def _with_metrics(run: Prepared, result: Result, on_event: Listener) -> Result:
     return replace(result, metrics={**result.metrics, **named})
 
 
-def metrics_before_training(run: Prepared, on_event: Listener) -> dict[str, float]:
+def metrics_before_training(run: RunRecord, on_event: Listener) -> dict[str, float]:
     """Return the metrics of the untrained model on the eval rows, for tasks that report them.
 
     With a sharded base all processes must call this.

@@ -1,30 +1,37 @@
-"""A recipe and its run: the whole story of training an adapter, top to bottom."""
+"""A recipe's run, top to bottom: base, adapter, rows, training, and what is saved."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
-from peftkit.base.load import Base
-from peftkit.base.sharding import is_sharded
+from peftkit.adapter import Adapter, attach, check_fits
+from peftkit.base.load import Base, open_base
+from peftkit.base.new_tokens import add_tokens, token_rows
+from peftkit.base.sharding import is_sharded, local_bytes, shard_base
+from peftkit.base.skeleton import skeleton
 from peftkit.config.schema import flat
+from peftkit.data.pack import fingerprint
 from peftkit.errors import ConfigError
 from peftkit.events import Event, Listener, Notice, Table, ignore, to_all
-from peftkit.execution.environment import world_size
+from peftkit.execution.environment import default_device, free_now, world_size
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.signals import Interrupted, stop_requests, stopping_at_once
 from peftkit.execution.state import Result
-from peftkit.execution.world import joined_ranks
+from peftkit.execution.world import World, joined_ranks
 from peftkit.files.disk import check_folder
-from peftkit.inference.evaluate import Metric, TextWatch
-from peftkit.planning.resolve import resolve_plan
-from peftkit.prepared import Prepared, prepare
+from peftkit.formats.card import adapter_table, small_reach
+from peftkit.methods.base import Method
+from peftkit.model.blocks import STREAMED
+from peftkit.planning.resolve import plan_as_requested, resolve_plan
 from peftkit.recipe import Recipe, check_settings
 from peftkit.record import RunRecord, facts_writer, metrics_before_training, save_result
-from peftkit.tasks.seq2seq import EncoderDecoder
-from peftkit.tasks.token_task import AnswerTask
-from peftkit.train.checkpoints.checkpoint import StartPolicy, locked
+from peftkit.tasks.base import Reference, Task
+from peftkit.tasks.config import TaskConfig
+from peftkit.train.checkpoints.checkpoint import Checkpoints, StartPolicy, locked
 from peftkit.train.checkpoints.manifest import versions
 from peftkit.train.loop import check_output, new_run, train
 from peftkit.train.metrics import require_trackers
@@ -36,7 +43,7 @@ def run(
     resume: bool = False,
     overwrite: bool = False,
     allow_changes: Sequence[str] = (),
-    metrics: Mapping[str, Metric] | None = None,
+    metrics: Mapping[str, Any] | None = None,
     base: Base | None = None,
     on_event: Listener = ignore,
 ) -> Result:
@@ -47,7 +54,8 @@ def run(
         resume: Continue from the newest valid checkpoint of the output folder.
         overwrite: Start again in a folder that holds a run already.
         allow_changes: Dotted keys in which a resumed run may differ from the one it continues.
-        metrics: Of a completion and its reference, by name: measured with train.eval_generate.
+        metrics: Functions of a completion and its reference, by name, each returning a float:
+            computed with train.eval_generate.
         base: The recipe's base, loaded already, for several runs over it in turn. After a run that
             returns, it has no adapter again.
         on_event: Receives the events of peftkit.events as they happen.
@@ -59,42 +67,42 @@ def run(
     start = StartPolicy(resume, overwrite, allow_changes)
     check_settings(recipe, world_size())
     folder = recipe.train.output_dir
-    with joined_ranks() as ranks, ExitStack() as stack:
+    with joined_ranks() as world, ExitStack() as stack:
         check_output(recipe.train, start)
-        ranks.check_equal_across_ranks(
+        world.check_equal_across_ranks(
             recipe=flat(recipe.model_dump(mode="json")), version=versions(), command=asdict(start)
         )
-        ranks.check_shared(folder)
+        world.check_shared(folder)
         stack.enter_context(locked(folder))
         with stopping_at_once("stopped before the first step; what was there is as it was."):
             before: list[Event] = []
             early = to_all(before.append, on_event)
-            ready = prepare(recipe, base=base, resume=resume, ranks=ranks, on_event=early)
-            watch = watch_of(recipe, ready, metrics, on_event)
-            base_metrics = {} if resume else metrics_before_training(ready, early)
-        recipe, record = ready.recipe, RunRecord(ready, before)
+            record = prepare(recipe, base=base, resume=resume, world=world, on_event=early)
+            record = replace(record, events=before)
+            watch = _watch(record, metrics, on_event)
+            base_metrics = {} if resume else metrics_before_training(record, early)
         with stop_requests() as stop:
-            run = new_run(
-                ready.base.model,
-                ready.task,
-                ready.train,
-                ready.eval,
+            training = new_run(
+                record.base.model,
+                record.task,
+                record.train,
+                record.eval,
                 recipe.train,
                 stop=stop,
                 on_event=to_all(facts_writer(record, on_event), on_event),
-                plan=ready.plan,
-                world=ranks,
+                plan=record.plan,
+                world=world,
             )
             weights, identity = record.adapter_folder(), record.identity()
-            result = train(run, start, weights=weights, identity=identity, watch=watch)
-        if result.is_main or is_sharded(ready.base.model):  # then all processes run the model
+            result = train(training, start, weights=weights, identity=identity, watch=watch)
+        if result.is_main or is_sharded(record.base.model):  # then all processes run the model
             with stop_requests() as stop:
                 result = replace(result, metrics={**base_metrics, **result.metrics})
                 result = save_result(record, result, on_event=on_event)
             if stop.signum:
                 raise Interrupted(stop.signum, f"all is done; the adapter is in {folder}.")
         if base is not None:
-            ready.adapter.detach()
+            record.adapter.detach()
         return result
 
 
@@ -107,28 +115,175 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
     require_trackers(recipe.train.log_to)
     check_folder(recipe.train.output_dir)
     plan = resolve_plan(recipe, on_event)
-    ready = prepare(recipe, plan=replace(plan, shard="none"), on_event=on_event)  # one process
-    documents = getattr(ready.train, "documents", ready.train)  # of packed rows, one by one
+    record = prepare(recipe, plan=replace(plan, shard="none"), on_event=on_event)  # one process
+    documents = getattr(record.train, "documents", record.train)  # of packed rows, one by one
     for row in documents[:num_rows]:
-        pieces = tuple(ready.task.spans(row))
-        on_event(Table(f"{row.source}, as the loss sees it", ("", "text"), pieces))
-    num_steps = recipe.train.num_steps(len(ready.train))
+        spans = tuple(record.task.spans(row))
+        on_event(Table(f"{row.source}, as the loss sees it", ("", "text"), spans))
+    num_steps = recipe.train.num_steps(len(record.train))
     on_event(Notice(f"Plan: {plan.describe()}."))
-    on_event(Notice(f"All is well: {len(ready.train)} rows, {num_steps} optimizer steps."))
+    on_event(Notice(f"All is well: {len(record.train)} rows, {num_steps} optimizer steps."))
 
 
-def watch_of(
-    recipe: Recipe, ready: Prepared, metrics: Mapping[str, Metric] | None, on_event: Listener
-) -> TextWatch | None:
-    """Return what looks at the model's answers while it trains, if that is asked for."""
-    asked = recipe.train.sample_every or recipe.train.eval_generate
-    if metrics and not recipe.train.eval_generate:
+def prepare(
+    recipe: Recipe,
+    *,
+    base: Base | None = None,
+    plan: ExecutionPlan | None = None,
+    resume: bool = False,
+    world: World | None = None,
+    on_event: Listener = ignore,
+) -> RunRecord:
+    """Load the base, attach the adapter and encode the rows: everything before the first step.
+
+    Args:
+        base: The recipe's base, loaded already, without an adapter.
+        plan: How the recipe is carried out; by default as `resolve_plan` decides.
+        resume: A checkpoint is loaded next: the adapter has no values of its own until then.
+        world: The processes that do this together.
+
+    Raises:
+        PeftkitError: The base, a target or the data is not as the recipe says.
+    """
+    settings = recipe.task.resolve(recipe.data)
+    if base is None:
+        if not recipe.method.start_from:  # before an hour of loading, not after it
+            name, revision = recipe.base.model, recipe.base.revision
+            check_fits(skeleton(name, revision=revision, purpose=settings.purpose), recipe.method)
+        plan = plan or resolve_plan(recipe, on_event)
+        if world is not None:
+            world.check_equal_across_ranks(plan=plan.as_dict())
+        base = open_base(recipe.base, settings.purpose, plan, world=world, on_event=on_event)
+        if world is not None:
+            world.check_equal_across_ranks(base={"fingerprint": base.fingerprint})
+    plan = plan or _plan_over(recipe, base)
+    adapter, continued = _adapter(recipe, settings, base, resume, on_event)
+    on_event(adapter_table(adapter))
+    if plan.is_sharded:
+        base = _sharded(plan, base, on_event)
+    if warning := small_reach(adapter, base.audit):
+        on_event(Notice(warning))
+    if why := _why_unpacked(recipe, adapter):
+        recipe = recipe.model_copy(update={"data": recipe.data.without_packing()})
+        on_event(Notice(f"Rows are not packed: {why}."))
+    task = settings.on(base.model, base.processor, recipe.data, on_event=on_event)
+    task.compare_with(_reference(recipe, base, adapter, continued))
+    _add_other_adapters(task, base)
+    recipe = recipe.model_copy(update={"data": task.data})
+    rows, eval_rows = task.load_splits(recipe.data)
+    if world is not None:
+        world.check_equal_across_ranks(rows={"train": _digest(rows), "eval": _digest(eval_rows)})
+    return RunRecord(recipe, plan, base, adapter, task, settings, rows, eval_rows, continued)
+
+
+def _plan_over(recipe: Recipe, base: Base) -> ExecutionPlan:
+    """Return the plan of a recipe whose base is loaded."""
+    dtype = str(base.model.dtype).removeprefix("torch.")
+    plan = plan_as_requested(recipe, free_now(base.device), dtype)
+    return replace(plan, placement="stream" if hasattr(base.model, STREAMED) else "device")
+
+
+def _adapter(
+    recipe: Recipe, settings: TaskConfig, base: Base, resume: bool, on_event: Listener
+) -> tuple[Adapter, Any]:
+    """Attach the adapter: a new one, or the one that the recipe continues, and its start."""
+    if recipe.method.start_from:
+        from peftkit.formats.continued import continue_adapter
+
+        continued = continue_adapter(
+            base,
+            recipe.method,
+            recipe.base.quantize,
+            auto_class=settings.auto_class,
+            on_event=on_event,
+        )
+        return continued.adapter, continued
+    method, starts = _with_head_and_tokens(recipe, base), None
+    if method.initializer:  # it reads training rows, or the weights before they were quantised
+        from peftkit.methods.data_init import initial_values
+
+        checkpoint = None
+        if resume:
+            checkpoint = Checkpoints(recipe.train.output_dir, keep=1).newest_valid(ignore).folder
+        method, starts = initial_values(
+            method,
+            base,
+            settings,
+            recipe.base,
+            recipe.data,
+            seed=recipe.train.seed,
+            checkpoint=checkpoint,
+            on_event=on_event,
+        )
+    seed = recipe.train.seed
+    return attach(base.model, method, starts=starts, fresh=not resume, seed=seed), None
+
+
+def _with_head_and_tokens(recipe: Recipe, base: Base) -> Method:
+    """Return the method with the head and the new tokens, which are trained fully; add these."""
+    fully = tuple(dict.fromkeys((*recipe.method.train_fully, *base.head)))
+    update: dict[str, Any] = {"train_fully": fully}
+    if recipe.base.new_tokens:
+        ids = add_tokens(base, recipe.base.new_tokens)
+        update["token_rows"] = token_rows(base.model, ids)
+    return recipe.method.model_copy(update=update)
+
+
+def _sharded(plan: ExecutionPlan, base: Base, on_event: Listener) -> Base:
+    """Shard the base over the processes; return it on this process's device."""
+    device = default_device()
+    whole = local_bytes(base.model)["base"]
+    shard_base(base.model, device, offload=plan.shard == "offload")
+    part = local_bytes(base.model)["base"]
+    sizes = f"{part / 1e9:.2f} of {whole / 1e9:.2f} GB"
+    on_event(Notice(f"The base is sharded over the processes: {sizes}."))
+    return replace(base, device=device)
+
+
+def _why_unpacked(recipe: Recipe, adapter: Adapter) -> str:
+    """Return why rows may not be packed although nobody said so; "" if they may."""
+    if recipe.model_copy(update={"method": adapter.method}).packs_beside_virtual_tokens:
+        return f"with {adapter.method.type} each has its own virtual tokens"
+    if recipe.train.context_parallel > 1 and recipe.data.packing:
+        return "each lies on several processes, for itself"
+    return ""
+
+
+def _reference(recipe: Recipe, base: Base, adapter: Adapter, continued: Any) -> Reference:
+    """Return the model before training, for losses that compare with it."""
+    precision = f"{base.model.dtype} {recipe.base.quantize} {recipe.base.double_quant}"
+    key = f"{base.fingerprint} {precision}"
+    if continued is None:
+        return Reference(adapter.disabled, key)
+    state = partial(adapter.swapped_state, continued.start)
+    return Reference(state, f"{key} {continued.digest}")
+
+
+def _add_other_adapters(task: Task, base: Base) -> None:
+    """Give a task the adapters over the same base that it computes with."""
+    for folder in task.other_adapters:
+        from peftkit.formats.continued import read_side_adapter
+
+        task.add_adapter(folder, read_side_adapter(folder, base))
+
+
+def _digest(rows: Sequence[Any]) -> str:
+    """Return the number of rows, and a hash of the first and the last one."""
+    return f"{len(rows)} rows, {fingerprint([rows[n] for n in (0, -1) if len(rows)])}"
+
+
+def _watch(record: RunRecord, metrics: Mapping[str, Any] | None, on_event: Listener) -> Any:
+    """Return what generates samples and answers during training, if they are asked for."""
+    config = record.recipe.train
+    if metrics and not config.eval_generate:
         raise ConfigError(
             f"--metric {', '.join(metrics)} has no effect.",
             found="train.eval_generate is not set.",
             fix="Say how many eval rows are answered: --set train.eval_generate=64",
         )
-    if not asked:
+    if not (config.sample_every or config.eval_generate):
         return None
-    task = cast("AnswerTask | EncoderDecoder", ready.task)  # see run/rules.py
-    return TextWatch(ready.base, task, ready.eval, recipe.train, metrics, on_event)
+    from peftkit.inference.evaluate import TextWatch
+
+    task = cast(Any, record.task)  # of a kind that writes text: see peftkit.recipe
+    return TextWatch(record.base, task, record.eval, config, metrics, on_event)

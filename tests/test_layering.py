@@ -219,10 +219,7 @@ def test_imports_keep_the_rules() -> None:
 @pytest.mark.parametrize(
     ("sources", "told"),
     [
-        (
-            {"peftkit.errors": "def f():\n    import peftkit.run"},
-            "errors.py:2: import of peft",
-        ),
+        ({"peftkit.errors": "def f():\n    import peftkit.recipe"}, "errors.py:2: import of peft"),
         (
             {"peftkit.config.schema": "from peftkit.model.targets import Site"},
             "config/schema.py:1: import of peftkit.model.targets climbs",
@@ -239,24 +236,23 @@ def test_imports_keep_the_rules() -> None:
             "app.py:1: imports peftkit.__init__;",
         ),
         (
-            {"peftkit.run": "from peftkit.data import Row"},
+            {"peftkit.recipe": "from peftkit.data import Row"},
             "imports peftkit.data.__init__; import",
         ),
-        ({"peftkit.data.__init__": "from peftkit.data.load import x"}, "__init__ imports nothing"(
-            {"peftkit.data.load": "from .pack import x"}, "load.py:1: relative import"
-        ),
+        ({"peftkit.data.__init__": "from peftkit.data.load import x"}, "__init__ imports nothing"),
+        ({"peftkit.data.load": "from .pack import x"}, "load.py:1: relative import"),
         (
-            {"peftkit.run": "from peftkit.nowhere import x"},
+            {"peftkit.recipe": "from peftkit.nowhere import x"},
             "imports peftkit.nowhere, which is no",
         ),
         ({"peftkit.nowhere": ""}, "peftkit.nowhere: is in no layer"),
         ({"peftkit.train.loop": "from bitsandbytes import optim"}, "not be (quant/, train/optim)"),
         (
-            {"peftkit.run": "import rich.table"},
-            "peftkit/run.py:1: imports rich where it may",
+            {"peftkit.recipe": "import rich.table"},
+            "peftkit/recipe.py:1: imports rich where it may",
         ),
         (
-            {"peftkit.run": 'import_module("peft.tuners")'},
+            {"peftkit.recipe": 'import_module("peft.tuners")'},
             "imports peft where it may not be (nowhere)",
         ),
     ],
@@ -291,7 +287,7 @@ def test_importing_it_leaves_slow_libraries_unloaded() -> None:
     code = f"""
 import sys, {", ".join(WITHOUT_TORCH)}
 print([name for name in ("torch", *{OTHERS!r}) if name in sys.modules])
-import peftkit.recipe
+import peftkit.run.config
 print([name for name in {OTHERS!r} if name in sys.modules])
 """
     path = os.pathsep.join([str(ROOT), str(ROOT / "cli")])

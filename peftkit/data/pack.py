@@ -5,10 +5,12 @@ Shapes: B rows, T tokens of the longest row, rounded up, n targets of the whole 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+from array import array
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import accumulate, groupby, pairwise
@@ -364,3 +366,35 @@ def fingerprint_of(*contents: object) -> str:
         else:
             digest.update(str(content).encode())
     return f"sha256:{digest.hexdigest()[:32]}"
+
+
+def fingerprint(rows: Iterable[Any]) -> str:
+    """Return a hash of the rows' contents, without their `source`."""
+    known = getattr(rows, "fingerprint", None)  # of rows that are not in memory
+    if isinstance(known, str):
+        return known
+    digest = hashlib.sha256()
+    for row in rows:
+        _feed(digest, row)
+    return f"sha256:{digest.hexdigest()[:32]}"
+
+
+def _feed(digest: Any, value: Any) -> None:
+    """Hash a value with its type and length, so that no two different rows read the same."""
+    if dataclasses.is_dataclass(value):
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        value.pop("source", None)
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    if isinstance(value, list | tuple):
+        digest.update(b"[%d" % len(value))
+        if value and all(type(item) is int for item in value):
+            digest.update(array("q", value).tobytes())
+            return
+        for item in value:
+            _feed(digest, item)
+        return
+    text = repr(value).encode()
+    digest.update(b"%d:" % len(text) + text)

@@ -23,13 +23,13 @@ from peftkit.inference.generate import decoded, generate_ids
 from peftkit.inference.generate_media import MediaPrompt, complete
 from peftkit.model.modes import evaluating
 from peftkit.settings import DataConfig, TrainConfig
-from peftkit.tasks.base import Task
+from peftkit.tasks.base import Reference, Task
 from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.media_text import MediaText
 from peftkit.tasks.metrics import rouge_l
 from peftkit.tasks.seq2seq import EncoderDecoder
-from peftkit.tasks.token_task import AnswerTask, DocumentTask, Reference
+from peftkit.tasks.token_task import AnswerTask, DocumentTask
 
 MARGIN = 1.25
 """Longest answer, relative to the longest reference."""

@@ -187,6 +187,11 @@ class Method(Config, ABC):
         """Name of the function that computes initial values for `attach`; "" if it needs none."""
         return ""
 
+    @property
+    def reads_rows(self) -> str:
+        """The setting whose initial values need training rows; "" if none does."""
+        return ""
+
     def check_quantize(self, quantize: str) -> None:
         """Raise ConfigError if the method does not support this `base.quantize`."""
 

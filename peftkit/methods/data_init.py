@@ -19,14 +19,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from peftkit.base.load import Base, load_base
 from peftkit.errors import DataError, TargetError
+from peftkit.events import Listener
 from peftkit.execution.world import World
+from peftkit.formats.peft.folder import read_adapter
 from peftkit.kernels import svd
 from peftkit.kernels.device import in_float64
 from peftkit.methods.base import InitValues, Method
@@ -35,7 +39,45 @@ from peftkit.model.modes import evaluating
 from peftkit.model.places import linear_shape
 from peftkit.model.targets import Site
 from peftkit.quant.layers import weight_of
+from peftkit.settings import BaseConfig, DataConfig
 from peftkit.tasks.base import Task
+from peftkit.tasks.config import TaskConfig
+
+
+def initial_values(
+    method: Method,
+    base: Base,
+    settings: TaskConfig,
+    base_config: BaseConfig,
+    data: DataConfig,
+    *,
+    seed: int,
+    checkpoint: Path | None,
+    on_event: Listener,
+) -> tuple[Method, dict[str, InitValues] | None]:
+    """Return the method with its ranks, and initial values that need more than a layer.
+
+    Args:
+        base: The bare base.
+        settings: The task, whose rows EVA reads.
+        base_config: The base's section of the recipe; LoftQ loads the same weights unquantised.
+        seed: Seed of the order of rows.
+        checkpoint: Folder that a resumed run loads: its ranks are taken, and no values are made.
+
+    Raises:
+        PeftkitError: The weights or rows cannot be read, or are of no use.
+    """
+    assert isinstance(method, LoRA)
+    if checkpoint is not None:
+        return with_saved_ranks(base.model, method, read_adapter(checkpoint).method), None
+    if method.init == "loftq":
+        names = base_config.model_dump(include={"model", "revision", "dtype"})
+        original = load_base(**names, purpose=settings.purpose, device="cpu", on_event=on_event)
+        return method, dict(loftq_starts(base.model, method, original.model))
+    task = settings.on(base.model, base.processor, data)
+    rows, _ = task.load_splits(data.model_copy(update={"eval": None}))
+    ranked, starts = init_from_rows(base.model, method, task, rows, seed=seed)
+    return as_on_main(base.model, method, ranked, starts, World(base.device))
 
 
 @torch.no_grad()

@@ -65,6 +65,10 @@ class LoRA(Method):
     def initializer(self) -> str:
         return DATA_INITS.get(self.init, "")
 
+    @property
+    def reads_rows(self) -> str:
+        return "method.init: eva" if self.init == "eva" else ""
+
     def check_quantize(self, quantize: str) -> None:
         if self.init == "loftq" and quantize == "none":
             raise ConfigError(

@@ -29,12 +29,26 @@ from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.signals import StopRequest
 from peftkit.execution.state import State
 from peftkit.execution.world import World
+from peftkit.model.side_adapter import SideAdapter
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, split_micro_batches
 from peftkit.tasks.length import check_vocabulary
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.rows import NO_TEMPLATE, check_dropped, named, off_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A state of the model to compare it with.
+
+    Attributes:
+        state: Makes a context in which the model is in this state.
+        key: Tells it from all others: base, precision, values. "": unknown, and nothing is kept.
+    """
+
+    state: Callable[[], AbstractContextManager[None]]
+    key: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -160,6 +174,23 @@ class Task(ABC):
     def paths(self) -> Mapping[str, str]:
         """Chosen execution paths, for the run header."""
         return {}
+
+    def compare_with(self, reference: Reference) -> None:
+        """Take the model before training, for losses that compare with it."""
+        return None
+
+    @property
+    def other_adapters(self) -> Sequence[str]:
+        """Folders of adapters over the same base that the task computes with."""
+        return ()
+
+    def add_adapter(self, folder: str, adapter: SideAdapter) -> None:
+        """Take one of `other_adapters`, read for the base of the run.
+
+        Raises:
+            AdapterError: It was trained for something else.
+        """
+        return None
 
     # Rows.
 

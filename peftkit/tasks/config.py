@@ -44,6 +44,8 @@ class TaskConfig(Config, ABC):
     """Fields of DataConfig, beside train and eval, that this task reads; others are refused."""
     measures_before: ClassVar[bool] = False
     """Whether what it is measured by is also told of the base, before the first step."""
+    code_setting: ClassVar[str] = ""
+    """The setting that names the functions of `code`."""
     num_texts: ClassVar[int] = 1
     """Texts of one row that the model reads, each at most data.max_length long; at least."""
 
@@ -69,6 +71,16 @@ class TaskConfig(Config, ABC):
     def needs_reference(self) -> bool:
         """Whether it is learnt by comparing the model with what it was."""
         return False
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """Python functions that the task runs, as its settings name them."""
+        return ()
+
+    @property
+    def makes_answers(self) -> str:
+        """The setting with which rows get their answers only after the adapter is attached."""
+        return ""
 
     def saved(self) -> dict[str, Any]:
         """Return the config that the adapter's folder names: what it is used and measured as."""

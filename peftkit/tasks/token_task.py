@@ -6,9 +6,8 @@ Shapes: B rows, T tokens, n learnt tokens of the batch.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,9 +19,8 @@ from peftkit.data.pack import IGNORE, Row, collate, labelled_segments, last_answ
 from peftkit.events import Listener, ignore
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.model.modes import adapters_off
-from peftkit.model.side_adapter import SideAdapter
 from peftkit.tasks.attention import TrainingAttention, training_attention
-from peftkit.tasks.base import Task
+from peftkit.tasks.base import Reference, Task
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.isolation import check_causal
 from peftkit.tasks.length import exact_length
@@ -217,24 +215,8 @@ class AnswerConfig(TaskConfig):
     writes_text: ClassVar[bool] = True
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """What a model is compared with.
-
-    Attributes:
-        state: Makes a context in which the model is the reference.
-        key: Tells it from all others: base, precision, values. "": unknown, and nothing is kept.
-    """
-
-    state: Callable[[], AbstractContextManager[None]]
-    key: str = ""
-
-
 class DocumentTask(AnswerTask):
     """A task whose rows are documents to compare: how likely each answer is decides the loss.
-
-    Attributes:
-        reference: What the model was before it learnt; by default the base without an adapter.
 
     Raises:
         BaseError: The model is not causal.
@@ -242,23 +224,16 @@ class DocumentTask(AnswerTask):
 
     predicts_tokens: ClassVar[bool] = False
     is_causal: ClassVar[bool] = True
+    reference: Reference
+    """The model before training; by default the base without an adapter."""
 
     def build(self, model: nn.Module) -> None:
         check_causal(model)
         super().build(model)
         self.reference = Reference(partial(adapters_off, model))
 
-    @property
-    def other_adapters(self) -> Sequence[str]:
-        """Folders of adapters over the same base that it computes with; see `add_adapter`."""
-        return ()
-
-    def add_adapter(self, folder: str, adapter: SideAdapter) -> None:
-        """Take one of `other_adapters`, read for the base that the run has loaded.
-
-        Raises:
-            AdapterError: It was trained for something else.
-        """
+    def compare_with(self, reference: Reference) -> None:
+        self.reference = reference
 
     def positions(self, lengths: Sequence[int], shared: int = 0) -> int:
         """Return how many positions documents take that go through the model at once.

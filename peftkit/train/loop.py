@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -23,7 +23,6 @@ from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.signals import Interrupted, StopRequest, stop_requests
 from peftkit.execution.state import Result, State, StepFacts
 from peftkit.execution.world import World
-from peftkit.inference.evaluate import TextWatch
 from peftkit.kernels.device import gpu_of, keep_freed_memory, trim_malloc
 from peftkit.methods.lora_linear import refresh_groups
 from peftkit.model.modes import begin_training, modes_kept
@@ -53,6 +52,9 @@ from peftkit.train.parallel import parallel_of
 from peftkit.train.saving import Saver, TrainableWeights, Weights
 from peftkit.train.step import Trainer
 from peftkit.train.validation import Evaluator, Validation
+
+if TYPE_CHECKING:
+    from peftkit.inference.evaluate import TextWatch
 
 GIVE_BACK_EVERY = 16
 """On a CPU, steps between calls that return fragmented memory to the system."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,14 @@ from peftkit.errors import DataError
 from peftkit.events import EvalDone, Notice, Sampled
 from peftkit.execution import rng
 from peftkit.execution.parallel import Part
-from peftkit.inference.evaluate import TextWatch
 from peftkit.model.modes import begin_training
 from peftkit.tasks.batches import batches_that_fit, split_micro_batches
 from peftkit.tasks.loss import perplexity
 from peftkit.train.batches import on_device
 from peftkit.train.step import Trainer
+
+if TYPE_CHECKING:
+    from peftkit.inference.evaluate import TextWatch
 
 
 class Evaluator:

@@ -13,8 +13,8 @@ from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
 from peftkit.events import Event, StepDone
 from peftkit.formats.peft.folder import read_adapter
-from peftkit.prepared import prepare
 from peftkit.recipe import Recipe
+from peftkit.run import prepare
 from peftkit.run import run as run_recipe
 
 ROWS = [
@@ -79,8 +79,8 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(
     def made_again(*args: object, **kwargs: object) -> None:
         raise AssertionError("a resumed run has its start already")
 
-    monkeypatch.setattr("peftkit.prepared.init_from_rows", made_again)
-    monkeypatch.setattr("peftkit.prepared.loftq_starts", made_again)
+    monkeypatch.setattr("peftkit.methods.data_init.init_from_rows", made_again)
+    monkeypatch.setattr("peftkit.methods.data_init.loftq_starts", made_again)
     run_recipe(asked[1], resume=True)
     whole, stopped = (folder / "run" / "adapter_model.safetensors" for folder in folders)
     assert whole.read_bytes() == stopped.read_bytes()

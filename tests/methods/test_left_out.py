@@ -15,8 +15,8 @@ from peftkit.formats.card import adapter_table
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.model.targets import resolve
-from peftkit.prepared import prepare
 from peftkit.recipe import Recipe
+from peftkit.run import prepare
 from tests.families import ARCHITECTURES, FAMILIES, FURTHER
 from tests.kinds import inputs, loss
 

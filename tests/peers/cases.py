@@ -18,7 +18,6 @@ from typing import Any
 import gguf
 import torch
 import transformers
-from peftkit.methods.protocol import Method
 
 from peftkit.adapter import attach
 from peftkit.base.load import Base, load_base
@@ -31,7 +30,7 @@ from peftkit.inference.predict import predict_file
 from peftkit.merging.merge import merge
 from peftkit.methods.base import Method
 from peftkit.methods.dora import DoRA
-from peftkit.methods.lora import DoRA, LoRA
+from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.tasks.transcription import TranscriptionConfig

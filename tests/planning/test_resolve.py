@@ -13,7 +13,6 @@ import transformers
 from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks import shapes
-from peftkit import recipe as story
 from peftkit import run as story
 from peftkit.config.schema import from_dict
 from peftkit.events import Event, Notice

@@ -20,8 +20,8 @@ from peftkit.formats.open_adapter import Opened, open_adapter
 from peftkit.inference.evaluate import evaluate
 from peftkit.inference.predict import predict
 from peftkit.merging.merge import merge
-from peftkit.prepared import prepare
 from peftkit.recipe import Recipe
+from peftkit.run import prepare
 from peftkit.run import run as run_recipe
 from peftkit.tasks.sequence_classification import SequenceClassificationConfig
 from tests.tasks.classifiers import LABELS, TAGS, TEXTS, save_base, write_texts, write_words

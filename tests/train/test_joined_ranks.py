@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from peftkit import run as run_module
 from peftkit.config import schema
 from peftkit.config.schema import from_dict
 from peftkit.recipe import Recipe
@@ -36,12 +37,12 @@ def work(recipe: str, said: str, what: str, more: list[str]) -> None:
         os.makedirs(f"{said}-elsewhere")
         os.chdir(f"{said}-elsewhere")
     if own and what == "other base":
-        opened = prepare.load_base
+        opened = run_module.open_base
 
         def other(*args: Any, **settings: Any) -> Any:
             return replace(opened(*args, **settings), fingerprint="sha256:another")
 
-        prepare.load_base = other
+        run_module.open_base = other
     if own and what in MISHAPS:
         learn, calls = CausalLM.loss, [0]
 

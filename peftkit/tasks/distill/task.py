@@ -365,6 +365,10 @@ class DistillConfig(AnswerConfig):
         return self
 
     @property
+    def makes_answers(self) -> str:
+        return "task.answers is teacher" if self.answers == "teacher" else ""
+
+    @property
     def divergence(self) -> Divergence:
         """What is computed at each token."""
         return Divergence(self.kind, self.beta or 0.5, self.temperature)

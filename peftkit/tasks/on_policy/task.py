@@ -342,6 +342,7 @@ class GRPOConfig(AnswerConfig):
     """Learning from rewards for the model's own answers: GRPO and its kin."""
 
     writes_text: ClassVar[bool] = False
+    code_setting: ClassVar[str] = "rewards"
     data_fields: ClassVar[frozenset[str]] = frozenset({"max_length", *CHAT, "max_dropped"})
 
     task: ClassVar = GRPO
@@ -372,6 +373,10 @@ class GRPOConfig(AnswerConfig):
     what is sure tries nothing new; null: never. 0.05 is a usual end."""
     reward_timeout: Annotated[float, Field(gt=0)] = 60.0
     """Seconds that one call of a reward function may take."""
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        return tuple(term.use for term in self.rewards if term.is_function)
 
     @property
     def texts_per_row(self) -> int:

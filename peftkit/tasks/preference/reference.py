@@ -24,9 +24,8 @@ from peftkit.execution.parallel import Part
 from peftkit.execution.signals import Interrupted
 from peftkit.files.tensors import read_tensors, write_tensors
 from peftkit.model.modes import evaluating
-from peftkit.tasks.base import Run
+from peftkit.tasks.base import Reference, Run
 from peftkit.tasks.batches import batches_that_fit
-from peftkit.tasks.token_task import Reference
 
 FILE = "reference_log_probs.safetensors"
 KEYS, VALUES = "keys", "values"

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import json
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from peftkit.config.schema import flat
+from peftkit.data.pack import fingerprint
 from peftkit.errors import CheckpointError, did_you_mean
 from peftkit.settings import TrainConfig
 
@@ -89,38 +85,6 @@ def check_same_run(saved: Identity, now: Identity, allowed: Sequence[str]) -> li
             fix = did_you_mean(name, known) or "Leave it out: nothing differs that needs it."
             raise CheckpointError(f"cannot allow changes of {name!r}: no run has that", fix=fix)
     return [line for _, line in accepted]
-
-
-def fingerprint(rows: Iterable[Any]) -> str:
-    """Return a hash of the rows' contents, without their `source`."""
-    known = getattr(rows, "fingerprint", None)  # of rows that are not in memory
-    if isinstance(known, str):
-        return known
-    digest = hashlib.sha256()
-    for row in rows:
-        _feed(digest, row)
-    return f"sha256:{digest.hexdigest()[:32]}"
-
-
-def _feed(digest: Any, value: Any) -> None:
-    """Hash a value with its type and length, so that no two different rows read the same."""
-    if dataclasses.is_dataclass(value):
-        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        value.pop("source", None)
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        value = list(value.items())
-    if isinstance(value, list | tuple):
-        digest.update(b"[%d" % len(value))
-        if value and all(type(item) is int for item in value):
-            digest.update(array("q", value).tobytes())
-            return
-        for item in value:
-            _feed(digest, item)
-        return
-    text = repr(value).encode()
-    digest.update(b"%d:" % len(text) + text)
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peftkit.methods.protocol import Method
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
