@@ -239,7 +239,7 @@ def test_imports_keep_the_rules() -> None:
             {"peftkit.recipe": "from peftkit.data import Row"},
             "imports peftkit.data.__init__; import",
         ),
-        ({"peftkit.data.__init__": "from peftkit.data.load import x"}, "__init__ imports nothing"),
+        ({"peftkit.data.__init__": "from peftkit.data.load import x"}, "__init__ imports nothing")
         ({"peftkit.data.load": "from .pack import x"}, "load.py:1: relative import"),
         (
             {"peftkit.recipe": "from peftkit.nowhere import x"},
@@ -287,7 +287,7 @@ def test_importing_it_leaves_slow_libraries_unloaded() -> None:
     code = f"""
 import sys, {", ".join(WITHOUT_TORCH)}
 print([name for name in ("torch", *{OTHERS!r}) if name in sys.modules])
-import peftkit.run.config
+import peftkit.recipe
 print([name for name in {OTHERS!r} if name in sys.modules])
 """
     path = os.pathsep.join([str(ROOT), str(ROOT / "cli")])
