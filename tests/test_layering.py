@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "events", "figures", "settings", "config/", "files/", "execution/", "kernels/"),
     ("model/", "quant/", "data/"),
     ("base/", "methods/", "adapter", "tasks/", "formats/", "inference/"),
-    ("train/", "planning/", "run/", "record", "recipe"),
+    ("train/", "planning/", "recipe", "record", "run"),
     ("merging/", "report/", "serve/", "sweeps", "__init__", "cli/"),
 )
 """Bottom first: peftkit/<name>.py, or a package `x/`. Modules of a layer may import each other."""
@@ -51,7 +51,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
         "train/",
         "tasks/",
         "base/",
-        "run/",
+        "recipe",
         "report/history",
         "serve/requests",
     ),
@@ -239,7 +239,7 @@ def test_imports_keep_the_rules() -> None:
             {"peftkit.recipe": "from peftkit.data import Row"},
             "imports peftkit.data.__init__; import",
         ),
-        ({"peftkit.data.__init__": "from peftkit.data.load import x"}, "__init__ imports nothing")
+        ({"peftkit.data.__init__": "from peftkit.data.load import x"}, "__init__ imports nothing"),
         ({"peftkit.data.load": "from .pack import x"}, "load.py:1: relative import"),
         (
             {"peftkit.recipe": "from peftkit.nowhere import x"},

@@ -24,6 +24,7 @@ from peftkit.base.pretrained import quiet
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.request import request_of
 from peftkit.quant.quantize import quantize_model
+from peftkit.settings import BaseConfig
 from tests.base.test_pack import state_of
 from tests.families import ARCHITECTURES, VOCAB
 
