@@ -8,7 +8,7 @@ import pytest
 
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
-from peftkit.recipe import Recipe, broken, check
+from peftkit.recipe import Recipe, broken, check_settings
 
 PLAIN: dict[str, dict[str, Any]] = {"base": {"model": "x"}, "data": {"train": "rows.jsonl"}}
 READ: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -69,9 +69,9 @@ def test_what_depends_on_the_processes_is_refused_where_they_are(
     told: str, train: dict[str, Any], wrong: int, right: int
 ) -> None:
     asked = recipe(train=train)
-    check(asked, right)
+    check_settings(asked, right)
     with pytest.raises(ConfigError, match=told):
-        check(asked, wrong)
+        check_settings(asked, wrong)
 
 
 def test_nothing_is_wrong_with_a_plain_recipe() -> None:
