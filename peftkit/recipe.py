@@ -191,7 +191,7 @@ def _of_evaluation(r: Any) -> Iterator[Conflict]:
 
 def _of_processes(r: Any, processes: int | None) -> Iterator[Conflict]:
     shards = r.train.shard in SHARDED
-    if shards and not r.method.beside_linear_layers:
+    if shards and not r.method.wraps_linear_layers:
         yield (
             f"train.shard: {r.train.shard} does not go with method.type: {r.method.type}",
             _methods_beside(),
@@ -209,5 +209,5 @@ def _of_processes(r: Any, processes: int | None) -> Iterator[Conflict]:
 
 
 def _methods_beside() -> str:
-    names = [name for name, kind in METHODS.items() if kind.beside_linear_layers]
+    names = [name for name, kind in METHODS.items() if kind.wraps_linear_layers]
     return f"Methods that do: {', '.join(names)}."
