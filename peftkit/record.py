@@ -16,7 +16,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -28,17 +28,18 @@ from peftkit.events import Event, Listener, Notice, RunStarted, Saved, Table, ig
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.state import Result
 from peftkit.files.disk import write_text
-from peftkit.formats.card import Card, adapter_usage, render_card, training_card
-from peftkit.formats.continued import AdapterFolder, Continued
 from peftkit.formats.folders import CARD
+from peftkit.formats.peft.folder import AdapterFolder
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.peft.targets import refused_by_peft
-from peftkit.formats.serving import served_rank
 from peftkit.model.modes import evaluating
 from peftkit.recipe import Recipe
 from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
 from peftkit.train.checkpoints.manifest import versions
+
+if TYPE_CHECKING:
+    from peftkit.formats.continued import Continued
 
 FACTS, RECIPE = "run.json", "recipe.yaml"
 NUM_BARS = 24
@@ -150,8 +151,11 @@ class RunRecord:
             "mergeable": not recipe.method.unmergeable,
         }
 
-    def card(self, result: Result) -> Card:
+    def card(self, result: Result) -> str:
         """Return the model card of the trained adapter."""
+        from peftkit.formats.card import adapter_usage, render_card, training_card
+        from peftkit.formats.serving import served_rank
+
         recipe = self.recipe
         usage = adapter_usage(
             self.base.hub_id or self.base.name,
@@ -160,7 +164,7 @@ class RunRecord:
             command=self.settings.command,
             purpose=self.settings.purpose,
         )
-        return training_card(
+        card = training_card(
             self.base,
             self.adapter,
             data=f"{recipe.data.train_name}, {len(self.train):,} rows after packing and filtering",
@@ -169,6 +173,7 @@ class RunRecord:
             recipe=schema.dump_yaml(recipe),
             usage=usage,
         )
+        return render_card(card)
 
 
 def length_histogram(rows: Sequence[Any]) -> tuple[tuple[int, int], ...]:
@@ -208,12 +213,13 @@ def save_result(record: RunRecord, result: Result, *, on_event: Listener = ignor
     if not result.is_main:
         return _with_metrics(record, result, ignore)
     weights.save(record.folder)
+
     if warning := refused_by_peft(record.adapter):
         on_event(Notice(warning))
     result = _with_metrics(record, result, on_event)
     folder = record.folder
     _try_to_write(folder / RECIPE, lambda: schema.dump_yaml(record.recipe), on_event)
-    _try_to_write(folder / CARD, lambda: render_card(record.card(result)), on_event)
+    _try_to_write(folder / CARD, lambda: record.card(result), on_event)
     on_event(Saved("adapter", record.folder))
     return result
 

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from peftkit.adapter import Adapter, attach, check_fits
 from peftkit.base.load import Base, open_base
-from peftkit.base.new_tokens import add_tokens, token_rows
 from peftkit.base.sharding import is_sharded, local_bytes, shard_base
 from peftkit.base.skeleton import skeleton
 from peftkit.config.schema import flat
@@ -224,6 +223,8 @@ def _with_head_and_tokens(recipe: Recipe, base: Base) -> Method:
     fully = tuple(dict.fromkeys((*recipe.method.train_fully, *base.head)))
     update: dict[str, Any] = {"train_fully": fully}
     if recipe.base.new_tokens:
+        from peftkit.base.new_tokens import add_tokens, token_rows
+
         ids = add_tokens(base, recipe.base.new_tokens)
         update["token_rows"] = token_rows(base.model, ids)
     return recipe.method.model_copy(update=update)

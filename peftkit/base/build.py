@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import transformers
 from torch import Tensor
 
 from peftkit.base.fingerprint import fingerprint
-from peftkit.base.gguf import open_gguf, parsed_once
 from peftkit.base.locate import Location
 from peftkit.base.pack import Broken, PackingConfig, PackingLoader, kept_in_float32
 from peftkit.base.pretrained import (
@@ -169,6 +168,15 @@ def _arguments(
     return getattr(transformers, request.purpose.auto_class), location.source, where
 
 
+def parsed_once(location: Location) -> AbstractContextManager[None]:
+    """Return a context in which a GGUF file, if the base is one, is parsed only once."""
+    if not location.gguf:
+        return nullcontext()
+    from peftkit.base import gguf
+
+    return gguf.parsed_once(location)
+
+
 def _gguf_arguments(
     request: BaseRequest, loader: PackingLoader | None
 ) -> tuple[Any, str | None, dict[str, Any]]:
@@ -176,6 +184,8 @@ def _gguf_arguments(
     assert loader is not None, "a GGUF file is read through a PackingLoader"
     bare = on_meta(request.config, request.purpose, torch.float32)
     with parsed_once(request.location):
+        from peftkit.base.gguf import open_gguf
+
         tensors, conversions = open_gguf(request.location.gguf_path, bare)
     where = {"state_dict": tensors, "config": request.config, "dtype": torch.float32}
     return type(bare), None, where | {"quantization_config": PackingConfig(loader, conversions)}

@@ -72,11 +72,11 @@ def open_gguf(path: Path, model: nn.Module) -> tuple[dict[str, LazyTensor], list
 
 @contextmanager
 def parsed_once(location: Location) -> Iterator[None]:
-    """Parse a base's GGUF file, if it is one, once for all its readers in this context.
+    """Parse a base's GGUF file once for all its readers in this context.
 
     It takes seconds, and transformers parses the file for the config and again for the tokenizer.
     """
-    if not location.gguf or importlib.util.find_spec("gguf") is None:
+    if importlib.util.find_spec("gguf") is None:
         yield
         return
     import gguf

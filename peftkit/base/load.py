@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from peftkit.base.build import LoadedModel, build, convert
-from peftkit.base.gguf import parsed_once
+from peftkit.base.build import LoadedModel, build, convert, parsed_once
 from peftkit.base.locate import locate
 from peftkit.base.placement import place_of_weights
 from peftkit.base.pretrained import files_of, oom_as_error, reachable
@@ -27,7 +26,6 @@ from peftkit.base.purpose import CAUSAL_LM, Purpose, head_modules
 from peftkit.base.request import BaseRequest, compute_dtype, request_of
 from peftkit.base.skeleton import packed_skeleton, weight_bytes
 from peftkit.base.store import MANIFEST, Spill, folder_of, keep, open_stored, room_for
-from peftkit.base.streaming import BlockStream
 from peftkit.config.schema import from_dict
 from peftkit.errors import BaseError, PeftkitError
 from peftkit.events import Listener, Notice, Stage, ignore
@@ -211,6 +209,8 @@ def _open(
             request = replace(request, device=weights.device, dtype=dtype)
         loaded = _open_or_build(request, sharing, on_event)
     if weights.streamed:
+        from peftkit.base.streaming import BlockStream
+
         BlockStream(loaded.model, weights.device)
     elif not is_shared and not free_now(weights.device).on_gpu:
         keep_copies(loaded.model)

@@ -16,7 +16,6 @@ from peftkit.events import Table
 from peftkit.files.disk import write_text
 from peftkit.formats.folders import CARD
 from peftkit.formats.peft.targets import refused_by_peft
-from peftkit.formats.serving import vllm_serve
 from peftkit.methods.base import AdapterModule
 from peftkit.model.places import is_linear, linear_shape, stacked_shape
 from peftkit.model.roles import ALL_LINEAR
@@ -84,6 +83,8 @@ def adapter_usage(
         ),
     ]
     if purpose == CAUSAL_LM and rank:
+        from peftkit.formats.serving import vllm_serve
+
         usage.append(("vLLM", "bash", vllm_serve(model, rank, f"adapter={folder}")))
     return usage
 

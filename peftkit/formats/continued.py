@@ -8,34 +8,29 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from peftkit.adapter import Adapter
 from peftkit.base.load import Base
-from peftkit.base.new_tokens import restore_tokens, save_tokenizer
+from peftkit.base.new_tokens import restore_tokens
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, Notice, ignore
 from peftkit.files.disk import sha256_of
-from peftkit.files.tensors import read_tensors, write_tensors
+from peftkit.files.tensors import read_tensors
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.folders import TENSORS
 from peftkit.formats.open_adapter import task_of
 from peftkit.formats.peft.folder import (
+    START,
     AdapterFile,
     load_adapter,
     named_tensors,
     read_adapter,
-    save_adapter,
 )
 from peftkit.formats.peft.low_rank import A, B, layers_of, read_low_rank
-from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.base import Method
-from peftkit.methods.table import format_of
 from peftkit.model.side_adapter import SideAdapter
 
-START = "start.safetensors"
-"""The tensors that an adapter began with, for losses that compare it with its start."""
 FREE = {"type", "start_from", "dropout"}
 """Fields of a method that its tensors do not depend on."""
 
@@ -132,35 +127,6 @@ def _check_settings(method: Method, file: AdapterFile) -> None:
                 f"{getattr(saved, name)!r}.",
                 fix="Leave it out: the method is the adapter's, but for its dropout.",
             )
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterFolder:
-    """The adapter's part of a checkpoint: every checkpoint is an adapter folder.
-
-    Attributes:
-        base: Has tokens that the published base lacks, so that its tokenizer is saved too.
-        start: The tensors that the adapter began with, saved for `before_training`.
-    """
-
-    adapter: Adapter
-    provenance: Provenance
-    base: Base | None = None
-    start: Mapping[str, Tensor] | None = None
-
-    def save(self, folder: Path) -> None:
-        """Write the adapter's files; then tokenizer and start, where there are any."""
-        save_adapter(self.adapter, folder, self.provenance)
-        if self.base is not None:
-            save_tokenizer(self.base, folder)
-        if self.start is not None:
-            write_tensors({n: tensor.cpu() for n, tensor in self.start.items()}, folder / START)
-
-    @torch.no_grad()
-    def load(self, folder: Path) -> None:
-        """Load the tensors of a checkpoint's adapter files, bit for bit."""
-        _, tensors = format_of(self.adapter.method).from_file({}, named_tensors(folder))
-        self.adapter.load_state(tensors)
 
 
 def before_training(adapter: Adapter, folder: Path) -> Callable[[], AbstractContextManager[None]]:

@@ -236,6 +236,8 @@ _COMMON = (
     "revision", "inference_mode", "runtime_config",
 )  # fmt: skip
 """Fields of every config that do not change what an adapter computes."""
+MAGNITUDE = "lora_magnitude_vector"
+"""The tensor of a DoRA's row norms."""
 PROMPT = "prompt_embeddings"
 """Tensor of methods that act on the input."""
 TARGETS = ("target_modules", "exclude_modules")

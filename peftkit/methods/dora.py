@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.kernels.lora import adapted_row_norms, add_lora
-from peftkit.methods.base import AdapterModule, Method
+from peftkit.methods.base import MAGNITUDE, AdapterModule, Method
 from peftkit.methods.lora import LoRA
-from peftkit.methods.lora_format import MAGNITUDE, LoRAFormat, trains_biases
+from peftkit.methods.lora_format import LoRAFormat, trains_biases
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.model.targets import Site
 from peftkit.quant.layers import weight_of

@@ -25,7 +25,6 @@ from peftkit.methods.base import (
     AdapterModule,
     Method,
 )
-from peftkit.methods.experts import LoRAExperts, LoRAStack
 from peftkit.methods.lora_init import DATA_INITS, SUBTRACTED, Init
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.model.places import is_linear, linear_shape, stacked_shape, unwrap_adapter
@@ -125,6 +124,8 @@ class LoRA(Method):
         )
 
     def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
+        from peftkit.methods.experts import LoRAExperts, LoRAStack
+
         stacks = []
         for site in sites:
             assert site.parameter is not None

@@ -51,8 +51,6 @@ def _majority(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return common, {path: value for path, value in values.items() if value != common}
 
 
-MAGNITUDE = "lora_magnitude_vector"
-"""The tensor of a DoRA's row norms."""
 EXPERTS_SINCE = (0, 19)
 """The version of PEFT whose layout of stacked experts is read and written here."""
 IGNORED = (

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +29,15 @@ from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.signals import StopRequest
 from peftkit.execution.state import State
 from peftkit.execution.world import World
-from peftkit.model.side_adapter import SideAdapter
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, split_micro_batches
 from peftkit.tasks.length import check_vocabulary
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.rows import NO_TEMPLATE, check_dropped, named, off_prompt
+
+if TYPE_CHECKING:
+    from peftkit.model.side_adapter import SideAdapter
 
 
 @dataclass(frozen=True, slots=True)

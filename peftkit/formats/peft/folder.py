@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from peftkit.adapter import Adapter, attach
+from peftkit.base.load import Base
 from peftkit.errors import AdapterError, TargetError
 from peftkit.files.disk import write_json
 from peftkit.files.tensors import write_tensors
@@ -32,13 +34,14 @@ from peftkit.formats.peft.targets import (
     with_implied_heads,
     written_fields,
 )
-from peftkit.methods.base import PROMPT, Method
-from peftkit.methods.lora_format import MAGNITUDE
+from peftkit.methods.base import MAGNITUDE, PROMPT, Method
 from peftkit.methods.table import format_of, method_from_peft
 from peftkit.model.places import is_conv1d
 
 FINGERPRINT = "base_fingerprint"
 """Of the tensor file's metadata, for where peftkit.json is lost."""
+START = "start.safetensors"
+"""The tensors that an adapter began with, for losses that compare it with its start."""
 PREFIX = "base_model.model."
 BARE = "base_model."
 """Prefix of methods that act on the input and wrap no layers."""
@@ -315,3 +318,34 @@ def _existing(folder: Path, name: str) -> Path:
         found=("there is " + ", ".join(files)) if files else "no such folder, or an empty one",
         fix=fix,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """The adapter's part of a checkpoint: every checkpoint is an adapter folder.
+
+    Attributes:
+        base: Has tokens that the published base lacks, so that its tokenizer is saved too.
+        start: The tensors that the adapter began with, saved for `before_training`.
+    """
+
+    adapter: Adapter
+    provenance: Provenance
+    base: Base | None = None
+    start: Mapping[str, Tensor] | None = None
+
+    def save(self, folder: Path) -> None:
+        """Write the adapter's files; then tokenizer and start, where there are any."""
+        save_adapter(self.adapter, folder, self.provenance)
+        if self.base is not None:
+            from peftkit.base.new_tokens import save_tokenizer
+
+            save_tokenizer(self.base, folder)
+        if self.start is not None:
+            write_tensors({n: tensor.cpu() for n, tensor in self.start.items()}, folder / START)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Load the tensors of a checkpoint's adapter files, bit for bit."""
+        _, tensors = format_of(self.adapter.method).from_file({}, named_tensors(folder))
+        self.adapter.load_state(tensors)
