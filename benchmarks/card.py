@@ -33,7 +33,7 @@ from peftkit.data.pack import Row
 from peftkit.events import Event, Notice, RunStarted, StepDone
 from peftkit.execution.environment import as_current, free_now
 from peftkit.execution.out_of_memory import release_memory
-from peftkit.execution.plan import Activations, plan_for
+from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.kernels.cross_entropy import chunked_cross_entropy, reference_cross_entropy
 from peftkit.kernels.device import gpu_of
 from peftkit.kernels.fused import RMSNorm
@@ -42,8 +42,8 @@ from peftkit.quant.layers import pack
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.causal_lm import CausalLM
+from peftkit.train.blocks import Blocks
 from peftkit.train.loop import fit
-from peftkit.train.memory.blocks import Blocks
 
 LOSS_CLOSE, GRADIENT_CLOSE = 2e-3, 2e-3
 """Relative: other kernels sum in another order; float32 products may round to TF32's 10 bits."""
@@ -92,7 +92,7 @@ def environment(job: Job) -> Iterator[Sequence[str]]:
     yield "what", "is"
     yield "device", str(job.device) if gpu is None else gpu.name(job.device)
     yield "free for tensors", f"{here.usable / 1e9:.1f} GB"
-    plan = plan_for(job.device)
+    plan = ExecutionPlan(device=job.device)
     yield "LoRA layers grouped, kernels fused", f"{plan.lora_grouped}, {plan.fused_kernels}"
     yield from versions().items()
 
@@ -136,7 +136,7 @@ def _loss(device: torch.device) -> tuple[Tensor, Tensor]:
     if device.type == "cpu":
         loss = reference_cross_entropy(hidden, targets, head)
     else:
-        size = plan_for(device).chunk_bytes
+        size = ExecutionPlan(device=device).chunk_bytes
         loss = chunked_cross_entropy(hidden, targets, head, chunk_rows=100, chunk_bytes=size)
     (gradient,) = torch.autograd.grad(loss.sum(), hidden)
     return loss, gradient

@@ -34,9 +34,8 @@ from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
 from peftkit.tasks.config import TaskConfig
 from peftkit.train.loop import new_run
-from peftkit.train.model import trainable_parameters
 from peftkit.train.optim import STATE_BYTES
-from peftkit.train.step import Trainer
+from peftkit.train.step import Trainer, trainable_parameters
 
 FAMILIES = ("smollm2-135m", "gpt2", "gpt_neox", "gemma2", "qwen3_moe")
 LAYERS = 6

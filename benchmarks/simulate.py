@@ -41,10 +41,9 @@ from peftkit.quant.quantize import quantize_model
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.loss import Head, token_loss
+from peftkit.train import blocks
 from peftkit.train.loop import new_run
-from peftkit.train.memory import blocks
-from peftkit.train.model import trainable_parameters
-from peftkit.train.step import Trainer
+from peftkit.train.step import Trainer, trainable_parameters
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card, CudaTensor, Kernels
 

@@ -36,7 +36,7 @@ from peftkit.model.modes import evaluating
 from peftkit.recipe import Recipe
 from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
-from peftkit.train.checkpoints.manifest import versions
+from peftkit.train.checkpoint_files import versions
 
 if TYPE_CHECKING:
     from peftkit.formats.continued import Continued

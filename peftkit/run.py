@@ -30,8 +30,8 @@ from peftkit.recipe import Recipe, check_settings
 from peftkit.record import RunRecord, facts_writer, metrics_before_training, save_result
 from peftkit.tasks.base import Reference, Task
 from peftkit.tasks.config import TaskConfig
-from peftkit.train.checkpoints.checkpoint import Checkpoints, StartPolicy, locked
-from peftkit.train.checkpoints.manifest import versions
+from peftkit.train.checkpoint import StartPolicy, locked
+from peftkit.train.checkpoint_files import Checkpoints, versions
 from peftkit.train.loop import check_output, new_run, train
 from peftkit.train.metrics import require_trackers
 

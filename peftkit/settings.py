@@ -11,7 +11,7 @@ from pydantic import Field
 
 from peftkit.config.schema import Config
 from peftkit.errors import DataError, first_few
-from peftkit.execution.plan import ExecutionPlan, Placement, Shard, tokens_at_once
+from peftkit.execution.plan import CPU_TOKENS, GPU_TOKENS, ExecutionPlan, Placement, Shard
 
 
 class BaseConfig(Config):
@@ -250,7 +250,9 @@ class TrainConfig(Config):
 
     def tokens_at_once(self, device_type: str) -> int | None:
         """Return `tokens_per_batch` as a number, for a device."""
-        return tokens_at_once(self.tokens_per_batch, device_type)
+        if self.tokens_per_batch != "auto":
+            return self.tokens_per_batch
+        return CPU_TOKENS if device_type == "cpu" else GPU_TOKENS
 
     def plan(
         self,

@@ -51,7 +51,8 @@ from peftkit.recipe import Recipe, check_settings, load
 from peftkit.report.history import is_run
 from peftkit.report.page import REPORT, LiveReport, write_report
 from peftkit.run import run
-from peftkit.train.checkpoints.checkpoint import Checkpoints, StartPolicy, locked
+from peftkit.train.checkpoint import StartPolicy, locked
+from peftkit.train.checkpoint_files import Checkpoints
 from peftkit.train.loop import check_output
 
 SWEEP, BEST = "sweep.json", "best"

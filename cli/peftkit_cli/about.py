@@ -136,7 +136,7 @@ def environment() -> dict[str, Any]:
 
     import torch
 
-    from peftkit.train.memory.compiled import cpp_compiler
+    from peftkit.train.blocks import cpp_compiler
 
     installed = {each.metadata["Name"]: each.version for each in distributions()}
     cards = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]

@@ -62,7 +62,7 @@ def distill(
     from peftkit.report.page import LiveReport
     from peftkit.run import run
     from peftkit.tasks.distill.prompt import read_prompt
-    from peftkit.train.checkpoints.checkpoint import StartPolicy, prepare_output
+    from peftkit.train.checkpoint import StartPolicy, prepare_output
     from peftkit_cli.render import Renderer
 
     read_prompt(prompt)  # before anything heavy

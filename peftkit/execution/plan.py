@@ -1,37 +1,42 @@
-"""How a run is carried out: decided once, handed down to whatever computes.
+"""The execution plan: how a run is carried out on a device, and its fallback order.
 
-Layers, losses and norms ask neither a tensor nor themselves where they are: what a kind of device
-is good at stands here, and nowhere else.
+Layers, losses and norms ask neither a tensor nor themselves where they are: what suits a kind of
+device is decided here and nowhere else.
+
+The fallback order, for less memory: keep all activations; recompute the blocks; keep their inputs
+in main memory. Within each mode fewer rows go through the model at once before the next mode is
+taken, but on a GPU never so few that it idles while another mode allows more. Before the first step
+`choose` takes the first that fits by measured bytes; `smaller` takes the next when memory runs out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
 
 Activations = Literal["keep", "recompute", "offload"]
-"""What is kept: all that a block computes; its input; its input, in main memory."""
+"""What a block keeps for its backward pass: all; its input; its input, in main memory."""
 Placement = Literal["device", "stream"]
-"""Where the packed weights of blocks are: on the device, or in main memory, streamed to it."""
+"""Where the packed weights of blocks are: on the device, or streamed to it from main memory."""
 Shard = Literal["none", "base", "offload"]
-"""Whether the base is spread over processes, and its parts wait in main memory besides."""
+"""Whether the base is sharded over processes, and whether the shards wait in main memory."""
 
 CPU_TOKENS = 1280
-"""Matrix products of so many rows keep a few cores busy; more only take more memory."""
+"""train.tokens_per_batch: auto on a CPU: enough to keep a few cores busy."""
 GPU_TOKENS = 16_384
-"""Far more rows of a product than a GPU needs to be busy; rows are sorted by length where there are
-more, so that short ones do not pay for the padding of the longest."""
+"""The same on a GPU: far more than keep it busy. Longer steps are sorted by length, so that short
+rows do not pay for the padding of the longest."""
 BUSY_TOKENS = {"cuda": 4096}
-"""Tokens at once that a device needs to be busy. With fewer a GPU waits for Python: activations are
-rather recomputed, a third more work, than rows be cut into less than this."""
+"""Tokens at once below which a GPU waits for Python: rather than cut rows into fewer, activations
+are recomputed, a third more work."""
 TILE, MOST_TILES = 4096, 16
-"""Tokens of a feed-forward layer at a time, at least: fewer leave matrix products idle, and unpack
-4-bit weights too often; and how many tiles a row has at most."""
+"""Minimum tokens per tile of a feed-forward layer, as smaller tiles leave matrix products idle and
+unpack 4-bit weights too often; and the maximum number of tiles per row."""
 CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 96 << 20, 512 << 20
-"""Of the logits that are there at once."""
+"""Maximum bytes of logits in memory at once."""
 
 ACTIVATIONS_IN_WORDS: Mapping[Activations, str] = {
     "keep": "all activations are kept",
@@ -45,15 +50,14 @@ class ExecutionPlan:
     """How the rows of a step go through a model.
 
     Attributes:
-        device: Its kind: cpu, cuda or mps.
-        num_processes: Of the run.
+        device: Kind of device: cpu, cuda or mps.
         context_parallel: Processes that each sequence is split across.
-        rows, tokens: At most so many go through the model at once, padding included; one row alone
-            may have more tokens. None: no limit.
-        compile: Whether blocks run compiled; None before that is decided.
-        dtype: What the base computes in.
-        autocast: bf16 or fp16, where the launcher was told so.
-        group_layers: Whether layers that read one input are computed together.
+        rows, tokens: Maximum of a micro-batch, padding included; one row alone may have more
+            tokens. None: no limit.
+        compile: Whether blocks run compiled; None: not decided yet.
+        dtype: Compute dtype of the base.
+        autocast: Mixed precision from the launcher: bf16, fp16 or "".
+        group_layers: Whether LoRA layers that read one input are computed together.
     """
 
     device: str = "cpu"
@@ -76,32 +80,32 @@ class ExecutionPlan:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the base is spread over the processes."""
+        """Whether the base is sharded over the processes."""
         return self.shard != "none"
 
     @property
     def lora_grouped(self) -> bool:
-        """Whether LoRA layers of one input are computed together."""
+        """Whether LoRA layers that read one input are computed together."""
         return self.group_layers and not self.is_sharded
 
     @property
     def fused_kernels(self) -> bool:
-        """Whether norms, gated layers and rotations are one kernel each, which CUDA alone has."""
+        """Whether norms, gated layers and rotary embeddings are one Triton kernel each."""
         return self.device == "cuda" and self.lora_grouped
 
     @property
     def records_decoding(self) -> bool:
-        """Whether a step of decoding is recorded, and launched as one graph, which CUDA can."""
+        """Whether a decoding step is recorded and launched as one CUDA graph."""
         return self.device == "cuda"
 
     @property
     def chunk_bytes(self) -> int:
-        """How much of the logits is there at once."""
+        """Maximum bytes of logits in memory at once."""
         return GPU_CHUNK_BYTES if self.on_gpu else CPU_CHUNK_BYTES
 
     @property
     def attention(self) -> Literal["grouped", "sdpa"]:
-        """What computes the attention of short rows: plain products, or torch's SDPA.
+        """Attention of short rows: plain matrix products, or torch's SDPA.
 
         On a CPU the backward pass of torch's flash attention takes twice as long in 16 bits.
         """
@@ -109,7 +113,7 @@ class ExecutionPlan:
         return "grouped" if in_16_bits and not self.on_gpu else "sdpa"
 
     def tile(self, length: int) -> int:
-        """Return how many tokens of a row recomputed feed-forward layers take at once."""
+        """Return the tokens of a row per tile of a recomputed feed-forward layer."""
         if length < 2 * TILE:  # a tile's last product is made once more, 5 % of a step
             return length
         return max(TILE, -(-length // MOST_TILES))
@@ -118,17 +122,17 @@ class ExecutionPlan:
     def recomputing_keeps_unpacked(self) -> bool:
         """Whether a recomputed block keeps its weights unpacked for the backward pass.
 
-        CUDA unpacks them once more in next to no time.
+        On CUDA unpacking twice costs next to nothing.
         """
         return self.device != "cuda"
 
     @property
     def busy_tokens(self) -> int:
-        """Tokens at once below which the device idles."""
+        """Tokens per micro-batch below which the device idles."""
         return BUSY_TOKENS.get(self.device, 1)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values; `plan_from` reads them."""
+        """Return plain values for `plan_from`."""
         return asdict(self)
 
     def describe(self) -> str:
@@ -139,8 +143,8 @@ class ExecutionPlan:
         if self.placement == "stream":
             parts.append("blocks streamed from main memory")
         if self.is_sharded:
-            where = ", parts in main memory" * (self.shard == "offload")
-            parts.append(f"base spread over processes{where}")
+            where = ", shards in main memory" * (self.shard == "offload")
+            parts.append(f"base sharded over processes{where}")
         if self.context_parallel > 1:
             parts.append(f"each row on {self.context_parallel} processes")
         parts.append(ACTIVATIONS_IN_WORDS[self.activations])
@@ -151,7 +155,7 @@ class ExecutionPlan:
         return ", ".join(parts)
 
     def less_than(self, before: ExecutionPlan) -> str:
-        """Say what takes less memory than before, if anything."""
+        """Return what takes less memory than before, in words; "" if nothing does."""
         how = []
         if self.activations != before.activations:
             where = ", from main memory" * (self.activations == "offload")
@@ -164,35 +168,104 @@ class ExecutionPlan:
 
 
 def plan_from(values: Mapping[str, Any]) -> ExecutionPlan:
-    """Return a plan that `as_dict` gave; what a later version added is left out."""
-    known = {field.name for field in fields(ExecutionPlan)}
-    return ExecutionPlan(**{name: value for name, value in values.items() if name in known})
-
-
-def plan_for(device: torch.device | str) -> ExecutionPlan:
-    """Return what a kind of device does best, where nothing else is decided."""
-    kind = torch.device(device).type
-    autocast = ""
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        autocast = "fp16" if torch.get_autocast_dtype(kind) == torch.float16 else "bf16"
-    return ExecutionPlan(device=kind, autocast=autocast)
+    """Return the plan of `as_dict`; fields of later versions are left out."""
+    names = {field.name for field in fields(ExecutionPlan)}
+    return ExecutionPlan(**{name: value for name, value in values.items() if name in names})
 
 
 def plan_of(model: torch.nn.Module) -> ExecutionPlan:
-    """Return `plan_for` the device that a model is on, in its dtype."""
+    """Return the plan that suits the device and dtype of a loaded model, without any limits."""
     first = next(model.parameters(), torch.empty(0))
+    device = first.device.type
+    autocast = ""
+    if device != "meta" and torch.is_autocast_enabled(device):
+        autocast = "fp16" if torch.get_autocast_dtype(device) == torch.float16 else "bf16"
     dtype = str(getattr(model, "dtype", first.dtype)).removeprefix("torch.")
-    return replace(plan_for(first.device), dtype=dtype)
+    return ExecutionPlan(device=device, dtype=dtype, autocast=autocast)
 
 
-def device_of(model: torch.nn.Module) -> torch.device:
-    """Return the device of a model's first parameter, the CPU where it has none."""
-    first = next(model.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
+def activation_modes(
+    requested: bool | Literal["auto"],
+    *,
+    on_gpu: bool,
+    has_blocks: bool = True,
+    streamed: bool = False,
+    recomputes: bool = False,
+) -> tuple[Activations, ...]:
+    """Return the activation modes to try, fastest first.
+
+    Args:
+        requested: train.gradient_checkpointing.
+        has_blocks: Whether the model has blocks that can be recomputed.
+        streamed: Whether the blocks' weights are streamed: kept activations would hold them all.
+        recomputes: Whether the model recomputes its blocks already.
+    """
+    less: tuple[Activations, ...] = ("recompute", "offload") if on_gpu else ("recompute",)
+    if streamed or requested is True or (requested == "auto" and recomputes):
+        return less
+    return ("keep", *less) if requested == "auto" and has_blocks else ("keep",)
 
 
-def tokens_at_once(asked: int | Literal["auto"] | None, device: str) -> int | None:
-    """Return train.tokens_per_batch as a number, for a kind of device."""
-    if asked != "auto":
-        return asked
-    return CPU_TOKENS if device == "cpu" else GPU_TOKENS
+def choose(
+    requested: ExecutionPlan,
+    costs: Sequence[tuple[Activations, float]],
+    available: float,
+    longest: int,
+) -> ExecutionPlan | None:
+    """Return the first activation mode that fits, with the requested rows at once or fewer.
+
+    Micro-batches too small to keep the device busy are the last resort. None: no row fits.
+
+    Args:
+        costs: Bytes per token of each activation mode, fastest first.
+        available: Bytes.
+        longest: Tokens of the longest row, padding included; 1 if rows have none.
+    """
+    rows, tokens = requested.rows, requested.tokens
+    most = rows * longest if tokens is None else max(min(tokens, rows * longest), longest)
+    enough = max(longest, requested.busy_tokens if longest > 1 else 1)
+    for least, modes in ((enough, costs), (longest, costs[::-1])):
+        for activations, per_token in modes:
+            fit = int(available / per_token)
+            if fit >= most:
+                return replace(requested, activations=activations)
+            if fit >= least and longest > 1:
+                return replace(requested, activations=activations, tokens=fit)
+            if fit >= least:
+                return replace(requested, activations=activations, rows=fit, tokens=None)
+    return None
+
+
+def smaller(
+    plan: ExecutionPlan,
+    requested: ExecutionPlan,
+    modes: Sequence[Activations],
+    *,
+    rows: int,
+    tokens: int,
+    counts_tokens: bool = True,
+) -> ExecutionPlan | None:
+    """Return the next plan in the fallback order after one that ran out of memory; None: no more.
+
+    Args:
+        requested: The plan as the recipe has it: another mode starts with its rows and tokens.
+        modes: Activation modes, fastest first.
+        rows, tokens: Of the largest micro-batch now.
+        counts_tokens: Whether rows have a length, by which a device is busy or not.
+    """
+    later = modes[modes.index(plan.activations) + 1 :]
+    busy = plan.busy_tokens if counts_tokens else 0
+    if rows > 1 and (tokens / 2 >= busy or not later):
+        if plan.tokens is None:
+            return replace(plan, rows=_halved(plan.rows, rows))
+        return replace(plan, tokens=_halved(plan.tokens, tokens))
+    if later:
+        return replace(plan, activations=later[0], rows=requested.rows, tokens=requested.tokens)
+    return None
+
+
+def _halved(limit: int, now: int) -> int:
+    """Return a half, a quarter, ... of a limit: the first below the current size."""
+    while limit >= now:
+        limit //= 2
+    return max(limit, 1)

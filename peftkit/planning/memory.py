@@ -21,7 +21,7 @@ from peftkit.planning.cards import LINK, WIRES, card_of
 from peftkit.planning.step_estimator import CountError, StepEstimator, steps_of
 from peftkit.quant.layers import Packing
 from peftkit.recipe import Recipe
-from peftkit.train.memory.blocks import Blocks
+from peftkit.train.blocks import Blocks
 from peftkit.train.optim import STATE_BYTES
 
 AT_ONCE = 2

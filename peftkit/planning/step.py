@@ -34,7 +34,7 @@ from peftkit.tasks.attention import training_attention
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.loss import Head, accepted, find_head, token_log_probs, token_loss
 from peftkit.tasks.pooling import Pooled, pooled
-from peftkit.train.memory.blocks import Blocks
+from peftkit.train.blocks import Blocks
 
 TOKEN_CLASSES = (
     *("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"),

@@ -19,8 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from peftkit.base.request import DTYPES, fast_dtype
 from peftkit.base.skeleton import with_depth
 from peftkit.errors import PeftkitError
-from peftkit.execution.plan import Activations
-from peftkit.execution.strategies import activation_modes
+from peftkit.execution.plan import Activations, activation_modes
 from peftkit.planning.counter import Counter
 from peftkit.planning.step import (
     DatalessStep,
@@ -31,7 +30,7 @@ from peftkit.planning.step import (
 )
 from peftkit.quant.layers import COPY_SHARE, packed_tensors
 from peftkit.recipe import Recipe
-from peftkit.train.memory.blocks import Blocks
+from peftkit.train.blocks import Blocks
 
 CATEGORIES = ("weights", "adapters", "gradients", "activations")
 FEW, MOST = 2, 8
@@ -99,7 +98,7 @@ class StepEstimator:
         blocks = Blocks(bare, self._plan)
         self.num_parameters = sum(p.numel() for p in bare.parameters())
         self.num_blocks = len(blocks.blocks)
-        self._can_recompute = blocks.ways("auto") != ("keep",)
+        self._can_recompute = blocks.activation_modes("auto") != ("keep",)
         self._depth = _depth_with_all_kinds(blocks.blocks)
         with FakeTensorMode(allow_non_fake_inputs=True), Counter():
             self.whole = packed_model(recipe, config, self.dtype)

@@ -1,11 +1,11 @@
-"""Which rows each optimizer step learns from, how they are cut, and how they come to the model.
+"""Which rows each optimizer step trains on, and how they become batches.
 
 A step's rows are a function of seed and step alone: there is no iterator and so no state, and a
-resumed run asks for its next step and gets the same rows.
+resumed run gets the same rows for its next step.
 
-While a GPU computes a step, a thread collates the rows of the next into pinned memory. Their copies
-then wait for nothing, and the GPU not for Python. On a CPU rows are collated when they are needed:
-there the thread would take the time from the model.
+While a GPU computes a step, a thread collates the rows of the next into pinned memory: their copies
+wait for nothing, and the GPU does not wait for Python. On a CPU rows are collated when they are
+needed: there the thread would take its time from the model.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from peftkit.execution.parallel import Part
 from peftkit.tasks.base import Task
 
 
@@ -26,8 +26,8 @@ class StatelessSampler:
 
     Args:
         num_rows: Rows of one epoch.
-        rows_per_step: Rows of a group, all processes together; an epoch's last may be smaller.
-        seed: Of the shuffles.
+        rows_per_step: Rows of a group, on all processes; an epoch's last may be smaller.
+        seed: Seed of the shuffles.
     """
 
     def __init__(self, num_rows: int, rows_per_step: int, seed: int) -> None:
@@ -54,12 +54,11 @@ class StatelessSampler:
 
 
 Batch = Mapping[str, Tensor]
-Parts = Sequence[Sequence[Any]]
 _Key = tuple[tuple[int, ...], ...]
 
 
 class BatchPrefetcher:
-    """Makes batches of rows, ahead where it is told what comes next.
+    """Collates rows into batches, on a GPU ahead of time where the next rows are known.
 
     Args:
         device: Where the model is.
@@ -68,54 +67,58 @@ class BatchPrefetcher:
     def __init__(self, task: Task, device: torch.device) -> None:
         self._task, self._device = task, device
         self._worker: ThreadPoolExecutor | None = None
-        # the rows are kept too: a row that is gone could leave its id to another
-        self._coming: dict[_Key, tuple[Parts, Future[list[Batch]]]] = {}
+        # by the ids of their rows, which are held too: a freed row could leave its id to another
+        self._pending: dict[_Key, tuple[Sequence[Part], Future[list[Batch]]]] = {}
 
     @property
     def is_ahead(self) -> bool:
         """Whether rows are collated before they are needed."""
         return self._device.type == "cuda" and self._task.collates_ahead
 
-    def prefetch(self, parts: Parts) -> None:
-        """Begin to make the batches that will be asked for next."""
-        if not self.is_ahead or _key(parts) in self._coming:
+    def prefetch(self, parts: Sequence[Part]) -> None:
+        """Start collating the parts that `batches` will get next."""
+        if not self.is_ahead:
+            return
+        parts = [list(part) for part in parts]  # a lazy sequence is no matter for two threads
+        if _key(parts) in self._pending:
             return
         if self._worker is None:
             # a thread begins on the first GPU: memory pinned there would be another one's
             self._worker = ThreadPoolExecutor(
                 1, "collate", initializer=torch.cuda.set_device, initargs=(self._device,)
             )
-        self._coming[_key(parts)] = parts, self._worker.submit(self._made, parts)
+        self._pending[_key(parts)] = parts, self._worker.submit(self._collate, parts)
 
-    def batches(self, parts: Parts) -> list[Batch]:
-        """Return a batch of each part; what was expected instead of these is forgotten."""
-        found = self._coming.pop(_key(parts), None)
-        if found is not None:
-            return found[1].result()
-        self._coming.clear()
-        return self._made(parts)
+    def batches(self, parts: Sequence[Part]) -> list[Batch]:
+        """Return a batch of each part; if they were not prefetched, what was is dropped."""
+        parts = [list(part) for part in parts]
+        pending = self._pending.pop(_key(parts), None)
+        if pending is not None:
+            return pending[1].result()
+        self._pending.clear()
+        return self._collate(parts)
 
     def close(self) -> None:
         """End the thread."""
-        self._coming.clear()
+        self._pending.clear()
         if self._worker is not None:
             self._worker.shutdown(wait=True, cancel_futures=True)
             self._worker = None
 
-    def _made(self, parts: Parts) -> list[Batch]:
-        made = [self._task.collate(part) for part in parts]
+    def _collate(self, parts: Sequence[Part]) -> list[Batch]:
+        batches = [self._task.collate(part) for part in parts]
         if self._device.type != "cuda":
-            return made
-        return [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in made]
+            return batches
+        return [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches]
 
 
 def on_device(numbers: Sequence[float], device: torch.device) -> Tensor:
-    """Return numbers of the host as a tensor there, without a wait for the device."""
-    made = torch.tensor([float(number) for number in numbers])
+    """Return numbers of the host as a tensor on the device, without waiting for the device."""
+    tensor = torch.tensor([float(number) for number in numbers])
     if device.type != "cuda":
-        return made.to(device)
-    return made.pin_memory().to(device, non_blocking=True)
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _key(parts: Parts) -> _Key:
+def _key(parts: Sequence[Part]) -> _Key:
     return tuple(tuple(map(id, part)) for part in parts)

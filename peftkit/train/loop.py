@@ -12,52 +12,54 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from peftkit.adapter import prepared_for_training
 from peftkit.base.sharding import is_sharded
 from peftkit.errors import DataError, PeftkitError
 from peftkit.events import Listener, Notice, RunDone, RunStarted, RunStopped, StepDone, ignore
 from peftkit.execution import rng
-from peftkit.execution.plan import ExecutionPlan
+from peftkit.execution.parallel import Parallel
+from peftkit.execution.plan import ExecutionPlan, plan_of
 from peftkit.execution.signals import Interrupted, StopRequest, stop_requests
 from peftkit.execution.state import Result, State, StepFacts
 from peftkit.execution.world import World
 from peftkit.kernels.device import gpu_of, keep_freed_memory, trim_malloc
 from peftkit.methods.lora_linear import refresh_groups
+from peftkit.model.blocks import STREAMED
 from peftkit.model.modes import begin_training, modes_kept
 from peftkit.quant.audit import audit
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Run, Task
 from peftkit.train.batches import StatelessSampler
-from peftkit.train.checkpoints.checkpoint import (
+from peftkit.train.checkpoint import (
+    Saver,
     StartPolicy,
+    TrainableWeights,
+    Weights,
     delete_checkpoints,
+    identity_of,
     locked,
     prepare_output,
 )
-from peftkit.train.checkpoints.identity import identity_of
 from peftkit.train.diagnosis import NonFiniteError, written_error
-from peftkit.train.memory.prepare import plan_memory_and_compile
-from peftkit.train.metrics import peak_bytes, recording, require_trackers
-from peftkit.train.model import (
+from peftkit.train.memory import plan_memory_and_compile
+from peftkit.train.metrics import (
     device_name,
     execution_paths,
-    plan_as_found,
-    same_everywhere,
-    trainable_parameters,
+    peak_bytes,
+    recording,
+    require_trackers,
 )
 from peftkit.train.optim import learning_rate
-from peftkit.train.parallel import parallel_of
-from peftkit.train.saving import Saver, TrainableWeights, Weights
-from peftkit.train.step import Trainer
-from peftkit.train.validation import Evaluator, Validation
+from peftkit.train.step import Trainer, trainable_parameters
+from peftkit.train.validation import Validation
 
 if TYPE_CHECKING:
     from peftkit.inference.evaluate import TextWatch
 
 GIVE_BACK_EVERY = 16
-"""On a CPU, steps between calls that return fragmented memory to the system."""
+"""On a CPU, steps between calls that return free memory to the system."""
 
 
 def fit(
@@ -126,7 +128,7 @@ def new_run(
 
     Args:
         on_event: Receives the run's events, on the main process alone.
-        plan: How it is carried out; by default as the model is found.
+        plan: By default that of a model that is loaded, as it is.
         world: The processes that train together; by default those that were launched.
 
     Raises:
@@ -138,8 +140,8 @@ def new_run(
     device = next(iter(trainable_parameters(model).values())).device
     if world is None or world.device != device:  # a base may be on the CPU for want of memory
         world = World(device)
-    parallel = parallel_of(world, model, task, config.context_parallel, rows, eval_rows)
-    plan = plan or plan_as_found(model, config, world)
+    parallel = _parallel_of(world, model, task, config.context_parallel, rows, eval_rows)
+    plan = plan or _plan_over(model, config, world)
     return Run(
         model=model,
         task=parallel.adapt(task),
@@ -152,6 +154,40 @@ def new_run(
         stop=stop,
         listeners=[on_event] if world.is_main else [],
     )
+
+
+def _plan_over(model: Any, config: TrainConfig, world: World) -> ExecutionPlan:
+    """Return how a loaded model goes through its rows, before anything is measured."""
+    return config.plan(
+        world.device.type,
+        world.world_size,
+        placement="stream" if hasattr(model, STREAMED) else "device",
+        shard="base" if is_sharded(model) else "none",
+        dtype=plan_of(model).dtype,
+        autocast=world.precision or "",
+    )
+
+
+def _parallel_of(
+    world: World, model: nn.Module, task: Task, context_parallel: int, *rows: Sequence[Any]
+) -> Parallel:
+    """Return how the processes of a run share rows and forward passes.
+
+    Args:
+        rows: All rows of the run, the same on every process.
+
+    Raises:
+        RunError: The number of processes is no multiple of `context_parallel`.
+    """
+    if context_parallel > 1:
+        from peftkit.train.context_parallel import ContextParallel
+
+        return ContextParallel(world, task, context_parallel, *rows)
+    if is_sharded(model):
+        from peftkit.train.lockstep import Lockstep
+
+        return Lockstep(world, task, *rows)
+    return Parallel(world)
 
 
 def train(
@@ -169,10 +205,9 @@ def train(
         identity: What a resumed run must have in common with the saved one, as plain JSON.
         watch: Generates samples and answers while it trains.
     """
-    parameters = trainable_parameters(run.model)
     if start.overwrite:
         delete_checkpoints(run.config.output_dir)
-    loop = Loop(run, parameters, weights or TrainableWeights(run.model), identity, watch)
+    loop = Loop(run, weights or TrainableWeights(run.model), identity, watch)
     with loop.prepared():
         return loop.train(start.allow_changes if start.resume else None)
 
@@ -183,7 +218,6 @@ class Loop:
     def __init__(
         self,
         run: Run,
-        parameters: Mapping[str, nn.Parameter],
         weights: Weights,
         identity: Mapping[str, Any],
         watch: TextWatch | None,
@@ -194,8 +228,8 @@ class Loop:
             len(run.rows), run.config.rows_per_step(size), run.config.seed
         )
         self.num_steps = run.config.num_steps(len(run.rows), size)
-        self.trainer = Trainer(run, parameters)
-        self.validation = Validation(self.trainer, Evaluator(self.trainer), self.num_steps, watch)
+        self.trainer = Trainer(run)
+        self.validation = Validation(self.trainer, self.num_steps, watch)
         identity = identity_of(
             run.config,
             run.rows,
@@ -215,8 +249,7 @@ class Loop:
         """Put the model into training mode, and leave it as it was; record events meanwhile."""
         trainer, model = self.trainer, self.run.model
         try:
-            if self.config.gradient_checkpointing != "auto":
-                trainer.blocks.set_activations(trainer.plan.activations)
+            trainer.use(trainer.plan)
             with self._recorded(), modes_kept(model), ExitStack() as stack:
                 begin_training(model)
                 with self.world.autocast():  # layers are laid out for what they will compute in
@@ -271,7 +304,7 @@ class Loop:
         self.world.wait()  # nobody writes before everybody has looked at the folder
         if resume is None:
             rng.seed_everything(self.config.seed, self.world.rank)
-            self.world.broadcast_parameters(same_everywhere(run.model))
+            self.world.broadcast_parameters(_shared_tensors(run.model))
         else:
             self.saver.resume(resume)
         refresh_groups(run.model)
@@ -447,3 +480,12 @@ class Loop:
         self.run.say(RunDone(state.step, seconds, metrics))
         is_main = self.world.is_main
         return Result(state.step, seconds, metrics, last, state.best_step, best, is_main)
+
+
+def _shared_tensors(model: nn.Module) -> list[Tensor]:
+    """Return trainable parameters and the buffers next to them, such as PiSSA's start."""
+    tensors: list[Tensor] = []
+    for module in model.modules():
+        trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        tensors += [*trained, *(module.buffers(recurse=False) if trained else ())]
+    return tensors

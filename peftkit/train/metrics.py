@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl always, and trackers that the recipe names."""
+"""What a run reports: metrics.jsonl always, the trackers that the recipe names, and its header."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
+from torch import nn
 
 from peftkit.errors import ConfigError
 from peftkit.events import (
@@ -28,12 +29,23 @@ from peftkit.events import (
     Saved,
     StepDone,
 )
+from peftkit.execution.plan import Activations
 from peftkit.kernels.device import gpu_of, peak_resident_bytes
+from peftkit.methods.lora_linear import LoRALinear
+from peftkit.model.fused import num_fused
 from peftkit.settings import TrainConfig
+from peftkit.train.blocks import Blocks
 
 FILE, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
 RECORDED = (RunStarted, StepDone, EvalDone, Saved, Notice, RunDone, RunStopped)
 Complain = Callable[[str], None]
+PREFIX = "peftkit_"
+"""Of the names of our own attention functions."""
+IN_BLOCKS: Mapping[Activations, str] = {
+    "keep": "",
+    "recompute": ", recomputed",
+    "offload": ", recomputed, inputs offloaded",
+}
 
 
 def lines_of(event: Event) -> tuple[str, list[dict[str, Any]]]:
@@ -91,8 +103,8 @@ class Trackers:
         """Log a step's or an eval's figures."""
         if isinstance(event, StepDone):
             figures = {"loss", "learning_rate", "grad_norm", "epoch", "tokens_per_second"}
-            told = {name: getattr(event, name) for name in sorted(figures)} | dict(event.figures)
-            values = {f"train/{name}": value for name, value in told.items()}
+            numbers = {name: getattr(event, name) for name in sorted(figures)} | dict(event.figures)
+            values = {f"train/{name}": value for name, value in numbers.items()}
         elif isinstance(event, EvalDone):
             values = {f"eval/{name}": value for name, value in event.metrics.items()}
         else:
@@ -171,6 +183,38 @@ def peak_bytes(device: torch.device) -> int:
     """
     gpu = gpu_of(device)
     return peak_resident_bytes() if gpu is None else gpu.peak(device)
+
+
+def device_name(device: torch.device, num_processes: int) -> str:
+    """Return a device in words: "cpu", "NVIDIA H200", "2 x NVIDIA H200"."""
+    gpu = gpu_of(device)
+    name = str(device) if gpu is None else gpu.name(device)
+    return f"{num_processes} x {name}" if num_processes > 1 else name
+
+
+def execution_paths(model: nn.Module, blocks: Blocks, task_paths: Mapping[str, str]) -> str:
+    """Return "attention: grouped; LoRA: 2 groups of 5 layers; blocks: compiled".
+
+    Args:
+        task_paths: What the task adds: `Task.paths`.
+    """
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    attention = str(task_paths.get("attention", attention) or "")
+    paths = {"attention": attention.removeprefix(PREFIX), "LoRA": _lora_groups(model)}
+    if fused := num_fused(model):
+        paths["fused"] = f"{fused} norms, gated layers and rotations"
+    if blocks.blocks:
+        compiled = "compiled" if blocks.compiled else "not compiled"
+        paths["blocks"] = f"{compiled}{IN_BLOCKS[blocks.activations]}"
+    paths |= {name: path for name, path in task_paths.items() if name != "attention"}
+    return "; ".join(f"{name}: {path}" for name, path in paths.items() if path)
+
+
+def _lora_groups(model: nn.Module) -> str:
+    groups = [module.group for module in model.modules() if isinstance(module, LoRALinear)]
+    num_alone, num_groups = groups.count(None), len({*groups} - {None})
+    parts = [f"{num_groups} groups of {len(groups) - num_alone} layers"] if num_groups else []
+    return ", ".join(parts + ([f"{num_alone} layers each on its own"] if num_alone else []))
 
 
 def _failed(name: str, error: Exception) -> str:

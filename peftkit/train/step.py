@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.data.pack import num_tokens
-from peftkit.errors import DataError, RunError
+from peftkit.errors import ConfigError, DataError, RunError
 from peftkit.execution import rng
 from peftkit.execution.out_of_memory import (
     is_compile_error,
@@ -20,57 +20,84 @@ from peftkit.execution.out_of_memory import (
     one_line,
     release_memory,
 )
-from peftkit.execution.plan import Activations, ExecutionPlan
+from peftkit.execution.plan import ExecutionPlan, smaller
 from peftkit.execution.state import State, StepFacts
-from peftkit.execution.strategies import smaller
 from peftkit.methods.lora_linear import refresh_groups
 from peftkit.tasks.base import Run
 from peftkit.tasks.batches import OnDevice, too_large
 from peftkit.train.batches import BatchPrefetcher, on_device
+from peftkit.train.blocks import Blocks
 from peftkit.train.diagnosis import Diagnosis, NonFiniteError, diagnose, sources
-from peftkit.train.memory.blocks import Blocks
 from peftkit.train.optim import LossScale, build_optimizer, complete_gradients, set_learning_rate
 
 Batch = tuple[Mapping[str, Tensor], bool]
 """A batch, and whether it is this process's own; others keep the processes in lockstep."""
 
 
-class Trainer:
-    """Computes gradients, checks them, and lets the optimizer step.
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that require a gradient, by name.
 
-    Args:
-        run: Its `state.plan` is the plan as the recipe has it.
-        parameters: What is trained, by name.
+    Raises:
+        ConfigError: There are none, or they are in fp16 or on several devices.
+    """
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise ConfigError(
+            f"there is nothing to train in {type(model).__name__}",
+            found="None of its parameters requires a gradient.",
+            fix="Put an adapter on it first: attach(model, LoRA(...)).",
+        )
+    half = [name for name, p in parameters.items() if p.dtype == torch.float16]
+    if half:
+        raise ConfigError(
+            "adapters cannot be trained in fp16",
+            found=f"{half[0]} and {len(half) - 1} more are.",
+            fix="Use method.dtype: fp32 (or bf16); the base may be fp16.",
+        )
+    devices = sorted({str(p.device) for p in parameters.values()})
+    if len(devices) > 1:
+        raise ConfigError("the adapter is on more than one device", found=", ".join(devices))
+    return parameters
+
+
+class Trainer:
+    """Computes gradients, checks them, and takes optimizer steps.
 
     Attributes:
+        parameters: The model's trainable parameters, by name.
         requested: The plan as the recipe has it; `run.state.plan` is what fits into memory.
-        modes: What may be kept of activations, the fastest first.
+        modes: Activation modes that the recipe and the model allow, fastest first.
     """
 
-    def __init__(self, run: Run, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.run, self.parameters = run, parameters
+    def __init__(self, run: Run) -> None:
+        self.run, self.parameters = run, trainable_parameters(run.model)
         self.model, self.task, self.world = run.model, run.task, run.world
         config, plan = run.config, run.state.plan
-        self.optimizer = build_optimizer(parameters, config)
+        self.optimizer = build_optimizer(self.parameters, config)
         in_fp16 = plan.on_gpu and plan.dtype == "float16"
         self.scale = LossScale(needed=in_fp16 or self.world.precision == "fp16")
         self.prefetcher = BatchPrefetcher(run.task, self.world.device)
         self.blocks = Blocks(run.model, plan)
-        self.modes = self.blocks.ways(config.gradient_checkpointing)
+        self.modes = self.blocks.activation_modes(config.gradient_checkpointing)
         self.requested = replace(plan, activations=self.modes[0])
         run.state.plan = self.requested
+        self._compile_problem = ""
 
-    def load_state(self, state: State) -> None:
-        """Go on from a saved state."""
-        self.run.state = state
+    def load_state(self, state: State, *, is_exact: bool) -> None:
+        """Go on from a saved state.
+
+        Args:
+            is_exact: False: the settings have changed, so its plan does not hold any more.
+        """
+        saved, plan = state.plan, self.requested
+        if is_exact:
+            plan = replace(plan, rows=saved.rows, tokens=saved.tokens, compile=saved.compile)
+        if is_exact and saved.activations in self.modes:  # no number depends on them
+            plan = replace(plan, activations=saved.activations)
+        state.measured = state.measured and is_exact
         self.scale.factor, self.scale.good_steps = state.loss_scale, state.good_steps
-        # the config may force another mode than the saved one: no number depends on it
-        saved = state.plan
-        state.plan = replace(
-            self.requested, rows=saved.rows, tokens=saved.tokens, compile=saved.compile
-        )
-        is_allowed = saved.activations in self.modes
-        self.set_activations(saved.activations if is_allowed else self.modes[0])
+        self.run.state = state
+        self.use(plan)
 
     @property
     def plan(self) -> ExecutionPlan:
@@ -78,49 +105,41 @@ class Trainer:
         return self.run.state.plan
 
     def use(self, plan: ExecutionPlan) -> None:
-        """Follow another plan from now on."""
-        if plan.activations != self.plan.activations:
-            self.blocks.set_activations(plan.activations)
+        """Follow a plan from now on; compiling the blocks is up to `compile_blocks`."""
         self.run.state.plan = plan
-
-    def set_activations(self, activations: Activations) -> None:
-        """Set what is kept of the activations from now on."""
-        self.blocks.set_activations(activations)
-        self.run.state.plan = replace(self.plan, activations=activations)
-
-    def stop_compiling(self) -> None:
-        """Run blocks uncompiled from now on."""
-        self.blocks.compile(False)
-        self.run.state.plan = replace(self.plan, compile=False)
+        if plan.activations != self.blocks.activations:
+            self.blocks.set_activations(plan.activations)
+        if self.blocks.compiled and not plan.compile:
+            self.blocks.compile(False)
 
     def step(
         self, rows: Sequence[Any], rate: float, coming: Sequence[Any] | None = None
     ) -> StepFacts:
-        """Learn from this process's rows of a step, possibly none.
+        """Train on this process's rows of a step, possibly none.
 
         Args:
-            coming: The rows of the step after this one: they may be collated meanwhile.
+            coming: The rows of the next step, which may be collated meanwhile.
 
         Raises:
             NonFiniteError: The loss or a gradient is not finite.
-            DataError: No process has anything to learn.
+            DataError: No process has a target.
             RunError: Not even one row fits into memory.
         """
         start, before = rng.capture(self.world.device), self.plan
         while True:
             batches = self._collated(rows)
-            if coming is not None and self.prefetcher.is_ahead:
+            if coming is not None and self.prefetcher.is_ahead:  # of this attempt's plan
                 self.prefetcher.prefetch(self.run.micro_batches(coming))
             targets = sum(self.task.num_targets(batch) for batch, is_own in batches if is_own)
-            # counted over the whole group and all processes before the first backward pass, so that
-            # the gradient is that of one mean over targets, not of a mean of means
+            # counted over all micro-batches and processes before the first backward pass: the
+            # gradient is that of one mean over targets, not of a mean of means
             total = self.world.sum(torch.full((), float(targets), device=self.world.device))
             sums = self._gradients(batches, total.clamp(min=1), start)
-            summed = self._summed(sums, total, rows)
-            if summed is None:
+            reduced = self._reduce(sums, total, rows)
+            if reduced is None:
                 self._use_less_memory(rows, sums is None, start)
             else:
-                facts, grad_norm = summed
+                facts, grad_norm = reduced
                 if math.isfinite(facts.loss) and math.isfinite(facts.grad_norm):
                     break
                 if not (math.isfinite(facts.loss) and self.scale.overflowed()):
@@ -128,10 +147,10 @@ class Trainer:
             release_memory()
             rng.restore(start, self.world.device)
         self._update(grad_norm, rate)
-        return replace(facts, notice=self._changed_since(before))
+        return replace(facts, notice=self._plan_changes(before))
 
-    def _changed_since(self, before: ExecutionPlan) -> str:
-        """Return what the user should know of the plan that a step ended with."""
+    def _plan_changes(self, before: ExecutionPlan) -> str:
+        """Return how a step has changed the plan, in words for the user; "" if not."""
         notice = ""
         if before.compile and not self.plan.compile:
             notice = "Blocks run as they are written from here on, which takes longer. "
@@ -145,41 +164,40 @@ class Trainer:
     ) -> Tensor | None:
         """Run forward and backward passes; return the sums of `Task.loss`, None if memory ran out.
 
-        Blocks that fail to compile run uncompiled from then on.
+        Blocks that fail to compile run eagerly from then on.
         """
         try:
             return self._accumulate(batches, total)
         except Exception as error:
             problem = ""
             if self.blocks.compiled and is_compile_error(error):
-                problem = one_line(error)
+                self._compile_problem = problem = one_line(error)
             elif not self.run.parallel.ran_out(error):
                 raise
         # outside of the `except` block, whose traceback holds the activations
-        refresh_groups(self.model)  # which may hold the graph of the attempt
+        refresh_groups(self.model)  # they may hold the graph of the attempt
         release_memory()
         rng.restore(start, self.world.device)
         if not problem:
             return None
-        self._compile_problem = problem
-        self.stop_compiling()
+        self.use(replace(self.plan, compile=False))
         return self._gradients(batches, total, start)
 
     def _accumulate(self, batches: Sequence[Batch], total: Tensor) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        summed = self._no_sums()
+        total_sums = self._no_sums()
         for batch, is_own in batches:
             sums = self.sums(batch)
             (sums[0] * (self.scale.factor / total if is_own else 0.0)).backward()
             if is_own:
-                summed += sums.detach()  # stays on the device: .item() would wait for it
-        return summed
+                total_sums += sums.detach()  # stays on the device: .item() would wait for it
+        return total_sums
 
     def _no_sums(self) -> Tensor:
         return torch.zeros(1 + len(self.task.metric_names), device=self.world.device)
 
     def loss(self, rows: Sequence[Any]) -> Tensor:
-        """Return the summed loss of rows that go through the model at once."""
+        """Return the summed loss of rows in one batch."""
         (batch,) = self.prefetcher.batches([rows])
         return self.sums(batch)[0]
 
@@ -190,36 +208,37 @@ class Trainer:
 
     def _collated(self, rows: Sequence[Any]) -> list[Batch]:
         passes = self.run.parallel.align(self.run.micro_batches(rows))
-        own = [part for part, is_own in passes if is_own]
-        idle = [part for part, is_own in passes if not is_own]
-        batches = iter(self.prefetcher.batches(own))
-        padding = iter(self.prefetcher.batches(idle) if idle else [])
-        return [(next(batches if is_own else padding), is_own) for _, is_own in passes]
+        own = iter(self.prefetcher.batches([part for part, is_own in passes if is_own]))
+        return [
+            (next(own) if is_own else self.prefetcher.batches([part])[0], is_own)
+            for part, is_own in passes
+        ]
 
     def _use_less_memory(self, rows: Sequence[Any], ran_out: bool, start: rng.State) -> None:
-        """Take the next step that takes less memory; all processes come here and take the same.
+        """Use the next plan in the fallback order; all processes call this and use the same.
 
         Args:
-            ran_out: Whether memory ran out on this one.
+            ran_out: Whether memory ran out on this process.
 
         Raises:
             RunError: Not even one row fits.
         """
         self.optimizer.zero_grad(set_to_none=True)
         parts = self.run.micro_batches(rows)
-        largest = [
+        sizes = [
             max(map(len, parts), default=0),
             max(map(self.task.num_positions, parts), default=0),
             int(any(map(num_tokens, rows))),
         ]
-        most = self.world.gather(torch.tensor(largest, device=self.world.device)).amax(0).tolist()
+        largest = self.world.gather(torch.tensor(sizes, device=self.world.device)).amax(0)
+        num_rows, tokens, counts_tokens = largest.tolist()
         plan = smaller(
             self.plan,
             self.requested,
             self.modes,
-            rows=most[0],
-            tokens=most[1],
-            counts_tokens=bool(most[2]),
+            rows=num_rows,
+            tokens=tokens,
+            counts_tokens=bool(counts_tokens),
         )
         if plan is not None:
             self.use(plan)
@@ -235,17 +254,17 @@ class Trainer:
 
         raise too_large(longest, rows, fits)
 
-    def _summed(
+    def _reduce(
         self, sums: Tensor | None, total: Tensor, rows: Sequence[Any]
     ) -> tuple[StepFacts, Tensor] | None:
         """Sum gradients and figures over all processes; the only wait for the device in a step.
 
         Args:
             sums: Of `Task.loss`; None: memory ran out here.
-            total: Targets, on all processes.
+            total: Targets of all processes.
 
         Returns:
-            None: memory ran out on one of the processes.
+            The step's facts and its gradient norm; None: memory ran out on one of the processes.
         """
         if sums is None:
             self.optimizer.zero_grad(set_to_none=True)
@@ -261,10 +280,10 @@ class Trainer:
             stop == signal.SIGTERM,
             sums is not None,
         ]
-        of_loss = (self._no_sums() if sums is None else sums).float()
-        over_all = self.world.sum(torch.cat([on_device(counts, self.world.device), of_loss]))
-        both = torch.cat([total[None], grad_norm.float()[None], over_all])
-        targets, norm, tokens, interrupts, terminations, fitting, *summed = both.tolist()
+        loss_sums = (self._no_sums() if sums is None else sums).float()
+        over_all = self.world.sum(torch.cat([on_device(counts, self.world.device), loss_sums]))
+        everything = torch.cat([total[None], grad_norm.float()[None], over_all])
+        targets, norm, tokens, interrupts, terminations, fitting, *summed = everything.tolist()
         if fitting < self.world.world_size:
             return None
         if targets == 0:

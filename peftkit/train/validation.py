@@ -108,11 +108,9 @@ class Validation:
         watch: Generates samples and answers to eval rows, if that is asked for.
     """
 
-    def __init__(
-        self, trainer: Trainer, evaluator: Evaluator, num_steps: int, watch: TextWatch | None
-    ) -> None:
-        self.trainer, self.evaluator, self.num_steps = trainer, evaluator, num_steps
-        self.run = trainer.run
+    def __init__(self, trainer: Trainer, num_steps: int, watch: TextWatch | None) -> None:
+        self.trainer, self.run, self.num_steps = trainer, trainer.run, num_steps
+        self.evaluator = Evaluator(trainer)
         # the main process generates, or all that share a base
         generates = self.run.world.is_main or is_sharded(self.run.model)
         self.watch = watch if generates else None

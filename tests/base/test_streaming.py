@@ -19,7 +19,7 @@ from peftkit.events import Event, Saved
 from peftkit.quant import layers
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.causal_lm import CausalLM
-from peftkit.train.memory.blocks import Blocks
+from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES, FAMILIES, tiny_tokenizer
 
 LAYERS = 4

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from peftkit.kernels.device import free_bytes
-from peftkit.train.checkpoints import checkpoint
+from peftkit.train import checkpoint_files
 from peftkit.train.metrics import peak_bytes
 from peftkit_cli import about
 from peftkit_cli.app import main
@@ -125,5 +125,5 @@ def test_on_windows_no_other_process_is_signalled(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(os, "kill", killed)
     monkeypatch.setattr(sys, "platform", "win32")
-    assert checkpoint._is_alive(os.getpid() + 1)
-    assert not checkpoint._is_alive(os.getpid())
+    assert checkpoint_files._is_alive(os.getpid() + 1)
+    assert not checkpoint_files._is_alive(os.getpid())

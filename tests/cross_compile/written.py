@@ -53,8 +53,8 @@ from peftkit.execution.plan import ExecutionPlan
 from peftkit.methods.lora import LoRA
 from peftkit.quant.layers import keep_copies
 from peftkit.quant.quantize import quantize_model
-from peftkit.train.memory import blocks as blocks_module
-from peftkit.train.memory.blocks import Blocks
+from peftkit.train import blocks as blocks_module
+from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES
 
 CARD = torch.device("cuda", 0)

@@ -13,12 +13,11 @@ from peftkit.base.request import fast_dtype
 from peftkit.execution import rng
 from peftkit.execution.environment import default_device, used_bytes
 from peftkit.execution.out_of_memory import release_memory
-from peftkit.execution.plan import Activations, plan_for
+from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.kernels.device import GPUS, forked_generators, gpu_here, gpu_of, in_float64
 from peftkit.train.batches import on_device
-from peftkit.train.memory.blocks import Blocks
-from peftkit.train.metrics import peak_bytes
-from peftkit.train.model import device_name
+from peftkit.train.blocks import Blocks
+from peftkit.train.metrics import device_name, peak_bytes
 from tests.families import FAMILIES
 
 MPS = torch.device("mps", 0)
@@ -121,7 +120,7 @@ def test_a_block_computed_again_on_a_mac_drops_what_it_dropped_before(
         model = FAMILIES["llama"]().train()
         for block in model.model.layers:
             block.mlp.act_fn = torch.nn.Sequential(block.mlp.act_fn, Dropping())
-        found = Blocks(model, plan_for("mps"))
+        found = Blocks(model, ExecutionPlan(device="mps"))
         found._device = MPS
         found.set_activations(mode)
         for _ in range(2):

@@ -20,8 +20,8 @@ from peftkit.kernels.packed import recomputing
 from peftkit.methods.lora import LoRA
 from peftkit.quant.layers import keep_copies, packed_tensors
 from peftkit.quant.quantize import quantize_model
-from peftkit.train.memory import blocks as blocks_module
-from peftkit.train.memory.blocks import Blocks
+from peftkit.train import blocks as blocks_module
+from peftkit.train.blocks import Blocks
 from tests.families import FAMILIES
 from tests.train.toy import same
 

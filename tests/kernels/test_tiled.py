@@ -17,7 +17,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.model.blocks import feed_forward_modules
 from peftkit.quant.layers import keep_copies
 from peftkit.quant.quantize import quantize_model
-from peftkit.train.memory.blocks import Blocks
+from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES
 from tests.kinds import inputs, loss
 

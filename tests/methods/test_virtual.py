@@ -23,7 +23,7 @@ from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.quant.quantize import quantize_model
 from peftkit.tasks.isolation import check_packing
-from peftkit.train.memory.blocks import Blocks
+from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES, PAD
 from tests.methods.cell import built as build
 from tests.methods.cell import moved

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from peftkit.execution.plan import plan_for
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.model.fused import fused_modules, num_fused
 from tests.families import ARCHITECTURES
 from tests.kinds import inputs, loss
@@ -76,8 +76,8 @@ def test_what_is_another_norm_or_learns_stays_as_it_is(kind: str) -> None:
 def test_only_where_there_is_a_kernel_and_nobody_else_makes_one() -> None:
     norm, x = Norm(), torch.randn(3, 8)
     expected, gated = norm(x), norm(x, x)
-    assert not plan_for("cpu").fused_kernels
-    assert plan_for("cuda").fused_kernels
+    assert not ExecutionPlan(device="cpu").fused_kernels
+    assert ExecutionPlan(device="cuda").fused_kernels
     with fused_modules(norm):
         assert isinstance(norm, Norm)
         assert norm(x).grad_fn is None

@@ -18,7 +18,7 @@ from peftkit.base.streaming import BlockStream
 from peftkit.methods.lora import LoRA
 from peftkit.planning.memory import AT_ONCE, sharded, streamed
 from peftkit.quant.quantize import quantize_model
-from peftkit.train.memory.blocks import Blocks
+from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES, FAMILIES
 from tests.planning.test_step_estimator import llama
 from tests.train.children import exit_code, start_ranks

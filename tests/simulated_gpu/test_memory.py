@@ -12,9 +12,9 @@ from torch import Tensor
 
 from benchmarks.plan import Measured, planned, reckoner_of
 from peftkit.execution.plan import Activations
-from peftkit.train.memory import offload
-from peftkit.train.memory.blocks import Blocks
-from peftkit.train.memory.offload import Offload
+from peftkit.train import offload
+from peftkit.train.blocks import Blocks
+from peftkit.train.offload import Offload
 from tests.planning.test_step_estimator import llama
 from tests.simulated_gpu.same import make_model, train
 from tests.simulated_gpu.simulation import on_cpu, simulated

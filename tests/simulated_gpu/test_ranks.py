@@ -16,7 +16,7 @@ from peftkit.execution.environment import default_device
 from peftkit.execution.world import World
 from peftkit.methods.data_init import as_on_main
 from peftkit.methods.lora import LoRA
-from peftkit.train.checkpoints.checkpoint import Checkpoints
+from peftkit.train.checkpoint_files import Checkpoints
 from tests.families import FAMILIES
 from tests.simulated_gpu.same import train
 from tests.simulated_gpu.simulation import on_cpu, simulated

@@ -15,7 +15,7 @@ from peftkit.base import streaming, transfer
 from peftkit.base.load import load_base, pack_base
 from peftkit.methods.lora import LoRA
 from peftkit.quant import layers
-from peftkit.train.memory.blocks import Blocks
+from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES, FAMILIES, tiny_tokenizer
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card

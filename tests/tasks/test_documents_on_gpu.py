@@ -23,7 +23,7 @@ from peftkit.settings import DataConfig
 from peftkit.tasks import attention, attention_kernels, unpadding
 from peftkit.tasks.attention import MaskKind, TrainingAttention, kind_of
 from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
-from peftkit.train.memory.blocks import Blocks
+from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES
 from tests.tasks.test_unpadding import MODELS, PACKED, ROWS, SHARING, a_row, learnt, task_on
 from tests.varlen_reference import reference_varlen_attn

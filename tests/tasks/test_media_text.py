@@ -25,7 +25,7 @@ from peftkit.settings import DataConfig
 from peftkit.tasks.batches import split_micro_batches
 from peftkit.tasks.isolation import check_causal_answer
 from peftkit.tasks.media_text import AudioTextConfig, ImageTextConfig, MediaText
-from peftkit.train.checkpoints.identity import fingerprint
+from peftkit.train.checkpoint import fingerprint
 from tests import vision
 from tests.listening import EACH, FAMILIES, HEARING, write_rows
 from tests.speech import encoded, tones

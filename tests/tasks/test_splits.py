@@ -17,7 +17,7 @@ from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from peftkit.settings import DataConfig, Source
 from peftkit.tasks.causal_lm import CausalLM
-from peftkit.train.checkpoints.identity import fingerprint
+from peftkit.train.checkpoint import fingerprint
 
 
 def write(path: Path, rows: list[str]) -> str:

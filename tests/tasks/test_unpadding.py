@@ -27,7 +27,7 @@ from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
 from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig
 from peftkit.tasks.token_task import TokenTask
 from peftkit.tasks.unpadding import can_unpad, num_positions
-from peftkit.train.memory.blocks import Blocks
+from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES, FURTHER, VOCAB
 
 Tokenizer = PreTrainedTokenizerFast

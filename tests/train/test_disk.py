@@ -14,8 +14,8 @@ import torch
 
 from peftkit.errors import OutputError, RunError
 from peftkit.events import Event, Saved
-from peftkit.train.checkpoints import manifest
-from peftkit.train.checkpoints.checkpoint import StartPolicy, prepare_output
+from peftkit.train import checkpoint_files
+from peftkit.train.checkpoint_files import StartPolicy, prepare_output
 from tests.train.toy import Played, Toy, begin, go_on, names, play
 
 
@@ -72,7 +72,9 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     disk = Disk(10**9)
-    monkeypatch.setattr("peftkit.train.saving.free_bytes", lambda folder: disk.free(folder))
+    monkeypatch.setattr(
+        "peftkit.train.checkpoint_files.free_bytes", lambda folder: disk.free(folder)
+    )
     return disk
 
 
@@ -114,7 +116,7 @@ def test_whatever_the_disk_says_in_a_save_is_one_message_and_no_loss(
 
     begin(tmp_path, steps=3)
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "failpoint", failpoint)
+        patch.setattr(checkpoint_files, "failpoint", failpoint)
         error = go_on(tmp_path).error
     assert isinstance(error, RunError)
     assert os.strerror(code) in str(error)

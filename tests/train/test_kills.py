@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from peftkit.events import Event
-from peftkit.train.checkpoints import manifest
+from peftkit.train import checkpoint_files
 from tests.train.children import exit_code, start
 from tests.train.toy import Played, Toy, go_on, names, play, same
 
@@ -46,7 +46,7 @@ def train_and_die(folder: str, where: str, which: int) -> None:
         if passed == which:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    manifest.failpoint = failpoint
+    checkpoint_files.failpoint = failpoint
     play(Path(folder), model=Toy(dropout=0.3), eval_every=None, save_every=2, keep_checkpoints=1)
 
 

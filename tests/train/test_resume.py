@@ -216,12 +216,11 @@ def test_how_often_to_save_and_evaluate_may_change_freely(
 def test_another_version_of_a_library_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from peftkit.train import saving
-    from peftkit.train.checkpoints import manifest
+    from peftkit.train import checkpoint, checkpoint_files
 
     play(tmp_path, on_event=crash_after(1))
-    now = {**manifest.versions(), "torch": "9.9"}
-    monkeypatch.setattr(saving, "versions", lambda: now)
+    now = {**checkpoint_files.versions(), "torch": "9.9"}
+    monkeypatch.setattr(checkpoint, "versions", lambda: now)
     run = play(tmp_path, resume=True)
     assert any("-> 9.9" in text for text in run.notices)
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from peftkit.events import EvalDone, Event
 from peftkit.execution.signals import Interrupted, StopRequest, stop_requests
-from peftkit.train.checkpoints import manifest
-from peftkit.train.checkpoints.checkpoint import Checkpoints
+from peftkit.train import checkpoint_files
+from peftkit.train.checkpoint_files import Checkpoints
 from peftkit.train.loop import Loop
 from tests.train.toy import COUNTED, Played, Row, Toy, ToyTask, play, same
 
@@ -120,7 +120,7 @@ def test_a_signal_within_a_save_lets_it_finish(
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "failpoint", failpoint)
+        patch.setattr(checkpoint_files, "failpoint", failpoint)
         run = play(tmp_path, model=Toy(dropout=0.3), save_every=4, eval_every=None)
     assert isinstance(run.error, Interrupted)
     assert run.saved == ["step-4"]
@@ -155,7 +155,7 @@ def test_a_second_signal_within_a_save_leaves_the_checkpoint_before(
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(manifest, "failpoint", failpoint)
+    monkeypatch.setattr(checkpoint_files, "failpoint", failpoint)
     run = play(tmp_path)
     assert isinstance(run.error, SystemExit)
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-1", "step-2"]

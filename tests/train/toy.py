@@ -19,7 +19,6 @@ from peftkit.execution.state import Result
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
 from peftkit.train.loop import fit, new_run
-from peftkit.train.model import trainable_parameters
 from peftkit.train.step import Trainer
 
 VOCABULARY = 31
@@ -109,7 +108,7 @@ def trainer_of(model: nn.Module, task: Any, **changes: Any) -> Trainer:
     """Return a trainer alone, without a loop around it."""
     config = config_of(Path("unused"), **{"batch_size": 8, **changes})
     run = new_run(model, task, make_rows(2), [], config, stop=StopRequest())
-    return Trainer(run, trainable_parameters(model))
+    return Trainer(run)
 
 
 @dataclass

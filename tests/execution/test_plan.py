@@ -6,8 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from peftkit.execution.plan import Activations, ExecutionPlan, plan_from
-from peftkit.execution.strategies import activation_modes, choose, smaller
+from peftkit.execution.plan import (
+    Activations,
+    ExecutionPlan,
+    activation_modes,
+    choose,
+    plan_from,
+    smaller,
+)
 
 COSTS: list[tuple[Activations, float]] = [("keep", 10.0), ("recompute", 4.0), ("offload", 2.0)]
 ALL: tuple[Activations, ...] = ("keep", "recompute", "offload")
@@ -120,5 +126,5 @@ def test_a_plan_is_the_same_after_it_was_saved() -> None:
     plan = ExecutionPlan("cuda", 2, shard="offload", activations="offload", rows=3, tokens=77)
     assert plan_from({**plan.as_dict(), "of_a_later_version": 1}) == plan
     told = plan.describe()
-    for part in ("2 x cuda", "spread over processes", "main memory", "3 rows", "77 tokens"):
+    for part in ("2 x cuda", "sharded over processes", "main memory", "3 rows", "77 tokens"):
         assert part in told

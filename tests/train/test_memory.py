@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from peftkit.errors import RunError
 from peftkit.execution.environment import used_bytes
 from peftkit.execution.plan import Activations
-from peftkit.train.memory import prepare
-from peftkit.train.memory.blocks import Blocks
-from peftkit.train.memory.prepare import ActivationBytes, saved_by
+from peftkit.train import memory
+from peftkit.train.blocks import Blocks
+from peftkit.train.memory import ActivationBytes, saved_by
 from tests.train.toy import (
     CausalTask,
     Played,
@@ -129,7 +129,7 @@ def planned(
     folder: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: float, **changes: Any
 ) -> Played:
     """Run with so many bytes for activations."""
-    monkeypatch.setattr(prepare, "_available", lambda trainer: num_bytes)
+    monkeypatch.setattr(memory, "_available", lambda trainer: num_bytes)
     changes = {"batch_size": 4, "gradient_accumulation": 1, "memory": 1.0, **changes}
     return play(folder, **{"model": Deep(), "rows": ROWS, **changes})
 
@@ -205,9 +205,7 @@ def test_auto_takes_a_share_of_what_is_free_on_a_cpu(tmp_path: Path, monkeypatch
     assert plenty.notices == []
     assert state_of(tmp_path / "a")["plan"]["tokens"] is None
     trained = sum(p.numel() * 12 for p in Deep().parameters() if p.requires_grad)
-    monkeypatch.setattr(
-        prepare, "free_bytes", lambda: (20 * KEEP + trained) / prepare.AUTO_SHARE + 1
-    )
+    monkeypatch.setattr(memory, "free_bytes", lambda: (20 * KEEP + trained) / memory.AUTO_SHARE + 1)
     little = play(tmp_path / "b", model=Deep(), **settings)
     (notice,) = little.notices
     assert "GB of what is free for activations" in notice
@@ -239,10 +237,10 @@ def test_what_is_planned_for_a_transformer_covers_what_its_batches_save(monkeypa
     attach(model, LoRA(rank=3, dropout=0.1))
     rows = [Row(tuple(range(3, 3 + n)), (0,) * n, "") for n in (5, 12, 30, 40, 64)]
     trainer = trainer_of(model, CausalTask(), memory=1.0)
-    monkeypatch.setattr(prepare, "_available", lambda trainer: 2_000_000)
+    monkeypatch.setattr(memory, "_available", lambda trainer: 2_000_000)
     model.train()
     trainer.run.rows = rows
-    prepare.plan_memory_and_compile(trainer, 1)
+    memory.plan_memory_and_compile(trainer, 1)
     assert trainer.plan.tokens is not None
     parts = trainer.run.micro_batches(rows)
     assert 1 < len(parts) < len(rows)

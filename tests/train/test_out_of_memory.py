@@ -17,7 +17,7 @@ from peftkit.events import StepDone
 from peftkit.execution.out_of_memory import is_compile_error, is_out_of_memory
 from peftkit.methods.lora import LoRA
 from peftkit.train import loop as loop_module
-from peftkit.train.memory.blocks import Blocks
+from peftkit.train.blocks import Blocks
 from tests.families import FAMILIES
 from tests.train.toy import (
     COUNTED,

@@ -20,13 +20,13 @@ from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks import token_task
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.causal_lm import CausalLM
-from peftkit.train.memory import blocks as blocks_module
-from peftkit.train.memory import compiled
-from peftkit.train.memory.blocks import Blocks
-from peftkit.train.memory.compiled import is_worth_it
+from peftkit.train import blocks as blocks_module
+from peftkit.train import memory
+from peftkit.train.blocks import Blocks
+from peftkit.train.memory import is_worth_it
 from tests.families import ARCHITECTURES, FAMILIES
 from tests.tasks.test_unpadding import a_row
-from tests.train.memory.test_plan import CausalTask, Deep
+from tests.train.test_memory import CausalTask, Deep
 from tests.train.toy import Played, Row, crash_after, make_rows, play, same, trainer_of
 
 # torch.compile itself uses what torch has deprecated; who runs Python as usual does not see it
@@ -186,9 +186,9 @@ def test_the_work_of_a_run_is_its_tokens_times_the_parameters() -> None:
     parameters = sum(p.numel() for p in trainer.model.parameters())
     tokens = sum(len(row.input_ids) for row in rows)
     trainer.run.rows = rows
-    assert compiled.work_of(trainer, 7) == pytest.approx(7 * 8 / 14 * tokens * parameters)
+    assert memory.work_of(trainer, 7) == pytest.approx(7 * 8 / 14 * tokens * parameters)
     trainer.run.rows = rows[:2]
-    assert compiled.work_of(trainer, 5) == 5 * (3 + 4) * parameters
+    assert memory.work_of(trainer, 5) == 5 * (3 + 4) * parameters
 
 
 def compiling(folder: Path, **changes: Any) -> Played:
@@ -223,7 +223,7 @@ def test_a_compiled_run_resumes_to_the_bit(tmp_path: Path, backend: pytest.Monke
 
 def test_auto_compiles_what_is_long_enough(tmp_path: Path, backend: pytest.MonkeyPatch) -> None:
     short = compiling(tmp_path / "a", compile="auto")
-    backend.setattr(compiled, "WORTH", {"cpu": 1e5})
+    backend.setattr(memory, "WORTH", {"cpu": 1e5})
     long = compiling(tmp_path / "b", compile="auto")
     assert "not compiled" in paths_of(short)
     assert "blocks: compiled" in paths_of(long)
@@ -237,12 +237,12 @@ def broken(*_: Any) -> Any:
 def test_what_cannot_be_compiled_runs_as_it_is_written(
     cause: str, tmp_path: Path, backend: pytest.MonkeyPatch
 ) -> None:
-    backend.setattr(compiled, "WORTH", {"cpu": 0.0})
+    backend.setattr(memory, "WORTH", {"cpu": 0.0})
     plain = compiling(tmp_path / "plain", compile=False)
     if cause == "backend":
         backend.setattr(blocks_module, "BACKEND", broken)
     elif cause == "compiler":
-        backend.setattr(compiled, "cpp_compiler", lambda: None)
+        backend.setattr(blocks_module, "cpp_compiler", lambda: None)
     else:
         backend.setattr("peftkit.model.blocks.RECOMPUTABLE", "OtherLayer")
     words = {
@@ -286,7 +286,7 @@ def test_a_failure_in_the_middle_of_a_run_costs_one_notice(
 
 def test_a_resumed_run_does_not_decide_anew(tmp_path: Path, backend: pytest.MonkeyPatch) -> None:
     compiling(tmp_path, compile="auto", on_event=crash_after(5))
-    backend.setattr(compiled, "WORTH", {"cpu": 0.0})
+    backend.setattr(memory, "WORTH", {"cpu": 0.0})
     rest = compiling(tmp_path, compile="auto", resume=True)
     assert "not compiled" in paths_of(rest)
 

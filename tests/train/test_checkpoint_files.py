@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from peftkit.errors import CheckpointError
-from peftkit.train.checkpoints import manifest
-from peftkit.train.checkpoints.checkpoint import Checkpoints
+from peftkit.train import checkpoint_files
+from peftkit.train.checkpoint_files import Checkpoints
 from tests.train.toy import Crash, Played, Row, Toy, begin, crash_after, go_on, names, play, same
 
 FILES = ["weights.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"]
@@ -169,7 +169,7 @@ def test_nothing_is_deleted_before_the_new_one_is_there(
         seen.setdefault(name, names(tmp_path))
 
     begin(tmp_path, steps=3)
-    monkeypatch.setattr(manifest, "failpoint", failpoint)
+    monkeypatch.setattr(checkpoint_files, "failpoint", failpoint)
     play(tmp_path, model=Toy(dropout=0.3), eval_every=None, resume=True, keep_checkpoints=1)
     assert {"step-2", "step-3"} < set(seen["MANIFEST.json"])
     assert {"step-2", "step-3", "step-4"} < set(seen["latest"])

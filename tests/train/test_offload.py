@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from peftkit.adapter import attach
 from peftkit.execution.plan import Activations
 from peftkit.methods.lora import LoRA
-from peftkit.train.memory.blocks import Blocks
-from peftkit.train.memory.offload import Offload, OffloadedInput
+from peftkit.train.blocks import Blocks
+from peftkit.train.offload import Offload, OffloadedInput
 from tests.families import FAMILIES
 from tests.train.toy import same
 

@@ -13,7 +13,7 @@ from peftkit.config.schema import flat
 from peftkit.errors import CheckpointError
 from peftkit.execution import rng
 from peftkit.settings import TrainConfig
-from peftkit.train.checkpoints.identity import FREE, check_same_run, fingerprint, identity_of
+from peftkit.train.checkpoint import FREE, check_same_run, fingerprint, identity_of
 from tests.train.toy import Row, make_rows
 
 

@@ -1,0 +1,397 @@
+"""Saving and resuming: the state of a run between two steps, and the identity that it must keep."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from peftkit.config.schema import flat
+from peftkit.data.pack import fingerprint
+from peftkit.errors import CheckpointError, OutputError, did_you_mean
+from peftkit.events import Notice, Saved
+from peftkit.execution import rng
+from peftkit.execution.environment import is_main_process
+from peftkit.execution.state import state_from_json
+from peftkit.files.disk import LOCKS, alone, read_json, writable_folder, write_json, write_text
+from peftkit.files.tensors import read_tensors, write_tensors
+from peftkit.settings import TrainConfig
+from peftkit.train import checkpoint_files
+from peftkit.train.batches import StatelessSampler
+from peftkit.train.checkpoint_files import Checkpoint, Checkpoints, versions
+from peftkit.train.optim import STATE_BYTES, load_optimizer_state, optimizer_state
+from peftkit.train.step import Trainer
+
+HOLDER = "holder"
+"""File that names the process which has the lock of an output folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartPolicy:
+    """What to do with a run that is in the output folder already.
+
+    Attributes:
+        resume: Continue from its newest valid checkpoint.
+        overwrite: Delete its checkpoints, once the new run can begin.
+        allow_changes: Dotted keys of the identity, "train" or "rows" that may differ from it.
+
+    Raises:
+        CheckpointError: These contradict each other.
+    """
+
+    resume: bool = False
+    overwrite: bool = False
+    allow_changes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.resume and self.overwrite:
+            raise CheckpointError("a run is either resumed or overwritten, not both")
+        if self.allow_changes and not self.resume:
+            fix = "Add --resume, or leave out --allow-changes."
+            raise CheckpointError("changes can only be allowed to a run that is resumed", fix=fix)
+
+
+def prepare_output(output_dir: Path, start: StartPolicy) -> None:
+    """Check, before anything heavy, that a run can write its results and overwrites no others.
+
+    Raises:
+        OutputError: The folder cannot be written to, or holds a run.
+        CheckpointError: There is nothing to resume.
+    """
+    checkpoints = Checkpoints(output_dir)
+    results = [f"step-{step}" for step in checkpoints.steps()]
+    if start.resume and not results:
+        raise checkpoints.nothing_to_resume()
+    writable_folder(output_dir)
+    results += sorted(path.name for path in output_dir.glob("*.safetensors"))
+    if results and not (start.resume or start.overwrite):
+        raise OutputError(
+            f"{output_dir} already holds a run",
+            found=", ".join(results[-4:]),
+            fix="Go on with it (--resume), train into another folder (--out DIR), or start "
+            "again in this one (--overwrite).",
+        )
+    writable_folder(checkpoints.folder)
+
+
+@contextlib.contextmanager
+def locked(output_dir: Path) -> Iterator[None]:
+    """Lock a folder against other runs; the main process of a run does it.
+
+    Raises:
+        OutputError: Another run has it; names its process.
+    """
+    if not is_main_process():
+        yield
+        return
+    holder = output_dir / LOCKS / HOLDER
+
+    def refuse() -> None:
+        process = ""
+        with contextlib.suppress(OSError):
+            process = holder.read_text(encoding="utf-8").strip()
+        raise OutputError(
+            f"another process is training into {output_dir}",
+            found=process,
+            fix="Wait for its end, or train into another folder (--out DIR).",
+        )
+
+    with alone(output_dir / "run", on_wait=refuse):
+        began = time.strftime("%Y-%m-%d %H:%M:%S")
+        write_text(f"Process {os.getpid()} on {platform.node()}, since {began}.\n", holder)
+        try:
+            yield
+        finally:
+            holder.unlink(missing_ok=True)
+
+
+def delete_checkpoints(output_dir: Path) -> None:
+    """Delete the checkpoints of a run; OutputError if that fails."""
+    checkpoints = Checkpoints(output_dir)
+    shutil.rmtree(checkpoints.folder, ignore_errors=True)
+    if checkpoints.steps():
+        raise OutputError(f"cannot delete the run in {output_dir}", fix="Delete it by hand.")
+    writable_folder(checkpoints.folder)
+
+
+class Weights(Protocol):
+    """What a checkpoint holds of the model: `TrainableWeights`, or an adapter's files."""
+
+    def save(self, folder: Path) -> None:
+        """Write files into an existing folder."""
+
+    def load(self, folder: Path) -> None:
+        """Restore, bit for bit, what `save` wrote."""
+
+
+class TrainableWeights:
+    """A model's trainable parameters as one safetensors file."""
+
+    FILE = "weights.safetensors"
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+    def save(self, folder: Path) -> None:
+        """Write weights.safetensors."""
+        write_tensors({n: p.data for n, p in self._parameters.items()}, folder / self.FILE)
+
+    def load(self, folder: Path) -> None:
+        """Read weights.safetensors.
+
+        Raises:
+            CheckpointError: Lists every tensor that does not fit the model.
+        """
+        saved = read_tensors(folder / self.FILE, error=CheckpointError)
+        parameters = self._parameters
+        problems = [f"missing: {name}" for name in parameters.keys() - saved.keys()]
+        problems += [f"unexpected: {name}" for name in saved.keys() - parameters.keys()]
+        problems += [
+            f"{name} is {saved[name].dtype} {tuple(saved[name].shape)}, "
+            f"not {parameters[name].dtype} {tuple(parameters[name].shape)}"
+            for name in parameters.keys() & saved.keys()
+            if (saved[name].shape, saved[name].dtype)
+            != (parameters[name].shape, parameters[name].dtype)
+        ]
+        if problems:
+            raise CheckpointError(
+                f"the weights in {folder} do not fit this model", found="\n".join(sorted(problems))
+            )
+        for name, parameter in parameters.items():
+            parameter.data.copy_(saved[name])
+
+
+OPTIMIZER, RANDOM, STATE = "optimizer.safetensors", "rng.safetensors", "state.json"
+MAX_STATE_BYTES = 1 << 24
+SLACK_BYTES = 1 << 20  # generators, manifest, the adapter's own JSON
+
+
+class Saver:
+    """Saves and resumes one run. All processes call its methods; the main one writes.
+
+    Args:
+        weights: What to save of the model.
+        identity: What a resumed run must have in common with the saved one.
+
+    Attributes:
+        last: The newest checkpoint of this run.
+        last_step: Its step.
+        resumed_step: The step at which the run was resumed; None: it was not.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        sampler: StatelessSampler,
+        weights: Weights,
+        identity: Mapping[str, Any],
+    ) -> None:
+        self.trainer, self.run, self.sampler = trainer, trainer.run, sampler
+        self.config, self.weights, self.identity = trainer.run.config, weights, identity
+        self.checkpoints = Checkpoints(self.config.output_dir, self.config.keep_checkpoints)
+        self.last: Path | None = None
+        self.last_step: int | None = None
+        self.resumed_step: int | None = None
+        state_bytes = STATE_BYTES[self.config.optimizer]
+        self.num_bytes = SLACK_BYTES + sum(
+            p.numel() * (p.element_size() + state_bytes) for p in trainer.parameters.values()
+        )
+
+    def check_disk(self) -> None:
+        """Emit a notice if the disk may fill up; OutputError if it cannot hold one checkpoint."""
+        free, folder = self.checkpoints.free_bytes, self.checkpoints.folder
+        size = f"A checkpoint takes about {self.num_bytes:,} bytes; {free:,} are free in {folder}."
+        most = self.config.keep_checkpoints + 2  # the best one, and the one being written
+        if free < self.num_bytes:
+            fix = "Make room, or train into another folder."
+            raise OutputError("the disk is too full to train", found=size, fix=fix)
+        if free < self.num_bytes * most:
+            self.run.say(Notice(f"{size} Up to {most} are there at once: the disk may fill up."))
+
+    def save(self) -> None:
+        """Write a checkpoint of this moment.
+
+        Raises:
+            RunError: The disk is full, or the weights are not finite.
+        """
+        generators = self._generators()
+        if self.run.world.is_main:
+            self._write(generators)
+        self.run.world.wait()
+
+    def _write(self, generators: Mapping[str, Tensor]) -> None:
+        trainer, state = self.trainer, self.run.state
+        state.loss_scale, state.good_steps = trainer.scale.factor, trainer.scale.good_steps
+        epoch, position = self.sampler.position(state.step)
+        facts = {
+            "epoch": epoch,
+            "sampler": {"seed": self.sampler.seed, "epoch": epoch, "position": position},
+            "num_processes": self.run.world.world_size,
+            "identity": self.identity,
+        }
+        with self.checkpoints.writing(
+            state.step, facts, best_step=state.best_step, num_bytes=self.num_bytes
+        ) as folder:
+            self.weights.save(folder)
+            checkpoint_files.failpoint("weights")
+            tensors, numbers = optimizer_state(trainer.optimizer, trainer.parameters)
+            write_tensors(tensors, folder / OPTIMIZER)
+            checkpoint_files.failpoint("optimizer")
+            write_tensors(generators, folder / RANDOM)
+            checkpoint_files.failpoint("rng")
+            write_json({"run": state.as_json(), "optimizer": numbers}, folder / STATE)
+            checkpoint_files.failpoint("state")
+        self.last, self.last_step = self.checkpoints.path(state.step), state.step
+        self.run.say(Saved("checkpoint", self.last))
+
+    def resume(self, allow_changes: Sequence[str]) -> None:
+        """Continue from the newest valid checkpoint.
+
+        Raises:
+            CheckpointError: There is none, or it is of another run.
+        """
+        newest = self._newest()
+        changes = check_same_run(newest.manifest["identity"], self.identity, allow_changes)
+        if changes:
+            self.run.say(Notice("No exact continuation; accepted changes: " + "; ".join(changes)))
+        self._compare_versions(newest.manifest["versions"])
+        self._load(newest.folder, is_exact=not changes)
+        self.last, self.last_step, self.resumed_step = newest.folder, newest.step, newest.step
+
+    def _newest(self) -> Checkpoint:
+        """Return, on all processes, the newest checkpoint that the main process finds valid."""
+        world, error, newest = self.run.world, None, None
+        if world.is_main:
+            try:
+                newest = self.checkpoints.newest_valid(self.run.say)
+            except CheckpointError as problem:
+                error = problem  # the others must hear of it before this one ends
+        step = world.max(-1 if newest is None else newest.step)
+        if step < 0:
+            raise error or self.checkpoints.nothing_to_resume()
+        return newest or self.checkpoints.verified(step)
+
+    def _load(self, folder: Path, *, is_exact: bool) -> None:
+        trainer, world = self.trainer, self.run.world
+        saved = read_json(folder / STATE, max_bytes=MAX_STATE_BYTES, error=CheckpointError)
+        tensors = read_tensors(folder / OPTIMIZER, error=CheckpointError)
+        generators = read_tensors(folder / RANDOM, error=CheckpointError)
+        state = state_from_json(saved["run"])
+        self.weights.load(folder)
+        load_optimizer_state(trainer.optimizer, trainer.parameters, tensors, saved["optimizer"])
+        trainer.load_state(state, is_exact=is_exact)
+        num_saved = 1 + max(int(name.split(".")[0]) for name in generators)
+        prefix = f"{world.rank % num_saved}."
+        rng.restore(
+            {n.removeprefix(prefix): t for n, t in generators.items() if n.startswith(prefix)},
+            world.device,
+        )
+
+    def _generators(self) -> dict[str, Tensor]:
+        """Return the generators' state of every process, named "rank.generator"."""
+        world = self.run.world
+        return {
+            f"{rank}.{name}": row.clone()
+            for name, state in rng.capture(world.device).items()
+            for rank, row in enumerate(world.gather(state))
+        }
+
+    def _compare_versions(self, before: Mapping[str, str]) -> None:
+        now = versions()
+        changed = [
+            f"{name} {before.get(name)} -> {now.get(name)}"
+            for name in sorted(before.keys() | now.keys())
+            if before.get(name) != now.get(name)
+        ]
+        if changed:
+            text = f"Other versions than before, so not to the bit: {', '.join(changed)}"
+            self.run.say(Notice(text))
+
+
+UNBOUND = {
+    "output_dir",
+    "eval_every",
+    "save_every",
+    "keep_checkpoints",
+    "gradient_checkpointing",
+    "log_to",
+    "eval_before",
+    "eval_generate",
+    "early_stopping",
+    "keep_best",
+    "sample_every",
+    "sample_prompts",
+    "sample_tokens",
+}
+"""Settings that a resumed run may change: no weight depends on them."""
+Identity = Mapping[str, Any]
+
+
+def identity_of(
+    config: TrainConfig,
+    train_rows: Sequence[Any],
+    eval_rows: Sequence[Any],
+    world_size: int,
+    identity: Identity,
+    *,
+    sharded: bool = False,
+) -> dict[str, Any]:
+    """Return everything that the numbers of a run depend on, as plain JSON.
+
+    Args:
+        identity: What the caller adds: base, method, data.
+        sharded: Whether the base is sharded over the processes: its sums round differently.
+    """
+    train = {name: value for name, value in config.model_dump().items() if name not in UNBOUND}
+    train["shard"] = "base" if sharded else "none"  # where the shards are is free
+    rows = {"train": fingerprint(train_rows), "eval": fingerprint(eval_rows)}
+    whole = {**identity, "train": train, "rows": rows, "num_processes": world_size}
+    plain: dict[str, Any] = json.loads(json.dumps(whole, default=str))
+    return plain
+
+
+def check_same_run(saved: Identity, now: Identity, allowed: Sequence[str]) -> list[str]:
+    """Return the differences between two identities that are allowed.
+
+    Args:
+        allowed: Dotted keys; "train" allows all of "train.learning_rate" and the rest.
+
+    Raises:
+        CheckpointError: Lists all other differences; or an allowed key does not exist.
+    """
+    before, after = flat(saved), flat(now)
+    accepted: list[tuple[str, str]] = []
+    refused: list[tuple[str, str]] = []
+    for key in sorted(before.keys() | after.keys()):
+        if key in before and key in after and before[key] == after[key]:
+            continue
+        line = f"{key}: {_shown(before, key)} -> {_shown(after, key)}"
+        is_allowed = any(key == name or key.startswith(f"{name}.") for name in allowed)
+        (accepted if is_allowed else refused).append((key, line))
+    if refused:
+        flags = " ".join(f"--allow-changes {key}" for key, _ in refused)
+        raise CheckpointError(
+            "cannot resume: this is not the run that was saved",
+            found="\n".join(line for _, line in refused),
+            fix=f"Undo the change; or go on with it, no longer bit-equal: {flags}\n"
+            "Or start a new run with it: peftkit train --from RUN --set KEY=VALUE --out DIR",
+        )
+    keys = before.keys() | after.keys()
+    for name in allowed:
+        if not any(key == name or key.startswith(f"{name}.") for key in keys):
+            fix = did_you_mean(name, keys) or "Leave it out: nothing differs that needs it."
+            raise CheckpointError(f"cannot allow changes of {name!r}: no run has that", fix=fix)
+    return [line for _, line in accepted]
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key]) if key in values else "(not there)"

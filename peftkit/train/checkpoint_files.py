@@ -1,0 +1,316 @@
+"""Checkpoints on disk: complete or absent, verified before use, no pickle.
+
+    checkpoints/step-40/            the model's files (see `Weights`), optimizer.safetensors,
+                                    rng.safetensors, state.json, and MANIFEST.json
+    checkpoints/latest              the name of the newest one, for people and scripts
+    checkpoints/step-60.tmp-4711/   process 4711 is writing this, or died while it did
+
+A checkpoint is written under a temporary name, MANIFEST.json last, and renamed when every byte is
+durable. MANIFEST.json holds the size and hash of every file, and a hash of itself; a checkpoint is
+valid if all of them match. Resuming looks for the newest valid one and does not need `latest`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from peftkit.errors import CheckpointError, OutputError, RunError
+from peftkit.events import Listener, Notice
+from peftkit.files.disk import (
+    free_bytes,
+    fsync_dir,
+    fsync_file,
+    read_json,
+    sha256_of,
+    write_json,
+    write_text,
+)
+
+FOLDER, LATEST = "checkpoints", "latest"
+SCHEMA = 1
+MANIFEST = "MANIFEST.json"
+MAX_MANIFEST_BYTES = 1 << 24
+LIBRARIES = ("peftkit", "torch", "transformers", "accelerate", "bitsandbytes")
+_NAME = re.compile(r"step-(0|[1-9][0-9]*)")
+_TEMPORARY = re.compile(r"step-[0-9]+\.(?:tmp|old)-([0-9]+)")
+
+
+def failpoint(name: str) -> None:
+    """Do nothing. Tests put a crash in its place; called after each write of a save."""
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Return the versions that the numbers of a run may depend on."""
+    installed = {"python": platform.python_version()}
+    for library in LIBRARIES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            installed[library] = metadata.version(library)
+    return installed
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A valid checkpoint."""
+
+    step: int
+    folder: Path
+    manifest: Mapping[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        output_dir: The run's folder; checkpoints lie in `checkpoints/` below it.
+        keep: How many of the newest to keep, besides the best.
+    """
+
+    def __init__(self, output_dir: Path, keep: int = 1) -> None:
+        self.folder = output_dir / FOLDER
+        self.keep = keep
+        self._is_valid: dict[int, bool] = {}  # by step, as far as verified
+
+    @property
+    def free_bytes(self) -> int:
+        """Free bytes on the disk of the checkpoints."""
+        return free_bytes(self.folder)
+
+    def path(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint."""
+        return self.folder / f"step-{step}"
+
+    def steps(self) -> list[int]:
+        """Return the steps of all checkpoints, valid or not, oldest first."""
+        try:
+            names = [entry.name for entry in os.scandir(self.folder) if entry.is_dir()]
+        except OSError:
+            return []
+        return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+    def newest_valid(self, on_event: Listener) -> Checkpoint:
+        """Return the newest valid checkpoint; a Notice names each that is skipped, and why.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        skipped: list[str] = []
+        for step in reversed(self.steps()):
+            try:
+                return self.verified(step)
+            except CheckpointError as error:
+                skipped.append(f"{self.path(step).name}: {error.found}")
+                on_event(Notice(f"Skipped checkpoint {skipped[-1]}"))
+        raise self.nothing_to_resume(skipped)
+
+    def nothing_to_resume(self, skipped: Sequence[str] = ()) -> CheckpointError:
+        """Return the error for a run without a valid checkpoint."""
+        return CheckpointError(
+            f"cannot resume: {self.folder} holds no valid checkpoint",
+            found="\n".join(skipped) or "There is none at all.",
+            fix="Train from the start: leave out --resume.",
+        )
+
+    def verified(self, step: int) -> Checkpoint:
+        """Return a checkpoint after hashing all of its files.
+
+        Raises:
+            CheckpointError: It is not valid; `found` says why.
+        """
+        folder = self.path(step)
+        self._is_valid[step] = False
+        manifest = _verified_manifest(folder)
+        if manifest.get("step") != step:
+            raise _invalid(folder, f"its manifest is of step {manifest.get('step')}")
+        self._is_valid[step] = True
+        return Checkpoint(step, folder, manifest)
+
+    @contextlib.contextmanager
+    def writing(
+        self, step: int, facts: Mapping[str, Any], *, best_step: int | None, num_bytes: int
+    ) -> Iterator[Path]:
+        """Yield a folder to write files into; then publish it and delete old checkpoints.
+
+        Args:
+            facts: What the manifest holds besides files, versions and step.
+            best_step: The step whose checkpoint is kept whatever its age.
+            num_bytes: About how much is going to be written.
+
+        Raises:
+            RunError: The disk is full or fails; earlier checkpoints are untouched.
+            OutputError: The folder cannot be written to.
+        """
+        self._check_space(num_bytes)
+        final = self.path(step)
+        temporary = self.folder / f"{final.name}.tmp-{os.getpid()}"
+        try:
+            with _disk_errors(final):
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir()
+                failpoint("made")
+                yield temporary
+                _seal(temporary, {**facts, "step": step})
+                failpoint("synced")
+                self._publish(temporary, final)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        self._is_valid[step] = True
+        with _disk_errors(final):
+            write_text(f"{final.name}\n", self.folder / LATEST)
+            failpoint(LATEST)
+            self._delete_old(step, best_step)
+
+    def _check_space(self, num_bytes: int) -> None:
+        if (free := self.free_bytes) < num_bytes:
+            raise RunError(
+                f"cannot save a checkpoint in {self.folder}: the disk is full",
+                found=f"{num_bytes:,} bytes needed, {free:,} free.",
+                fix="Make room, then go on with --resume; earlier checkpoints are untouched.",
+            )
+
+    def remove_leftovers(self) -> None:
+        """Delete half-written checkpoints of processes that no longer run."""
+        with contextlib.suppress(OSError):
+            for entry in list(os.scandir(self.folder)):
+                match = _TEMPORARY.fullmatch(entry.name)
+                if match and not _is_alive(int(match[1])):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+
+    def _publish(self, temporary: Path, final: Path) -> None:
+        """Rename a complete checkpoint; whatever has its name already is invalid."""
+        old = final.with_name(f"{final.name}.old-{os.getpid()}")
+        if final.exists():
+            final.rename(old)
+        temporary.rename(final)
+        failpoint("renamed")
+        fsync_dir(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _delete_old(self, newest: int, best_step: int | None) -> None:
+        """Delete valid checkpoints beyond the newest; invalid ones are left for people to look at.
+
+        The one just written is valid and stays, so there is always one to resume from.
+        """
+        for step in self.steps():
+            if step not in self._is_valid:
+                with contextlib.suppress(CheckpointError):
+                    self.verified(step)
+        valid = [step for step in self.steps() if self._is_valid.get(step)]
+        for step in valid[: -self.keep]:
+            if step not in (newest, best_step):
+                # under another name first: a deletion that is cut short leaves no half checkpoint
+                old = self.path(step).with_name(f"step-{step}.old-{os.getpid()}")
+                self.path(step).rename(old)
+                del self._is_valid[step]
+                shutil.rmtree(old, ignore_errors=True)
+                failpoint("deleted")
+        fsync_dir(self.folder)
+
+
+def _seal(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write the manifest of a folder's files; return when every byte is durable."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in paths:
+        fsync_file(path)
+    files = {
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": sha256_of(path),
+        }
+        for path in paths
+    }
+    manifest = {"schema": SCHEMA, **facts, "versions": versions(), "files": files}
+    write_json({**manifest, "sha256": _digest(manifest)}, folder / MANIFEST)
+    failpoint(MANIFEST)
+    for inner in {path.parent for path in paths} | {folder}:
+        fsync_dir(inner)
+
+
+def _verified_manifest(folder: Path) -> dict[str, Any]:
+    """Return a folder's manifest after hashing every file in it."""
+    manifest = _read_manifest(folder)
+    for name, (size, digest) in _listed_files(folder, manifest).items():
+        path = folder / name
+        if path.is_symlink() or not path.is_file():
+            raise _invalid(folder, f"{name} is missing")
+        if path.stat().st_size != size:
+            raise _invalid(folder, f"{name} has {path.stat().st_size:,} bytes, not {size:,}")
+        if sha256_of(path) != digest:
+            raise _invalid(folder, f"{name} has changed since it was written (sha256)")
+    return manifest
+
+
+def _invalid(folder: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{folder} is not a valid checkpoint", found=reason)
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    if not (folder / MANIFEST).exists():
+        raise _invalid(folder, f"{MANIFEST} is missing: the folder was never complete")
+    try:
+        manifest = read_json(folder / MANIFEST, max_bytes=MAX_MANIFEST_BYTES, error=CheckpointError)
+    except CheckpointError as error:
+        raise _invalid(folder, f"{MANIFEST} is unreadable: {error.found}") from None
+    if manifest.get("schema") != SCHEMA:
+        raise _invalid(folder, f"its schema is {manifest.get('schema')!r}, this is {SCHEMA}")
+    if manifest.pop("sha256", None) != _digest(manifest):
+        raise _invalid(folder, f"{MANIFEST} has changed since it was written (sha256)")
+    return manifest
+
+
+def _listed_files(folder: Path, manifest: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
+    """Return name -> (bytes, sha256) of the files in a manifest whose hash is right."""
+    try:
+        return {n: (int(f["bytes"]), str(f["sha256"])) for n, f in manifest["files"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise _invalid(folder, f"{MANIFEST} does not list its files") from None
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _is_alive(pid: int) -> bool:
+    """Tell whether another process with this id is running."""
+    if pid == os.getpid():
+        return False
+    if sys.platform == "win32":  # there os.kill ends it, whatever the signal
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Turn errors of the disk into RunError or OutputError."""
+    try:
+        yield
+    except (RunError, OutputError):
+        raise
+    except PermissionError as error:
+        raise OutputError(f"cannot write {path}", found=str(error)) from error
+    except OSError as error:
+        raise RunError(
+            f"cannot write {path}",
+            found=f"{error}; {free_bytes(path.parent):,} bytes free.",
+            fix="Earlier checkpoints are untouched: mend the disk, then go on with --resume.",
+        ) from error

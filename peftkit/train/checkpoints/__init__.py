@@ -1,1 +1,0 @@
-"""Checkpoints: written whole, proven valid, compared before a resume."""

@@ -1,1 +1,0 @@
-"""How much of a step is in memory at once."""
