@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -110,9 +111,9 @@ class Measured:
         ids = tuple(n % 1000 + 5 for n in range(length))
         row = Row(ids, (-100, *ids[1:]), (length,), "row 1")
         run = new_run(self.model, self.task, [row], [], config, stop=StopRequest())
-        trainer = Trainer(run, self.parameters)
+        trainer = Trainer(run)
         self.optimizer, step = trainer.optimizer, partial(trainer.step, [row], 1e-4)
-        trainer.set_activations(way)
+        trainer.use(replace(trainer.plan, activations=way))
         trainer.model.train()
         try:
             with (

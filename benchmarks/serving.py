@@ -35,7 +35,8 @@ from benchmarks.generation import random_adapter
 from benchmarks.orders import make_rows
 from benchmarks.report import table
 from peftkit.base.load import load_base
-from peftkit.formats.peft.folder import Provenance, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.notes import Provenance
 
 WAIT = 600
 """Seconds in which a server has to be there."""

@@ -19,7 +19,7 @@ import contextlib
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -185,7 +185,7 @@ class Tokens(Task):
 def without_data() -> Iterator[None]:
     """Let tensors have shapes alone; no block is watched for random numbers: there are none."""
     with (
-        mock.patch.object(blocks.Blocks, "_generators", return_value=[]),
+        mock.patch.object(blocks._Recompute, "_generators", return_value=[]),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         yield
@@ -214,8 +214,8 @@ def step(layers: int, args: argparse.Namespace) -> tuple[Counting, Card]:
         task = Tokens(model)
         config, rows = TrainConfig(batch_size=1), [Row((1,), (1,), (1,), "row")]
         run = new_run(model, task, rows, [], config, stop=StopRequest(), world=World(device))
-        trainer = Trainer(run, parameters)
-        trainer.set_activations(args.activations)
+        trainer = Trainer(run)
+        trainer.use(replace(trainer.plan, activations=args.activations))
         model.train()
         ids = tuple(range(10, 10 + args.length))
         with prepared_for_training(model, trainer.plan):

@@ -12,7 +12,8 @@ from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.errors import ConfigError
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.formats.peft.folder import Provenance, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.harness import Score, run_tasks, scores_of
 from peftkit.methods.lora import LoRA
 from tests.command_line import Run, peftkit  # noqa: F401

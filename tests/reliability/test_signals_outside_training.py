@@ -13,8 +13,8 @@ import pytest
 from peftkit.errors import BaseError
 from peftkit.events import Event, Progress, Saved, Stage, Table
 from peftkit.execution.signals import Interrupted, stopping_at_once
-from peftkit.formats.continued import AdapterFolder
 from peftkit.formats.open_adapter import open_adapter
+from peftkit.formats.peft.folder import AdapterFolder
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from tests.command_line import start

@@ -161,7 +161,7 @@ def test_generators_are_kept_only_for_blocks_that_draw(
         return real(*args, preserve_rng_state=preserve_rng_state, **how)
 
     for name in ("blocks", "offload"):
-        monkeypatch.setattr(f"peftkit.train.memory.{name}.checkpoint", noted)
+        monkeypatch.setattr(f"peftkit.train.{name}.checkpoint", noted)
     for dropout, expected in ((0.0, [True, True, False, False]), (0.3, [True] * 4)):
         model, _ = make_model("cpu")
         for block in model.model.layers:

@@ -12,7 +12,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from peftkit.base.load import BaseConfig, load_base
+from peftkit.base.load import load_base
 from peftkit.errors import DataError
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.evaluate import evaluate
@@ -20,7 +20,7 @@ from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
-from peftkit.settings import DataConfig, TrainConfig
+from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.audio_classification import AudioClassificationConfig
 from peftkit.tasks.ctc import CTC, CTCConfig
 from peftkit.tasks.hearing import ShortSound

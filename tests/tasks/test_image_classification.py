@@ -19,6 +19,7 @@ from transformers import ViTImageProcessorPil
 
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
+from peftkit.data.pack import fingerprint
 from peftkit.errors import DataError
 from peftkit.events import Event, StepDone, Table
 from peftkit.formats.open_adapter import open_adapter
@@ -28,7 +29,6 @@ from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.image_classification import ImageClassification, ImageClassificationConfig
-from peftkit.train.checkpoint import fingerprint
 from peftkit.train.loop import fit
 from tests.families import ARCHITECTURES
 

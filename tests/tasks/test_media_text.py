@@ -17,6 +17,7 @@ from torch import Tensor
 
 from peftkit.adapter import attach
 from peftkit.data.media_text import MediaRow
+from peftkit.data.pack import fingerprint
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Table
 from peftkit.methods.lora import LoRA
@@ -25,7 +26,6 @@ from peftkit.settings import DataConfig
 from peftkit.tasks.batches import split_micro_batches
 from peftkit.tasks.isolation import check_causal_answer
 from peftkit.tasks.media_text import AudioTextConfig, ImageTextConfig, MediaText
-from peftkit.train.checkpoint import fingerprint
 from tests import vision
 from tests.listening import EACH, FAMILIES, HEARING, write_rows
 from tests.speech import encoded, tones

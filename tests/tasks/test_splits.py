@@ -11,13 +11,13 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.config.schema import from_dict
+from peftkit.data.pack import fingerprint
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Event, Notice
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from peftkit.settings import DataConfig, Source
 from peftkit.tasks.causal_lm import CausalLM
-from peftkit.train.checkpoint import fingerprint
 
 
 def write(path: Path, rows: list[str]) -> str:

@@ -20,7 +20,7 @@ import transformers
 from typer.testing import CliRunner
 
 from peftkit.adapter import attach
-from peftkit.base.load import BaseConfig, load_base
+from peftkit.base.load import load_base
 from peftkit.data.media import Audio
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Notice
@@ -30,7 +30,7 @@ from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
-from peftkit.settings import DataConfig, TrainConfig
+from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.error_rates import error_rates
 from peftkit.tasks.transcription import Transcription, TranscriptionConfig
 from peftkit_cli.app import app

@@ -15,7 +15,7 @@ import torch
 from peftkit.errors import OutputError, RunError
 from peftkit.events import Event, Saved
 from peftkit.train import checkpoint_files
-from peftkit.train.checkpoint_files import StartPolicy, prepare_output
+from peftkit.train.checkpoint import StartPolicy, prepare_output
 from tests.train.toy import Played, Toy, begin, go_on, names, play
 
 

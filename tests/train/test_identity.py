@@ -13,7 +13,7 @@ from peftkit.config.schema import flat
 from peftkit.errors import CheckpointError
 from peftkit.execution import rng
 from peftkit.settings import TrainConfig
-from peftkit.train.checkpoint import FREE, check_same_run, fingerprint, identity_of
+from peftkit.train.checkpoint import UNBOUND, check_same_run, fingerprint, identity_of
 from tests.train.toy import Row, make_rows
 
 
@@ -46,8 +46,8 @@ def test_a_fingerprint_depends_on_what_is_learnt_and_not_on_where_it_came_from()
 
 def test_every_setting_is_either_free_or_part_of_the_identity() -> None:
     found = identity_of(TrainConfig(), [], [], 1, {})
-    assert set(found["train"]) | FREE == set(TrainConfig.model_fields)
-    assert not set(found["train"]) & FREE
+    assert set(found["train"]) | UNBOUND == set(TrainConfig.model_fields)
+    assert not set(found["train"]) & UNBOUND
 
 
 def test_what_the_caller_knows_is_part_of_the_identity_as_plain_json() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -262,11 +263,11 @@ def test_auto_recomputes_once_not_one_row_fits_and_then_tries_whole_batches_agai
 
 def test_a_run_that_had_to_recompute_does_so_after_a_resume_unless_told_otherwise() -> None:
     first, second = (trainer_of(Deep(), ToyTask()) for _ in range(2))
-    first.set_activations("recompute")
-    second.load_state(first.run.state)
+    first.use(replace(first.plan, activations="recompute"))
+    second.load_state(first.run.state, is_exact=True)
     assert second.blocks.activations == "recompute"
     told = trainer_of(Deep(), ToyTask(), gradient_checkpointing=False)
-    told.load_state(first.run.state)
+    told.load_state(first.run.state, is_exact=True)
     assert told.plan.activations == "keep"
 
 

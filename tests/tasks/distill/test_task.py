@@ -23,7 +23,8 @@ from peftkit.errors import AdapterError, BaseError, ConfigError
 from peftkit.events import ignore
 from peftkit.formats.continued import read_side_adapter
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.formats.peft.folder import Provenance, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.notes import Provenance
 from peftkit.kernels.divergence import Divergence, reference_divergence
 from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
