@@ -41,7 +41,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.quant.layers import pack
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import DataConfig, TrainConfig
-from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.tokens import CausalLM
 from peftkit.train.blocks import Blocks
 from peftkit.train.loop import fit
 

@@ -26,7 +26,7 @@ from peftkit.events import Event, StepDone
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig, TrainConfig
-from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.tokens import CausalLM
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.loop import fit
 from peftkit.train.optim import learning_rate

@@ -32,8 +32,8 @@ from peftkit.quant.layers import keep_copies, packed_tensors
 from peftkit.quant.quantize import quantize_model
 from peftkit.recipe import Recipe
 from peftkit.settings import BaseConfig, DataConfig, TrainConfig
-from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
 from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.tokens import CausalLM, CausalLMConfig
 from peftkit.train.loop import new_run
 from peftkit.train.optim import STATE_BYTES
 from peftkit.train.step import Trainer, trainable_parameters

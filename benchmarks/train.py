@@ -59,7 +59,7 @@ def encode(model: str, data: str, num_rows: int, max_length: int) -> list[dict[s
     """Return token ids and labels of the first rows."""
     from peftkit.base.load import load_base
     from peftkit.settings import DataConfig
-    from peftkit.tasks.causal_lm import CausalLM
+    from peftkit.tasks.tokens import CausalLM
 
     base = load_base(model)
     config = DataConfig(train=data, packing=False, max_length=max_length)

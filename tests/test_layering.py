@@ -60,7 +60,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "av": ("data/media",),  # the optional extra `video`; imported when called
     "soundfile": ("data/media",),  # the optional extra `audio`; imported when called
     "soxr": ("data/media",),
-    "jiwer": ("tasks/error_rates",),
+    "jiwer": ("tasks/metrics",),
     "starlette": ("serve/",),  # the optional extra `serve`, with uvicorn; imported when called
     "uvicorn": ("serve/server",),
     "llguidance": ("serve/requests",),  # the optional extra `json`; imported when called

@@ -13,7 +13,7 @@ from PIL import Image
 from peftkit import Answer
 from peftkit.model.roles import GROUPS, ROLES
 from peftkit.recipe import load
-from peftkit.tasks.distill.prompt import read_prompt
+from peftkit.tasks.distill_rows import read_prompt
 from peftkit_cli.about import headline, recipes_folder
 
 RECIPES = sorted(recipes_folder().glob("*.yaml"))

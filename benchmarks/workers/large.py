@@ -24,7 +24,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.quant import layers
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import BaseConfig, DataConfig, TrainConfig
-from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.tokens import CausalLM
 from peftkit.train.loop import fit
 
 RANK = 16

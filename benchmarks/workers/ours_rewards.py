@@ -17,9 +17,8 @@ from peftkit.events import Event, RolledOut, StepDone
 from peftkit.formats.peft.folder import load_adapter
 from peftkit.recipe import Recipe
 from peftkit.settings import DataConfig
-from peftkit.tasks.on_policy.rewards import RewardTerm
-from peftkit.tasks.on_policy.rows import Group
-from peftkit.tasks.on_policy.task import GRPOConfig
+from peftkit.tasks.grpo import Group, GRPOConfig
+from peftkit.tasks.reward_functions import RewardTerm
 
 APART = 0.2
 """Standard deviation of old log-probabilities around those now."""

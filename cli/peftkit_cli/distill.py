@@ -61,7 +61,7 @@ def distill(
     from peftkit.data.load import iterate_records
     from peftkit.report.page import LiveReport
     from peftkit.run import run
-    from peftkit.tasks.distill.prompt import read_prompt
+    from peftkit.tasks.distill_rows import read_prompt
     from peftkit.train.checkpoint import StartPolicy, prepare_output
     from peftkit_cli.render import Renderer
 
@@ -115,7 +115,7 @@ def _questions_file(prompt: Path, base: str, file: Path, number: int, on_event: 
     from peftkit.base.load import load_base
     from peftkit.files.disk import write_text
     from peftkit.inference.questions import make_questions
-    from peftkit.tasks.distill.prompt import read_prompt
+    from peftkit.tasks.distill_rows import read_prompt
 
     if not file.is_file():
         loaded = load_base(base, on_event=on_event)

@@ -23,10 +23,10 @@ from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.folders import CONFIG, NOTES, TENSORS
 from peftkit.formats.guard import check_safetensors
 from peftkit.formats.peft.folder import AdapterFile, load_adapter, read_adapter
-from peftkit.tasks.causal_lm import CausalLMConfig
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.media_text import MediaTextConfig
 from peftkit.tasks.table import TASKS
+from peftkit.tasks.tokens import CausalLMConfig
 
 HEAD = re.compile(r"(^|\.)(classifier|score|classification_head)(\.out_proj)?\.weight$")
 """The last layer of a classification head, in a file of PEFT."""

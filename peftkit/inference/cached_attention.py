@@ -21,8 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from peftkit.inference.cache import Arena, Row, Span, joined
-from peftkit.tasks.attention import MaskKind, kind_of
-from peftkit.tasks.attention_kernels import PLAIN
+from peftkit.tasks.attention import PLAIN, MaskKind, kind_of
 
 _numbers = count()
 

@@ -35,8 +35,8 @@ from peftkit.inference.sampling import (
 )
 from peftkit.model.modes import evaluating
 from peftkit.quant.layers import copies_kept
-from peftkit.tasks.length import num_virtual
 from peftkit.tasks.loss import find_head
+from peftkit.tasks.rows import num_virtual
 
 Ended = Literal["stop", "length", "cancelled"]
 AnEngine = TypeVar("AnEngine", bound="Engine")

@@ -24,12 +24,12 @@ from peftkit.inference.generate_media import MediaPrompt, complete
 from peftkit.model.modes import evaluating
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.base import Reference, Task
-from peftkit.tasks.causal_lm import CausalLM, CausalLMConfig
 from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.documents import DocumentTask
 from peftkit.tasks.media_text import MediaText
 from peftkit.tasks.metrics import rouge_l
 from peftkit.tasks.seq2seq import EncoderDecoder
-from peftkit.tasks.token_task import AnswerTask, DocumentTask
+from peftkit.tasks.tokens import CausalLM, CausalLMConfig, TokenTask
 
 MARGIN = 1.25
 """Longest answer, relative to the longest reference."""
@@ -138,7 +138,7 @@ def completions(
         answers = complete(base.model, task, with_media, **settings)
     else:
         prompts = [decoded(tokenizer, ids).strip() for ids, _ in pairs]
-        settings |= {"stops": stop_ids(tokenizer, task.style), "batch_size": batch_size}
+        settings |= {"stops": stop_ids(tokenizer, task.prompt_style), "batch_size": batch_size}
         answers = generate_ids(base.model, tokenizer, [ids for ids, _ in pairs], **settings)
     return [
         Sample(prompt, decoded(tokenizer, ids), reference, row.source)
@@ -160,7 +160,7 @@ class TextWatch:
     def __init__(
         self,
         base: Base,
-        task: AnswerTask | EncoderDecoder,
+        task: TokenTask,
         rows: Sequence[Any],
         config: TrainConfig,
         metrics: Mapping[str, Metric] | None = None,
@@ -188,13 +188,7 @@ class TextWatch:
         most = task.max_target if isinstance(task, EncoderDecoder) else longest_answer(task, rows)
         answers = self._answers(rows, most)
         pairs = [(one.completion, one.reference or "") for one in answers]
-        if isinstance(task, EncoderDecoder):
-            means = {"exact_match": _share_equal(pairs), **task.answer_metrics(pairs)}
-        else:
-            references = [task.other_reference(row) for row, _ in watched]
-            others = [(a, b) for (a, _), b in zip(pairs, references, strict=True) if b is not None]
-            means = {"exact_match": _share_equal(others)} if others else {}
-            means[task.exact_name] = _share_equal(pairs)
+        means = task.answer_metrics(pairs, [row for row, _ in watched])
         for name, metric in list(self._metrics.items()):
             try:
                 values = [float(metric(*pair)) for pair in pairs]
@@ -211,7 +205,7 @@ class TextWatch:
         for row in self._rows:
             if len(pairs) >= number:
                 break
-            documents = [row] if isinstance(task, EncoderDecoder) else task.watched(row)
+            documents = [row] if isinstance(task, EncoderDecoder) else task.prompted(row)
             pairs += [(row, document) for document in documents]
         return pairs[:number]
 
@@ -221,7 +215,7 @@ class TextWatch:
         try:
             if isinstance(task, EncoderDecoder | MediaText):
                 return task.prompt_row(text, where)
-            ids = prompt_ids(task.tokenizer, text, task.style)
+            ids = prompt_ids(task.tokenizer, text, task.prompt_style)
             room_left(self._base.model, [ids], 1)
         except DataError as error:
             raise DataError(
@@ -264,7 +258,3 @@ class TextWatch:
             Sample(task.shown(row), answer, task.reference(row) or None, row.source)
             for row, answer in zip(rows, answers, strict=True)
         ]
-
-
-def _share_equal(pairs: Sequence[tuple[str, str]]) -> float:
-    return sum(a.strip() == b.strip() for a, b in pairs) / len(pairs)

@@ -78,7 +78,7 @@ def complete(
     **settings: Any,
 ) -> list[list[int]]:
     """Return the token ids that follow each prompt, as `generate_ids` does."""
-    sampling = Sampling(**settings, stops=task.encoder.stop_ids(task.style))
+    sampling = Sampling(**settings, stops=task.encoder.stop_ids(task.prompt_style))
     answers: dict[int, list[int]] = {}
     groups: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):

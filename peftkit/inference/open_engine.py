@@ -37,7 +37,7 @@ from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Completion, Engine, Limits, Request, Use, masked, table_of
 from peftkit.inference.sampling import Sampling
 from peftkit.model.modes import evaluating
-from peftkit.tasks.length import num_virtual
+from peftkit.tasks.rows import num_virtual
 
 CACHE_SHARE = 0.5
 """Of the free memory, for keys and values; slots may be twice as long as their contents."""

@@ -11,7 +11,7 @@ from peftkit.data.format import Message
 from peftkit.errors import DataError
 from peftkit.events import Listener, Progress, Stage, ignore
 from peftkit.inference.generate import decoded, generate_ids
-from peftkit.tasks.distill.prompt import TeacherPrompt
+from peftkit.tasks.distill_rows import TeacherPrompt
 
 ASK = "Write one message that a user sends."
 FRAME = "You write messages that users send to an assistant which has these instructions:\n\n{}"

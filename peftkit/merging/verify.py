@@ -21,7 +21,7 @@ from peftkit.execution.environment import free_now
 from peftkit.files.tensors import is_finite
 from peftkit.formats.open_adapter import Opened
 from peftkit.merging.fold import Tally, too_large_values
-from peftkit.tasks.hearing import INPUTS, Hearing
+from peftkit.tasks.speech import INPUTS, Hearing
 
 PROMPTS = (
     "The capital of France is",

@@ -32,8 +32,8 @@ from peftkit.quant.layers import keep_copies
 from peftkit.recipe import Recipe
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.embedding import Pooled, pooled
 from peftkit.tasks.loss import Head, accepted, find_head, token_log_probs, token_loss
-from peftkit.tasks.pooling import Pooled, pooled
 from peftkit.train.blocks import Blocks
 
 TOKEN_CLASSES = (

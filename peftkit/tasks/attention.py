@@ -1,9 +1,16 @@
 """A model's attention while it trains, through transformers' own extension point.
 
-transformers hands documents' bounds to attention in no way that all models pass on: their keyword
-arguments are dropped by some, and a recomputed block asks again in the backward pass. So the layout
+transformers has no way to hand documents' bounds to attention that all models pass on: some drop
+keyword arguments, and a recomputed block calls attention again in the backward pass. So the layout
 of the documents is a field of an object that belongs to one model for as long as it trains
-(`TrainingAttention`), whose methods transformers calls by a name of their own.
+(`TrainingAttention`), whose methods transformers calls by a registered name.
+
+KERNELS is the table of what computes a call; the first that takes it does. `gathered`: rows whose
+tokens lie on several processes. `varlen`: documents of a row as spans, on a GPU. `grouped`: plain
+products, for short rows where the plan says so, and wherever scores are capped. `sdpa`: torch's own
+choice, which takes all others.
+
+Shapes: B rows, H heads, L queries, S keys, D head size.
 """
 
 from __future__ import annotations
@@ -14,19 +21,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from peftkit.execution.plan import ExecutionPlan, plan_of
-from peftkit.kernels.context import Context
+from peftkit.kernels import varlen
+from peftkit.kernels.attention import grouped_attention, is_short
+from peftkit.kernels.context import Context, context_attention
+from peftkit.kernels.device import is_before_ampere
 from peftkit.kernels.grid import Grid, into_grid, out_of_grid
-from peftkit.kernels.varlen import Spans
-from peftkit.tasks.attention_kernels import Call, attend, is_bare, takes_varlen
+from peftkit.kernels.varlen import Spans, spans_attention
 
 PREFIX = "peftkit_"
-"""Of the names that attention is registered under."""
+"""Prefix of the names that attention is registered under."""
 
 Layout = Grid | Spans | Context | None
-"""How documents lie in rows. None: each row is one. A context: each row is one, and the tokens of
-it that are here are those of its process."""
+"""Of documents in rows. None: each row is one. A context: each row is one, and this process
+has some of its tokens."""
 
 _taken: set[str] = set()
 
@@ -39,14 +49,14 @@ class MaskKind(NamedTuple):
 
 
 class TrainingAttention:
-    """The attention of one model, and the layout of the documents that it is given.
+    """The attention of one model, and the layout of the documents that it reads.
 
     Attributes:
         layout: Of the next forward pass and its backward pass.
-        is_causal: Whether all layers are known to see what was before and nothing else, so that
-            documents in rows of their own need no mask.
-        takes_spans: Whether all layers can be given documents of a row as they stand.
-        takes_context: Whether all layers can be given a part of a row's tokens.
+        is_causal: Whether all layers see the tokens before and no others, so that documents in rows
+            of their own need no mask.
+        takes_spans: Whether all layers can take documents of a row as spans.
+        takes_context: Whether all layers can take some of a row's tokens.
     """
 
     def __init__(self, plan: ExecutionPlan) -> None:
@@ -54,14 +64,14 @@ class TrainingAttention:
         self.layout: Layout = None
         self.is_causal = self.takes_spans = self.takes_context = False
         self._kinds: dict[int, MaskKind | None] | None = None
-        self._heard: list[tuple[MaskKind | None, bool, bool]] = []
+        self._calls: list[tuple[MaskKind | None, bool, bool]] = []  # kind, takes spans, is bare
         self._masks: list[Tensor] = []
 
     @property
     def needs_mask(self) -> bool:
-        """Whether documents, as they are laid out, are kept apart by a mask.
+        """Whether a mask keeps documents of this layout apart.
 
-        Causal ones in rows of their own are not: what stands after them they do not see.
+        Causal ones in rows of their own need none: they do not see the padding after them.
         """
         return not (self.is_causal or isinstance(self.layout, Spans | Context))
 
@@ -71,35 +81,35 @@ class TrainingAttention:
         return "varlen" if self.takes_spans else self.plan.attention
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def observing(self) -> Iterator[None]:
         """Find out what the layers see in a forward pass on one row, without a layout."""
-        self._kinds, self._heard, self._masks = {}, [], []
+        self._kinds, self._calls, self._masks = {}, [], []
         try:
             yield
-            kinds = [kind for kind, _, _ in self._heard]
+            kinds = [kind for kind, _, _ in self._calls]
             self.is_causal = bool(kinds) and all(kind == MaskKind(True, None) for kind in kinds)
-            self.takes_spans = bool(kinds) and all(takes for _, takes, _ in self._heard)
-            self.takes_context = self.is_causal and all(bare for _, _, bare in self._heard)
+            self.takes_spans = bool(kinds) and all(takes for _, takes, _ in self._calls)
+            self.takes_context = self.is_causal and all(bare for _, _, bare in self._calls)
         finally:
-            self._kinds, self._heard, self._masks = None, [], []
+            self._kinds, self._calls, self._masks = None, [], []
 
-    def mask(self, *, mask_function: Callable[..., Tensor], **asked: Any) -> Tensor | None:
-        """Return what attention may see, as transformers' own function does; of a grid, if any."""
+    def mask(self, *, mask_function: Callable[..., Tensor], **options: Any) -> Tensor | None:
+        """Return the attention mask, as transformers' function does; that of a grid, if any."""
         from transformers.masking_utils import sdpa_mask  # slow to import
 
-        asked["mask_function"] = mask_function
+        options["mask_function"] = mask_function
         if self._kinds is not None:
-            whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-            heard = sdpa_mask(**{**asked, **whole})
-            assert heard is not None
-            self._masks.append(heard)  # so that no other is in its place
-            window = getattr(asked.get("config"), "sliding_window", None)
-            self._kinds[heard.data_ptr()] = kind_of(mask_function, window)
-            return heard
-        if self.layout is not None and not self.needs_mask:
-            return None
+            no_skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+            mask = sdpa_mask(**{**options, **no_skip})
+            assert mask is not None
+            self._masks.append(mask)  # so that no other gets its address
+            window = getattr(options.get("config"), "sliding_window", None)
+            self._kinds[mask.data_ptr()] = kind_of(mask_function, window)
+            return mask
         layout = self.layout
-        return _seen_in_grid(layout, **asked) if isinstance(layout, Grid) else sdpa_mask(**asked)
+        if layout is not None and not self.needs_mask:
+            return None
+        return _grid_mask(layout, **options) if isinstance(layout, Grid) else sdpa_mask(**options)
 
     def attend(
         self,
@@ -115,7 +125,7 @@ class TrainingAttention:
         softcap: float | None = None,
         **more: Any,
     ) -> tuple[Tensor, None]:
-        """Return what transformers' attention functions do, and no probabilities."""
+        """Return (B, L, H, D), as transformers' attention functions do, and no probabilities."""
         layout = self.layout
         if isinstance(layout, Grid):
             query, key, value = (into_grid(each, layout) for each in (query, key, value))
@@ -140,32 +150,32 @@ class TrainingAttention:
             self.plan.attention == "grouped",
         )
         if self._kinds is not None:
-            self._hear(call, causal)
+            self._observe(call, causal)
         out = attend(call)
         if isinstance(layout, Grid):
             return out_of_grid(out.transpose(1, 2), layout), None
         return out.contiguous(), None
 
-    def _hear(self, call: Call, causal: bool) -> None:
-        """Note what a layer sees, and whether the model's words for it are the same."""
+    def _observe(self, call: Call, causal: bool) -> None:
+        """Note what a layer sees by its mask, and whether its arguments say the same."""
         assert self._kinds is not None
         mask = call.mask
         kind = None if mask is None else self._kinds.get(mask.data_ptr())
-        told = MaskKind(causal, call.more.get("sliding_window"))
-        self._heard.append((kind, kind == told and takes_varlen(call), is_bare(call)))
+        stated = MaskKind(causal, call.more.get("sliding_window"))
+        self._calls.append((kind, kind == stated and takes_varlen(call), is_bare(call)))
 
 
-def _seen_in_grid(
+def _grid_mask(
     grid: Grid,
     *,
     mask_function: Callable[..., Tensor],
     attention_mask: Tensor | None,
     **more: Any,
 ) -> Tensor:
-    """Return what attention may see (R, 1, T, T), of R documents.
+    """Return the mask (R, 1, T, T) of R documents.
 
-    The model's function of any two tokens is asked for those of the longest document, which has
-    the first ones of the row and stands there as it would alone.
+    The model's mask function is evaluated on the longest document, whose tokens are the first ones
+    of the row, as they would be alone.
     """
     if attention_mask is not None or more.get("use_vmap"):
         raise RuntimeError("documents in one row have no mask but their own")
@@ -179,12 +189,12 @@ def _seen_in_grid(
 
 
 def kind_of(mask_function: Callable[..., Tensor], window: int | None) -> MaskKind | None:
-    """Return what a mask function of transformers lets a query see; None: neither of the two.
+    """Return what a mask function of transformers lets a query see; None: something else.
 
-    It is asked for queries near and far; it must not depend on the batch.
+    Evaluated for queries near and far; it must not depend on the batch.
 
     Args:
-        window: One that the model may have: keys well beyond it are asked for.
+        window: The model's, if any: keys well beyond it are evaluated.
     """
     reach = 2 * (window or 0) + 1024
     queries = torch.tensor([0, 1, 7, reach // 2, reach - 9, reach - 1])[:, None]
@@ -206,14 +216,14 @@ def kind_of(mask_function: Callable[..., Tensor], window: int | None) -> MaskKin
 def training_attention(
     model: Any, plan: ExecutionPlan | None = None, *, documents: bool = True
 ) -> Iterator[TrainingAttention | None]:
-    """Train with the attention of a plan, and take documents of a row apart.
+    """Train with the attention of a plan, which keeps documents of a row apart.
 
     Yields None where that is of no use, or not exact: the model has to dispatch its attention to
     torch's SDPA, or to cap its scores, which SDPA cannot, and do nothing else.
 
     Args:
-        plan: By default what suits the model's device.
-        documents: Whether rows may be laid out as documents.
+        plan: By default the one for the model's device.
+        documents: Whether rows may hold several documents.
     """
     plan = plan or plan_of(model)
     if not _applies(model) or not (documents or plan.attention == "grouped"):
@@ -238,10 +248,10 @@ def training_attention(
 
 
 def _implementations(config: Any) -> dict[str, str]:
-    """Return the attention of a model and of its parts, one of which may know less than others."""
+    """Return the attention implementations of a model ("") and of its parts, by name."""
     parts = {key: getattr(config, key, None) for key in config.sub_configs}
-    found = {key: part._attn_implementation for key, part in parts.items() if part is not None}
-    return {"": config._attn_implementation, **found}
+    of_parts = {key: part._attn_implementation for key, part in parts.items() if part is not None}
+    return {"": config._attn_implementation, **of_parts}
 
 
 def _free_name() -> str:
@@ -260,3 +270,161 @@ def _applies(model: Any) -> bool:
         return False
     can = getattr(type(model), "_can_set_attn_implementation", None)
     return bool(can and can())
+
+
+# Kernels.
+
+PLAIN = {
+    *("position_ids", "use_cache", "output_router_logits", "output_attentions"),
+    "sliding_window",  # which the mask has in it, as for SDPA
+}
+"""Arguments that do not change what attention computes; others are left to transformers."""
+
+
+class Call(NamedTuple):
+    """A layer's call of attention.
+
+    Attributes:
+        query: (B, H, L, D). key, value: (B, K, S, D). mask: As transformers made it.
+        is_causal: Of what has no mask: query i sees keys up to i.
+        stated_causal: The model's own argument, for SDPA.
+        layout: Of documents or rows that have no mask.
+        more: The model's other arguments.
+        grouped: Whether the plan has plain products for short rows.
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout: float
+    scale: float
+    is_causal: bool
+    stated_causal: bool | None
+    position_bias: Tensor | None
+    softcap: float | None
+    layout: Spans | Context | None
+    more: dict[str, Any]
+    grouped: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has no argument that only transformers knows (sinks, for one)."""
+        return not ({name for name, value in self.more.items() if value is not None} - PLAIN)
+
+
+class Kernel(NamedTuple):
+    """One row of the table: which calls it takes; what computes them, (B, L, H, D)."""
+
+    name: str
+    takes: Callable[[Call], bool]
+    run: Callable[[Call], Tensor]
+
+
+def attend(call: Call) -> Tensor:
+    """Return (B, L, H, D), by the first kernel that takes the call."""
+    for kernel in KERNELS:
+        if kernel.takes(call):
+            return kernel.run(call)
+    raise AssertionError("the last kernel takes all")
+
+
+def takes_varlen(call: Call) -> bool:
+    """Return whether documents of a row could be taken as spans."""
+    return is_bare(call) and varlen.serves(call.query, call.key, call.value)
+
+
+def is_bare(call: Call) -> bool:
+    """Return whether there is nothing but queries, keys, values and their scale."""
+    has_more = call.dropout or call.position_bias is not None or call.softcap is not None
+    return call.is_plain and not has_more
+
+
+def _takes_repeated(call: Call) -> bool:
+    """Return whether SDPA's only kernel for grouped heads is the one that makes all scores.
+
+    Cards before Ampere have no flash attention, and the other kernel wants as many keys as queries.
+    """
+    grouped = call.query.shape[1] != call.key.shape[1] and call.layout is None
+    bare = call.is_plain and call.softcap is None and call.position_bias is None
+    return grouped and bare and call.mask is None and is_before_ampere(call.query.device)
+
+
+def _repeated(call: Call) -> Tensor:
+    times = call.query.shape[1] // call.key.shape[1]
+    key, value = (t.repeat_interleave(times, 1) for t in (call.key, call.value))
+    causal = call.is_causal and call.query.shape[2] > 1
+    out = functional.scaled_dot_product_attention(
+        call.query, key, value, dropout_p=call.dropout, is_causal=causal, scale=call.scale
+    )
+    return out.transpose(1, 2)
+
+
+def _varlen(call: Call) -> Tensor:
+    assert isinstance(call.layout, Spans)
+    window = call.more.get("sliding_window")
+    return spans_attention(
+        call.query,
+        call.key,
+        call.value,
+        call.layout,
+        is_causal=call.is_causal,
+        scale=call.scale,
+        window=window if call.is_causal else None,
+    )
+
+
+def _gathered(call: Call) -> Tensor:
+    assert isinstance(call.layout, Context)
+    return context_attention(call.query, call.key, call.value, call.layout, scale=call.scale)
+
+
+def _takes_grouped(call: Call) -> bool:
+    if not call.is_plain or call.softcap is not None:
+        return call.is_plain  # SDPA caps no scores
+    trains = torch.is_grad_enabled() and call.query.requires_grad
+    return call.grouped and trains and not call.dropout and is_short(call.query, call.key)
+
+
+def _grouped(call: Call) -> Tensor:
+    return grouped_attention(
+        call.query,
+        call.key,
+        call.value,
+        call.mask,
+        call.is_causal and call.query.shape[2] > 1,
+        call.scale,
+        call.position_bias,
+        call.softcap,
+    ).transpose(1, 2)
+
+
+def _sdpa(call: Call) -> Tensor:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    more = dict(call.more, position_bias=call.position_bias, softcap=call.softcap)
+    if call.layout is not None:
+        raise RuntimeError("layouts of documents or rows are for kernels of their own")
+    out: Tensor
+    out, _ = sdpa_attention_forward(
+        call.module,
+        call.query,
+        call.key,
+        call.value,
+        call.mask,
+        call.dropout,
+        call.scale,
+        call.stated_causal,
+        **more,
+    )
+    return out
+
+
+KERNELS = (
+    Kernel("gathered", lambda call: isinstance(call.layout, Context) and is_bare(call), _gathered),
+    Kernel("varlen", lambda call: isinstance(call.layout, Spans) and takes_varlen(call), _varlen),
+    Kernel("grouped", _takes_grouped, _grouped),
+    Kernel("sdpa, heads repeated", _takes_repeated, _repeated),
+    Kernel("sdpa", lambda call: True, _sdpa),
+)

@@ -32,9 +32,8 @@ from peftkit.execution.world import World
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, split_micro_batches
-from peftkit.tasks.length import check_vocabulary
 from peftkit.tasks.loss import unwrapped
-from peftkit.tasks.rows import NO_TEMPLATE, check_dropped, named, off_prompt
+from peftkit.tasks.rows import NO_TEMPLATE, check_dropped, check_vocabulary, named, off_prompt
 
 if TYPE_CHECKING:
     from peftkit.model.side_adapter import SideAdapter

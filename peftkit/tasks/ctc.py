@@ -30,10 +30,11 @@ from peftkit.events import Listener, ignore
 from peftkit.settings import DataConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.error_rates import heard_metrics, normalizer_of
-from peftkit.tasks.hearing import LENGTHS, Hearing
 from peftkit.tasks.loss import accepted, unwrapped
-from peftkit.tasks.speech_rows import (
+from peftkit.tasks.metrics import heard_metrics, normalizer_of
+from peftkit.tasks.speech import (
+    LENGTHS,
+    Hearing,
     SpeechEncoder,
     SpeechRow,
     Utterance,

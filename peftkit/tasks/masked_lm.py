@@ -33,9 +33,9 @@ from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.length import longest
-from peftkit.tasks.loss import accepted, perplexity, target_logits, unwrapped
-from peftkit.tasks.token_task import TokenTask
+from peftkit.tasks.loss import perplexity, target_logits, unwrapped
+from peftkit.tasks.rows import longest
+from peftkit.tasks.tokens import TokenTask
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -124,7 +124,9 @@ class MaskedLM(TokenTask):
         DataError: A length that cannot be.
     """
 
-    collates_ahead = False  # what is hidden of a row is drawn anew each time
+    is_causal: ClassVar[bool] = False
+    collates_ahead: ClassVar[bool] = False  # masks are drawn anew each time
+    input_names = ("input_ids", "attention_mask")
 
     def build(self, model: nn.Module) -> None:
         super().build(model)
@@ -147,8 +149,8 @@ class MaskedLM(TokenTask):
             return []
         return [(f"split at {self.max_length:,} tokens", f"{rows.counts['split']:,}")]
 
-    def padded(self, rows: Sequence[MaskedRow]) -> dict[str, Tensor]:
-        """Return a batch with tokens hidden, padded on the right.
+    def collate(self, rows: Sequence[MaskedRow]) -> dict[str, Tensor]:
+        """Return a batch with tokens masked, padded or in one row.
 
         input_ids and attention_mask (B, T); target_index (n,), the chosen places in the flattened
         (B * T) tokens; targets (n,), what stood there.
@@ -159,12 +161,13 @@ class MaskedLM(TokenTask):
         for number, (row, (_, chosen)) in enumerate(zip(rows, hidden, strict=True)):
             index.append(chosen + number * input_ids.shape[1])
             targets.append(torch.tensor(row.input_ids)[chosen])
-        return {
+        batch = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "target_index": torch.cat(index),
             "targets": torch.cat(targets),
         }
+        return self.without_padding(batch)
 
     def spans(self, row: MaskedRow) -> list[tuple[str, str]]:
         """Return a row's text in pieces, "learnt" before those that evaluation hides."""
@@ -184,7 +187,8 @@ class MaskedLM(TokenTask):
         loss, num_right, num_tokens = 0.0, 0, 0
 
         def logits_of(batch: Mapping[str, Tensor]) -> Tensor:
-            return target_logits(model, self.inputs(model, batch), batch["target_index"])
+            with self.model_inputs(model, batch) as inputs:
+                return target_logits(model, inputs, batch["target_index"])
 
         for _, batch, logits in self.over_batches(model, rows, "Filling", on_event, logits_of):
             targets = batch["targets"]
@@ -198,9 +202,6 @@ class MaskedLM(TokenTask):
             "accuracy": num_right / num_tokens,
             "num_tokens": num_tokens,
         }
-
-    def inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        return accepted(model, {name: batch[name] for name in ("input_ids", "attention_mask")})
 
     def _hidden(self, row: MaskedRow, *, fixed: bool = False) -> tuple[Tensor, Tensor]:
         """Return a row's tokens (T,) with some hidden, and the places of these, in order."""

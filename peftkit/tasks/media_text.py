@@ -10,8 +10,7 @@ Shapes: B rows, T tokens, n learnt tokens of the batch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -21,16 +20,15 @@ from peftkit.base.purpose import Processor
 from peftkit.data.media import KINDS, Audio, Limits, Media, MediaClass, Picture
 from peftkit.data.media_processor import MediaProcessor, media_id
 from peftkit.data.media_text import MediaEncoder, MediaRow
-from peftkit.data.pack import IGNORE
+from peftkit.data.pack import IGNORE, collate, last_answer
 from peftkit.data.rows import StoredRows
 from peftkit.errors import BaseError
-from peftkit.execution.plan import ExecutionPlan
 from peftkit.settings import CHAT, DataConfig
-from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.isolation import check_causal_answer
 from peftkit.tasks.loss import unwrapped
-from peftkit.tasks.token_task import AnswerTask
+from peftkit.tasks.one_row import check_causal_answer
+from peftkit.tasks.rows import exact_length
+from peftkit.tasks.tokens import TokenTask
 
 MAX_SECONDS = 30.0
 """Of a sound, where neither the recipe nor the processor says."""
@@ -38,18 +36,21 @@ VIDEO_FRAMES = 16
 """Of a video, where the recipe does not say."""
 
 
-class MediaText(AnswerTask):
-    """The task: rows from files, batches from rows and their media, a loss from batches.
+class MediaText(TokenTask):
+    """Learn what the assistant says of media.
 
     Raises:
         BaseError: The model takes no such media, or is an encoder-decoder.
         DataError: A chat template or a length that cannot be.
     """
 
+    is_padded: ClassVar[bool] = True  # media lie in the rows
+
     def build(self, model: nn.Module) -> None:
         config = self.config = self.config.resolve(self.data)
         _check_model(model, config.media)
         super().build(model)
+        self.max_length = exact_length(model, self.tokenizer, self.data.max_length)
         self._model, self._is_checked = model, False
         settings = unwrapped(model).config
         patch = getattr(getattr(settings, "vision_config", None), "patch_size", 14)
@@ -71,12 +72,6 @@ class MediaText(AnswerTask):
         """How logits are made, and that rows with media share neither rows nor beginnings."""
         rows = f"padded, each with its {self.config.media.kind}s (no packing or sharing)"
         return {**super().paths, "rows": rows}
-
-    @contextmanager
-    def training(self, model: nn.Module, plan: ExecutionPlan | None = None) -> Iterator[None]:
-        """Train with the fastest attention; rows stay padded, for their media lie in them."""
-        with Task.training(self, model, plan):
-            yield
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
         shown = {f"rows without {self.config.media.kind}s": "without"}
@@ -110,9 +105,9 @@ class MediaText(AnswerTask):
         """Return the tokens of rows, padding included, and those of the towers."""
         return super().num_positions(rows) + sum(row.num_patches for row in rows)
 
-    def padded(self, rows: Sequence[MediaRow]) -> dict[str, Tensor]:
+    def collate(self, rows: Sequence[MediaRow]) -> dict[str, Tensor]:
         """Return a batch, padded on the right, with all that the processor makes of media."""
-        batch = super().padded(rows)
+        batch = collate(rows, self._pad_id, self.max_length)
         kept = ("input_ids", "attention_mask", "target_index", "targets")
         made = self.encoder.inputs(rows, batch["input_ids"].shape[1])
         return {name: batch[name] for name in kept} | made
@@ -129,16 +124,16 @@ class MediaText(AnswerTask):
 
     def spans(self, row: MediaRow) -> list[tuple[str, str]]:
         """Return a row's text in segments, "learnt" or "" before each, media as their sizes."""
-        return row.segments(self.encoder.media_processor.media_ids, self._text)
+        return row.segments(self.encoder.media_processor.media_ids, self.text)
 
     def prompt_row(self, text: str, where: str) -> MediaRow:
         """Return a prompt as a row; its answer is not known."""
-        return self.encoder.prompt_row(text, self.style, where)
+        return self.encoder.prompt_row(text, self.prompt_style, where)
 
     def answer_length(self, row: MediaRow) -> int:
         """Return how many tokens a row's last learnt answer has."""
         stop = max(n for n, label in enumerate(row.labels) if label != IGNORE) + 1
-        return stop - len(self.last_answer(row)[0])
+        return stop - len(last_answer(self.tokenizer, row)[0])
 
     def _check_causal(self, row: MediaRow) -> None:
         """Ask the model, once, whether it learns to say what it is shown."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import nn
 
 from peftkit.data.rows import StoredRows
-from peftkit.errors import DataError, first_few
+from peftkit.errors import BaseError, DataError, first_few
 from peftkit.settings import DataConfig
+from peftkit.tasks.loss import unwrapped
 
 MAX_NAMED = 5
 NO_TEMPLATE = (
@@ -55,3 +60,84 @@ def off_prompt(where: str, number: int) -> str:
         "generation prompt (it may open a <think> that the rows lack). Generation will start "
         "otherwise than training did; data.chat_template can change that."
     )
+
+
+# Length.
+
+
+NO_LIMIT = 1_000_000  # tokenizers without a limit say 1e30
+
+
+def exact_length(model: nn.Module, tokenizer: Any, asked: int | None) -> int:
+    """Return the longest row in tokens: what is asked for, or all that the model can read.
+
+    Raises:
+        DataError: The model cannot read so much; or nobody says how much it can.
+    """
+    limit = _positions(model)
+    if asked is None:
+        limits = [limit, tokenizer.model_max_length]
+        known = [int(n) for n in limits if n is not None and 0 < n < NO_LIMIT]
+        if not known:
+            raise DataError(
+                "Cannot tell how long a row may be (data.max_length: null).",
+                found="Neither the model nor its tokenizer says how many tokens it can read.",
+                fix="Set data.max_length, for example to 1024.",
+            )
+        return min(known)
+    if limit is not None and asked > limit:
+        raise DataError(
+            f"Cannot use data.max_length: {asked}.",
+            found=f"The model reads at most {limit} tokens (its config's max_position_embeddings).",
+            fix=f"Set data.max_length to {limit} or less, or to null.",
+        )
+    return asked
+
+
+def longest(model: nn.Module, tokenizer: Any, asked: int | None) -> int:
+    """Return the longest row in tokens: never more than the model can read, whatever is asked.
+
+    For tasks whose rows are read whole or cut: encoders read 512 tokens, less than the default.
+    """
+    limit = _positions(model)
+    for module in model.modules():  # RoBERTa begins to count after the padding's id
+        if isinstance(module, nn.Embedding) and module.num_embeddings == limit:
+            limit -= 0 if module.padding_idx is None else module.padding_idx + 1
+            break
+    limits = (limit, asked, tokenizer.model_max_length)
+    known = [int(n) for n in limits if n is not None and 0 < n < NO_LIMIT]
+    return min(known) if known else exact_length(model, tokenizer, asked)
+
+
+def _positions(model: nn.Module) -> int | None:
+    config = unwrapped(model).config.get_text_config()
+    names = ("max_position_embeddings", "max_seq_len")  # the latter is MPT's
+    limit = next((getattr(config, name) for name in names if hasattr(config, name)), None)
+    return None if limit is None else int(limit) - num_virtual(model)
+
+
+def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
+    """Refuse another model's tokenizer: one that has more words than the model has embeddings.
+
+    Tokens that were added to it may be more: some models replace those of images before the
+    embedding.
+
+    Raises:
+        BaseError: It is.
+    """
+    words, embedding = getattr(tokenizer, "vocab_size", None), None
+    if words:
+        with suppress(NotImplementedError):  # of models that read no tokens, such as wav2vec2
+            embedding = unwrapped(model).get_input_embeddings()
+    known = getattr(getattr(embedding, "weight", None), "shape", (words,))[0]
+    if words is not None and known is not None and words > known:
+        raise BaseError(
+            f"{type(unwrapped(model)).__name__} does not know all tokens of its tokenizer.",
+            found=f"The tokenizer has {words:,} tokens, the model {known:,} embeddings.",
+            fix="Give the base its own tokenizer.",
+        )
+
+
+def num_virtual(model: nn.Module) -> int:
+    """Return how many positions an adapter's virtual tokens take, before every row."""
+    return sum(int(getattr(module, "num_virtual", 0)) for module in model.modules())

@@ -29,10 +29,10 @@ from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.base import Task
 from peftkit.tasks.batches import BATCH_SIZE
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.length import longest
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.metrics import rouge_l
-from peftkit.tasks.token_task import TokenTask
+from peftkit.tasks.rows import longest
+from peftkit.tasks.tokens import TokenTask
 
 UNLIMITED = 999_999
 """Tokens of a source where nobody limits it: T5 counts distances, not positions."""
@@ -130,6 +130,7 @@ class EncoderDecoder(TokenTask):
         max_target: Longest text in tokens.
     """
 
+    is_padded: ClassVar[bool] = True
     max_target: int
 
     @abstractmethod
@@ -159,10 +160,6 @@ class EncoderDecoder(TokenTask):
         """
         raise DataError("it is a text.", found=f"{type(self).__name__} takes in something else.")
 
-    def answer_metrics(self, pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
-        """Return how good answers are, each with its reference, beside what all are measured by."""
-        return {}
-
 
 class Seq2Seq(EncoderDecoder):
     """Rows from pairs of texts, batches for encoder and decoder, a loss over the targets.
@@ -173,6 +170,8 @@ class Seq2Seq(EncoderDecoder):
     """
 
     row_encoder: PairEncoder
+    input_names = ("input_ids", "attention_mask", "decoder_input_ids")
+    """The decoder needs no mask: no token attends to the padding on its right."""
 
     def build(self, model: nn.Module) -> None:
         self._start = decoder_start(unwrapped(model), "seq2seq")
@@ -190,7 +189,7 @@ class Seq2Seq(EncoderDecoder):
             (f"targets cut at {self.max_target:,} tokens", f"{rows.counts['cut targets']:,}"),
         ]
 
-    def padded(self, rows: Sequence[PairRow]) -> dict[str, Tensor]:
+    def collate(self, rows: Sequence[PairRow]) -> dict[str, Tensor]:
         """Return a batch, padded on the right.
 
         input_ids and attention_mask (B, S); decoder_input_ids (B, T); target_index (n,), where in
@@ -206,14 +205,6 @@ class Seq2Seq(EncoderDecoder):
             "target_index": learnt.flatten().nonzero().flatten(),
             "targets": torch.tensor([token for row in rows for token in row.labels]),
         }
-
-    def inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the tokens of both halves, and which of the source are padding.
-
-        The decoder needs no mask: no token attends to the padding on its right.
-        """
-        names = ("input_ids", "attention_mask", "decoder_input_ids")
-        return {name: batch[name] for name in names}
 
     def spans(self, row: PairRow) -> list[tuple[str, str]]:
         source, target = self.tokenizer.decode(row.input_ids), self.tokenizer.decode(row.labels)

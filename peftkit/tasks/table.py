@@ -10,22 +10,22 @@ from peftkit.config.lazy import LazyTable
 from peftkit.tasks.config import TaskConfig
 
 _ADDRESSES = {
-    "causal_lm": "causal_lm:CausalLMConfig",
+    "causal_lm": "tokens:CausalLMConfig",
     "sequence_classification": "sequence_classification:SequenceClassificationConfig",
     "token_classification": "token_classification:TokenClassificationConfig",
     "seq2seq": "seq2seq:Seq2SeqConfig",
     "masked_lm": "masked_lm:MaskedLMConfig",
-    "image_classification": "image_classification:ImageClassificationConfig",
+    "image_classification": "media_classification:ImageClassificationConfig",
     "image_text": "media_text:ImageTextConfig",
-    "preference": "preference.config:PreferenceConfig",
-    "distill": "distill.task:DistillConfig",
+    "preference": "preference:PreferenceConfig",
+    "distill": "distill:DistillConfig",
     "reward": "reward:RewardConfig",
     "embedding": "embedding:EmbeddingConfig",
-    "grpo": "on_policy.task:GRPOConfig",
+    "grpo": "grpo:GRPOConfig",
     "reranker": "reranker:RerankerConfig",
     "transcription": "transcription:TranscriptionConfig",
     "ctc": "ctc:CTCConfig",
-    "audio_classification": "audio_classification:AudioClassificationConfig",
+    "audio_classification": "media_classification:AudioClassificationConfig",
     "audio_text": "media_text:AudioTextConfig",
 }
 """Module in this package, and class."""

@@ -28,8 +28,8 @@ from peftkit.tasks.base import Task
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.labels import FIX
-from peftkit.tasks.length import longest
 from peftkit.tasks.loss import accepted, unwrapped
+from peftkit.tasks.rows import longest
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ Shapes: B rows, T tokens of the longest labels, n of all labels together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -22,18 +21,17 @@ from peftkit.data.media import Audio
 from peftkit.data.pack import padded_rows
 from peftkit.data.rows import StoredRows
 from peftkit.events import Listener, Progress, ignore
-from peftkit.execution.plan import ExecutionPlan
 from peftkit.files.disk import read_json, write_json
 from peftkit.settings import DataConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.batches import BATCH_SIZE
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.error_rates import error_rates, heard_metrics, normalizer_of
-from peftkit.tasks.hearing import Hearing
 from peftkit.tasks.loss import unwrapped
+from peftkit.tasks.metrics import error_rates, heard_metrics, normalizer_of
 from peftkit.tasks.seq2seq import EncoderDecoder, decoder_start, own_settings_aside
-from peftkit.tasks.speech_rows import (
+from peftkit.tasks.speech import (
     DecoderLabels,
+    Hearing,
     SpeechEncoder,
     SpeechRow,
     metadata_or_self,
@@ -68,6 +66,7 @@ class Transcription(EncoderDecoder):
         whole = unwrapped(model)
         self._start = decoder_start(whole, "transcription")
         self.hearing = Hearing(whole, processor, config.max_seconds)
+        self.example = self.hearing.example()
         super().__init__(model, processor, config, data, **more)
         several = bool(getattr(whole.generation_config, "is_multilingual", False))
         says = config.says if several or config.language else None
@@ -92,22 +91,13 @@ class Transcription(EncoderDecoder):
         """How logits are made, and that rows with sounds are padded."""
         return {**super().paths, "rows": "padded, each with its sound"}
 
-    @contextmanager
-    def training(self, model: nn.Module, plan: ExecutionPlan | None = None) -> Iterator[None]:
-        """Train with the fastest attention; rows stay padded, as their sounds are."""
-        with Task.training(self, model, plan):
-            yield
-
     def encode(self, where: str) -> StoredRows:
         return super().encode(metadata_or_self(where))
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
         return [("minutes of sound", f"{rows.counts['milliseconds'] / 60_000:,.1f}")]
 
-    def model_example(self, model: Any) -> dict[str, Tensor]:
-        return self.hearing.example()
-
-    def padded(self, rows: Sequence[SpeechRow]) -> dict[str, Tensor]:
+    def collate(self, rows: Sequence[SpeechRow]) -> dict[str, Tensor]:
         """Return what is heard, decoder_input_ids (B, T), target_index and targets (n,)."""
         shifted = [(self._start, *row.labels[:-1]) for row in rows]
         decoder_input_ids, learnt = padded_rows(shifted, self._pad_id)
@@ -127,9 +117,9 @@ class Transcription(EncoderDecoder):
         """Return how long a row's sound lasts, what the decoder is given first, and the labels."""
         return [
             ("sound", self.hearing.told(row.num_samples)),
-            ("start", self._text([self._start])),
-            *(("learnt", self._text([token])) for token in row.labels[: row.num_prefix]),
-            ("learnt", self._text(row.labels[row.num_prefix :])),
+            ("start", self.text([self._start])),
+            *(("learnt", self.text([token])) for token in row.labels[: row.num_prefix]),
+            ("learnt", self.text(row.labels[row.num_prefix :])),
         ]
 
     def metrics(
@@ -185,8 +175,11 @@ class Transcription(EncoderDecoder):
     def reference(self, row: SpeechRow) -> str:
         return row.text
 
-    def answer_metrics(self, pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
-        return error_rates([right for _, right in pairs], [heard for heard, _ in pairs])
+    def answer_metrics(
+        self, pairs: Sequence[tuple[str, str]], rows: Sequence[Any]
+    ) -> dict[str, float]:
+        rates = error_rates([right for _, right in pairs], [heard for heard, _ in pairs])
+        return {**super().answer_metrics(pairs, rows), **rates}
 
     def transcribe(self, model: nn.Module, paths: Sequence[Path]) -> list[str]:
         """Return what the model writes for the sound of each file.

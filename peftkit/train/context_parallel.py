@@ -25,11 +25,10 @@ from peftkit.kernels.context import Context
 from peftkit.model.modes import evaluating
 from peftkit.tasks.attention import TrainingAttention, training_attention
 from peftkit.tasks.base import Task
-from peftkit.tasks.causal_lm import CausalLM
-from peftkit.tasks.isolation import logits_of, rms_difference
-from peftkit.tasks.length import num_virtual
 from peftkit.tasks.loss import accepted, head_of, token_loss, unwrapped
-from peftkit.tasks.token_task import TokenTask
+from peftkit.tasks.one_row import logits_of, rms_difference
+from peftkit.tasks.rows import num_virtual
+from peftkit.tasks.tokens import CausalLM, TokenTask
 from peftkit.train.lockstep import Lockstep
 
 BY_LENGTH = ("dynamic", "longrope")
@@ -105,7 +104,7 @@ class ContextParallelTask(Task):
         return len(rows) * 2 * -(-longest // (2 * self._context.size))
 
     def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
-        return own_part(self._task.padded(rows), self._context)
+        return own_part(self._task.collate(rows), self._context)
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         return batch["targets"].numel()
@@ -196,7 +195,7 @@ def _difference(model: nn.Module, attention: TrainingAttention, context: Context
     inputs = {name: tensor.to(bare.device) for name, tensor in own.items()}
     real = context.places(length + -length % (2 * context.size)) < length
     with evaluating(model):
-        with attention.listening():
+        with attention.observing():
             whole = logits_of(model, ids.to(bare.device), {})[0, own["position_ids"][0][real]]
         if not context.all_agree(attention.takes_context, bare.device):
             return "A layer sees not just all tokens before: a window, a bias, capped scores."

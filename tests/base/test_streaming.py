@@ -18,7 +18,7 @@ from peftkit.errors import BaseError, ConfigError
 from peftkit.events import Event, Saved
 from peftkit.quant import layers
 from peftkit.settings import DataConfig, TrainConfig
-from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.tokens import CausalLM
 from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES, FAMILIES, tiny_tokenizer
 

@@ -18,7 +18,7 @@ from peftkit.data.format import (
 )
 from peftkit.data.load import Record
 from peftkit.errors import ConfigError, DataError
-from peftkit.tasks.causal_lm import CausalLMConfig
+from peftkit.tasks.tokens import CausalLMConfig
 
 U, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}

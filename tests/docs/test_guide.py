@@ -25,9 +25,9 @@ from peftkit.data.preferences import read_pairs_of, read_verdicts
 from peftkit.data.prompts import read_prompts
 from peftkit.recipe import Recipe
 from peftkit.settings import DataConfig
-from peftkit.tasks.classified_media import iterate_media
 from peftkit.tasks.labels import text_of
-from peftkit.tasks.speech_rows import read_utterances
+from peftkit.tasks.media_classification import iterate_media
+from peftkit.tasks.speech import read_utterances
 from peftkit.tasks.table import TASKS
 from peftkit_cli.app import app
 

@@ -131,7 +131,7 @@ def test_what_cannot_be_is_an_error(opened: Opened, folder: Path, model_folder: 
     with pytest.raises(DataError, match=r"asked\.jsonl:1: positive: missing"):
         found(opened, folder, [{"anchor": "a"}])
     base = load_base(str(model_folder), dtype="fp32")
-    from peftkit.tasks.causal_lm import CausalLMConfig
+    from peftkit.tasks.tokens import CausalLMConfig
 
     other = Opened(base, opened.adapter, opened.file, CausalLMConfig())
     with pytest.raises(AdapterError, match="makes no embeddings"):

@@ -22,7 +22,7 @@ from peftkit.methods.lora_linear import LoRAGroup, LoRALinear, refresh_groups
 from peftkit.quant.layers import keep_copies
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import DataConfig, TrainConfig
-from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.tokens import CausalLM
 from peftkit.train.loop import fit
 from tests.families import ARCHITECTURES
 from tests.spread import spread

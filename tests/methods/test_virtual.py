@@ -22,7 +22,7 @@ from peftkit.methods.base import Method
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.quant.quantize import quantize_model
-from peftkit.tasks.isolation import check_packing
+from peftkit.tasks.one_row import check_packing
 from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES, PAD
 from tests.methods.cell import built as build

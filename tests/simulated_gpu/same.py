@@ -17,7 +17,7 @@ from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import DataConfig, TrainConfig
-from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.tokens import CausalLM
 from peftkit.train.loop import fit
 from tests.families import FAMILIES
 from tests.simulated_gpu.simulation import on_cpu

@@ -14,7 +14,7 @@ from peftkit.kernels import varlen
 from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.settings import DataConfig
-from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.tokens import CausalLM
 from tests.families import ARCHITECTURES
 from tests.simulated_gpu.same import make_rows
 from tests.simulated_gpu.simulation import simulated

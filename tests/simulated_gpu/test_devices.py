@@ -14,7 +14,7 @@ from torch import nn
 from peftkit.base.load import load_base
 from peftkit.execution.environment import ALLOCATOR, as_current, default_device
 from peftkit.execution.world import World
-from peftkit.tasks.attention_kernels import KERNELS, Call
+from peftkit.tasks.attention import KERNELS, Call
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card
 

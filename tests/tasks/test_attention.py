@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from peftkit.adapter import attach
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.methods.lora import LoRA
-from peftkit.tasks import attention_kernels
+from peftkit.tasks import attention
 from peftkit.tasks.attention import training_attention
 from tests.families import ARCHITECTURES, FURTHER
 
@@ -44,13 +44,13 @@ def test_loss_and_gradients_are_those_of_torchs_attention(
     mask = MASK if padded else torch.ones_like(MASK)
     want, wanted = trained(model, mask)
     calls: list[bool] = []
-    grouped = attention_kernels.grouped_attention
+    grouped = attention.grouped_attention
 
     def counting(*args: Tensor) -> Tensor:
         calls.append(True)
         return grouped(*args)
 
-    monkeypatch.setattr(attention_kernels, "grouped_attention", counting)
+    monkeypatch.setattr(attention, "grouped_attention", counting)
     with training_attention(model, GROUPED, documents=False) as used:
         loss, grads = trained(model, mask)
     assert used

@@ -18,10 +18,11 @@ from transformers import (
 )
 
 from peftkit.data.encode import Style, prompt_ids
+from peftkit.data.pack import last_answer
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Notice, Progress, Stage, Table
 from peftkit.settings import DataConfig
-from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.tokens import CausalLM
 
 Tokenizer = PreTrainedTokenizerFast
 Build = Callable[..., CausalLM]
@@ -155,7 +156,7 @@ def test_the_last_answer_and_its_prompt_are_what_generation_gives(
     maker = task()
     turns = said("the fox", "the dog")["messages"] + said("and", "the answer")["messages"]
     (row,) = maker.encode(write(tmp_path / "a.jsonl", {"messages": turns}))
-    prompt, answer = maker.last_answer(row)
+    prompt, answer = last_answer(maker.tokenizer, row)
     assert answer == "the answer"
     assert prompt == prompt_ids(tokenizer, turns[:3], maker.style)
 

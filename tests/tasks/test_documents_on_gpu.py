@@ -20,9 +20,10 @@ from transformers.masking_utils import (
 
 from peftkit.kernels import varlen
 from peftkit.settings import DataConfig
-from peftkit.tasks import attention, attention_kernels, unpadding
+from peftkit.tasks import attention
 from peftkit.tasks.attention import MaskKind, TrainingAttention, kind_of
 from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
+from peftkit.tasks.one_row import layout_in
 from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES
 from tests.tasks.test_unpadding import MODELS, PACKED, ROWS, SHARING, a_row, learnt, task_on
@@ -41,7 +42,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(varlen, "is_available", lambda device: True)
     monkeypatch.setattr(varlen, "DTYPES", (torch.float32,))
     monkeypatch.setattr(varlen, "kernel", lambda: reference_varlen_attn)
-    for n, kernel in enumerate(attention_kernels.KERNELS):
+    for n, kernel in enumerate(attention.KERNELS):
 
         def counted(
             call: Any, name: str = kernel.name, run: Callable[..., Tensor] = kernel.run
@@ -49,9 +50,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             found[name] += 1
             return run(call)
 
-        table = list(attention_kernels.KERNELS)
+        table = list(attention.KERNELS)
         table[n] = kernel._replace(run=counted)
-        monkeypatch.setattr(attention_kernels, "KERNELS", tuple(table))
+        monkeypatch.setattr(attention, "KERNELS", tuple(table))
     return found
 
 
@@ -151,7 +152,7 @@ def test_causal_documents_in_rows_of_their_own_need_no_mask(
     monkeypatch.setattr(
         TrainingAttention, "needs_mask", property(lambda self: not self.is_causal)
     )  # as on a GPU
-    attend = attention_kernels.attend
+    attend = attention.attend
 
     def heard(call: Any) -> Tensor:
         masks.append(call.mask)
@@ -209,4 +210,4 @@ def test_tokens_of_spans_are_counted_as_they_are(calls: Counter[str], tokenizer:
         assert task.num_positions(ROWS) == sum(len(row.input_ids) for row in ROWS)
         one = task.collate([a_row(16), a_row(16)])
         assert one["input_ids"].shape[0] == 1
-    assert unpadding.layout_in({}) is None
+    assert layout_in({}) is None

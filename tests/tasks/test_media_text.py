@@ -24,8 +24,8 @@ from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model, tower_paths
 from peftkit.settings import DataConfig
 from peftkit.tasks.batches import split_micro_batches
-from peftkit.tasks.isolation import check_causal_answer
 from peftkit.tasks.media_text import AudioTextConfig, ImageTextConfig, MediaText
+from peftkit.tasks.one_row import check_causal_answer
 from tests import vision
 from tests.listening import EACH, FAMILIES, HEARING, write_rows
 from tests.speech import encoded, tones

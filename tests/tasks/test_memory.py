@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.errors import RunError
 from peftkit.settings import DataConfig
-from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.tokens import CausalLM
 
 SIGN = "CUDA out of memory. Tried to allocate 2.00 GiB"
 

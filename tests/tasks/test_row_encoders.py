@@ -16,8 +16,7 @@ from peftkit.data.load import read_records
 from peftkit.data.rows import Dropped, RowEncoder, encoded
 from peftkit.tasks.embedding import EmbeddingConfig, EmbeddingEncoder
 from peftkit.tasks.masked_lm import MaskedEncoder, MaskedLMConfig
-from peftkit.tasks.preference.kto import JudgedEncoder
-from peftkit.tasks.preference.task import ComparedEncoder
+from peftkit.tasks.preference import ComparedEncoder, JudgedEncoder
 from peftkit.tasks.reward import RewardConfig, RewardEncoder
 from peftkit.tasks.seq2seq import PairEncoder, Seq2SeqConfig
 from peftkit.tasks.sequence_classification import LabelledEncoder, SequenceClassificationConfig

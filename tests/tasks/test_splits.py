@@ -17,7 +17,7 @@ from peftkit.events import Event, Notice
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from peftkit.settings import DataConfig, Source
-from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.tokens import CausalLM
 
 
 def write(path: Path, rows: list[str]) -> str:

@@ -31,7 +31,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from peftkit.settings import BaseConfig, DataConfig, TrainConfig
-from peftkit.tasks.error_rates import error_rates
+from peftkit.tasks.metrics import error_rates
 from peftkit.tasks.transcription import Transcription, TranscriptionConfig
 from peftkit_cli.app import app
 from tests.families import ARCHITECTURES

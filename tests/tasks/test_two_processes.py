@@ -14,8 +14,8 @@ from peftkit.config.schema import from_dict
 from peftkit.events import Event, StepDone
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
-from peftkit.tasks.distill.answers import FILE as ANSWERS
-from peftkit.tasks.preference.reference import FILE as LOG_PROBS
+from peftkit.tasks.distill_teacher import FILE as ANSWERS
+from peftkit.tasks.preference_rows import FILE as LOG_PROBS
 from tests.tasks.distill.cases import write_prompt
 from tests.tasks.preference.cases import write_verdicts
 from tests.train.children import exit_code, start_ranks

@@ -22,11 +22,10 @@ from peftkit.methods.prompt import PromptTuning
 from peftkit.settings import DataConfig
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.batches import split_micro_batches
-from peftkit.tasks.causal_lm import CausalLM
 from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
+from peftkit.tasks.one_row import can_unpad, num_positions
 from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig
-from peftkit.tasks.token_task import TokenTask
-from peftkit.tasks.unpadding import can_unpad, num_positions
+from peftkit.tasks.tokens import CausalLM, TokenTask
 from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES, FURTHER, VOCAB
 

@@ -17,9 +17,9 @@ from peftkit.events import RunStarted
 from peftkit.execution.plan import Activations
 from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig, TrainConfig
-from peftkit.tasks import token_task
+from peftkit.tasks import tokens
 from peftkit.tasks.attention import training_attention
-from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.tokens import CausalLM
 from peftkit.train import blocks as blocks_module
 from peftkit.train import memory
 from peftkit.train.blocks import Blocks
@@ -119,7 +119,7 @@ def test_documents_in_one_row_are_one_graph_whatever_their_lengths(
     blocks = Blocks(model)
     blocks.compile()
     # a run asks before it compiles
-    backend.setattr(token_task, "can_unpad", lambda model, attention, share: True)
+    backend.setattr(tokens, "can_unpad", lambda model, attention, share: True)
     assert_close(learnt(), wanted)
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1

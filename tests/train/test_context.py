@@ -21,7 +21,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.settings import DataConfig
-from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.tokens import CausalLM
 from peftkit.train.context_parallel import own_part, unsuited
 from tests.families import ARCHITECTURES, FURTHER, tiny_tokenizer
 from tests.tasks.test_unpadding import a_row

@@ -18,7 +18,7 @@ from peftkit import run as run_module
 from peftkit.config import schema
 from peftkit.config.schema import from_dict
 from peftkit.recipe import Recipe
-from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.tokens import CausalLM
 from peftkit_cli.app import run
 from tests.train.children import exit_code, start_ranks
 from tests.train.sharded import Settings, settings_of

@@ -15,7 +15,7 @@ from peftkit.events import Event, StepDone
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import DataConfig, TrainConfig
-from peftkit.tasks.causal_lm import CausalLM
+from peftkit.tasks.tokens import CausalLM
 from peftkit.train.loop import fit
 from tests.families import FAMILIES, tiny_tokenizer
 from tests.train.toy import Crash, crash_after

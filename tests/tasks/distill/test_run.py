@@ -12,7 +12,7 @@ from peftkit.errors import ConfigError, DataError
 from peftkit.events import EvalDone, RolledOut, RunStarted, StepDone, Table
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.run import run
-from peftkit.tasks.distill.answers import FILE
+from peftkit.tasks.distill_teacher import FILE
 from tests.tasks.distill.cases import write_prompt, write_rows
 from tests.tasks.finished import WEIGHTS, Finished, finished, recipe
 
@@ -104,7 +104,7 @@ def test_what_is_recomputed_or_asked_in_each_step_is_learnt_alike(
 
     wanted = learnt("kept")
     assert learnt("recomputed", gradient_checkpointing=True) == pytest.approx(wanted, rel=1e-4)
-    monkeypatch.setattr("peftkit.tasks.distill.task.SHARE", 0.0)
+    monkeypatch.setattr("peftkit.tasks.distill.SHARE", 0.0)
     assert learnt("in each step") == pytest.approx(wanted, rel=1e-4)
 
 

@@ -29,8 +29,8 @@ from peftkit.kernels.divergence import Divergence, reference_divergence
 from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
-from peftkit.tasks.distill.rows import Distilled
-from peftkit.tasks.distill.teacher import other_model
+from peftkit.tasks.distill_rows import Distilled
+from peftkit.tasks.distill_teacher import other_model
 from peftkit.tasks.loss import head_of
 from tests.tasks.distill.cases import settings, task_on, write_rows
 from tests.tasks.preference.cases import moved_adapter

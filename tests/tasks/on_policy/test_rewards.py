@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from peftkit.errors import ConfigError
-from peftkit.tasks.on_policy.rewards import Rewards, RewardTerm
-from peftkit.tasks.on_policy.schema import matches
+from peftkit.tasks.reward_functions import Rewards, RewardTerm, matches
 
 RIGHT = '{"item": "tea", "size": "L"}'
 

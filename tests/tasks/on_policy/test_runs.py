@@ -20,7 +20,7 @@ from peftkit.formats.continued import read_side_adapter
 from peftkit.planning.plan import plan_run
 from peftkit.run import run as run_recipe
 from peftkit.settings import DataConfig
-from peftkit.tasks.on_policy.rewards import Rewards, RewardTerm
+from peftkit.tasks.reward_functions import Rewards, RewardTerm
 from peftkit_cli.app import run
 from tests.tasks.classifiers import write_rows as write
 from tests.tasks.finished import WEIGHTS, Finished, finished, recipe
@@ -161,7 +161,7 @@ def test_a_reward_that_cannot_be_used_is_an_error(function: str, told: str, tmp_
 def test_steps_that_teach_nothing_end_the_run(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peftkit.tasks.rollouts.MAX_EMPTY", 3)
+    monkeypatch.setattr("peftkit.tasks.documents.MAX_EMPTY", 3)
     events: list[Event] = []
     with pytest.raises(RunError, match=r"3 steps in a row taught nothing(.|\n)* 1"):
         run_recipe(recipe(asked("always"), train={"max_steps": 9}), on_event=events.append)

@@ -13,9 +13,8 @@ from peftkit.adapter import Adapter, attach
 from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig
-from peftkit.tasks.preference.config import PreferenceConfig
-from peftkit.tasks.preference.rows import Compared
-from peftkit.tasks.preference.task import Preference
+from peftkit.tasks.preference import Preference, PreferenceConfig
+from peftkit.tasks.preference_rows import Compared
 from tests.tasks.classifiers import write_rows as write
 
 PAIRS = [

@@ -12,7 +12,7 @@ from torch.nn.functional import log_softmax, logsigmoid
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.data.pack import IGNORE, Row
-from peftkit.tasks.preference.rows import Compared
+from peftkit.tasks.preference_rows import Compared
 from tests.tasks.preference.cases import (
     moved_adapter,
     settings,
@@ -132,7 +132,7 @@ def test_kto_is_its_formula(
 
 
 def test_certain_answers_have_finite_odds() -> None:
-    from peftkit.tasks.preference.losses import Answers, pair_losses
+    from peftkit.tasks.preference_losses import Answers, pair_losses
 
     log_probs = torch.tensor([0.0, -1e-9, -80.0], requires_grad=True)
     zeros, ones = torch.zeros(3), torch.ones(3)

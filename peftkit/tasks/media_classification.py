@@ -7,28 +7,30 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import field_validator
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 
-from peftkit.base.purpose import ProblemType, labels_of
+from peftkit.base.purpose import ProblemType, Processor, labels_of
 from peftkit.data.format import WrongField, read_each
 from peftkit.data.load import Part, Record, iterate_records
-from peftkit.data.media import Media, MediaClass, media_of
+from peftkit.data.media import Audio, Media, MediaClass, Picture, media_of
 from peftkit.data.rows import EncodedRows, RowEncoder, StoredRows
 from peftkit.errors import DataError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.files.strict_json import shown
 from peftkit.settings import DataConfig
+from peftkit.tasks.base import Task
 from peftkit.tasks.batches import BATCH_SIZE
 from peftkit.tasks.labels import FIX, field_of, label_of, number_of, said_in, sorted_names
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.metrics import class_metrics
-from peftkit.tasks.speech_rows import metadata_or_self
+from peftkit.tasks.speech import Hearing, metadata_or_self
 from peftkit.tasks.texts import Classifier, ClassifierConfig
 
 DATA_FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow"}
@@ -248,3 +250,131 @@ def _has_class_folders(folder: Path) -> bool:
 
 def _shown(folder: Path) -> list[Path]:
     return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+
+
+# Images.
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRow:
+    """An image and the number of its label."""
+
+    media: Picture
+    label: int
+    source: str
+
+
+class ImageClassification(ClassifiedMedia):
+    """Rows from class folders or data sets, pixels from rows, a loss over the labels.
+
+    Args:
+        processor: The base's image processor.
+    """
+
+    def build(self, model: nn.Module) -> None:
+        super().build(model)
+        channels = getattr(unwrapped(model).config, "num_channels", 3)
+        mode = self._mode = "L" if channels == 1 else "RGB"
+
+        def made(media: Picture, label: int) -> ImageRow:
+            media.decode(mode)
+            return ImageRow(media, label, media.source)
+
+        self.row_encoder = ClassifiedEncoder(ImageRow, self.config, self.labels, made, mode)
+
+    def inputs(self, media: Sequence[Picture]) -> dict[str, Tensor]:
+        """Return pixel_values (B, C, H, W)."""
+        images = [picture.decode(self._mode) for picture in media]
+        pixels: Tensor = self.processor(images, return_tensors="pt")["pixel_values"]
+        return {"pixel_values": pixels}
+
+    def cast(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(unwrapped(model).dtype) for name, tensor in inputs.items()}
+
+    def spans(self, row: ImageRow) -> list[tuple[str, str]]:
+        """Return an image's size as it is stored, and its label."""
+        width, height = row.media.decode(self._mode).size
+        return [("image", f"{width} x {height} pixels"), ("learnt", self.labels[row.label])]
+
+
+class ImageClassificationConfig(ClassifiedMediaConfig):
+    """Image classification: one label for each image."""
+
+    media: ClassVar[MediaClass] = Picture
+    field_setting: ClassVar[str] = "image"
+    auto_class: ClassVar[str] = "AutoModelForImageClassification"
+    task: ClassVar[Callable[..., Task]] = ImageClassification
+    processor: ClassVar[Processor] = "image_processor"
+
+    type: Literal["image_classification"] = "image_classification"
+    image: str = "image"
+    """Field with the image, where data comes in rows: a path, or bytes."""
+
+
+# Audio.
+
+
+@dataclass(frozen=True, slots=True)
+class SoundRow:
+    """A sound and the number of its label.
+
+    Args:
+        num_samples: As it is heard. num_encoder_tokens: Positions that the encoder takes of it.
+    """
+
+    media: Audio
+    num_samples: int
+    num_encoder_tokens: int
+    label: int
+    source: str
+
+
+class AudioClassification(ClassifiedMedia):
+    """Rows from class folders or data sets, what is heard from rows, a loss over the labels.
+
+    Args:
+        processor: The base's feature extractor.
+
+    Raises:
+        BaseError: It is none.
+    """
+
+    def build(self, model: nn.Module) -> None:
+        super().build(model)
+        hearing = self.hearing = Hearing(model, self.processor, self.config.max_seconds)
+
+        def made(media: Audio, label: int) -> SoundRow:
+            (heard,) = hearing.decoded([media])
+            number = len(heard)
+            if (positions := hearing.positions(number)) < hearing.fewest:
+                raise media.error(f"It is short: {hearing.told(number)}.", "Remove it.")
+            return SoundRow(media, number, positions, label, media.source)
+
+        self.row_encoder = ClassifiedEncoder(SoundRow, self.config, self.labels, made, hearing.key)
+
+    def inputs(self, media: Sequence[Audio]) -> dict[str, Tensor]:
+        """Return what the model hears."""
+        return self.hearing.features(self.hearing.decoded(media))
+
+    def cast(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self.hearing.given(inputs)
+
+    def spans(self, row: SoundRow) -> list[tuple[str, str]]:
+        """Return how long a sound lasts, and its label."""
+        return [("sound", self.hearing.told(row.num_samples)), ("learnt", self.labels[row.label])]
+
+
+class AudioClassificationConfig(ClassifiedMediaConfig):
+    """Audio classification: one label for each sound."""
+
+    media: ClassVar[MediaClass] = Audio
+    field_setting: ClassVar[str] = "audio"
+    auto_class: ClassVar[str] = "AutoModelForAudioClassification"
+    task: ClassVar[Callable[..., Task]] = AudioClassification
+    processor: ClassVar[Processor] = "feature_extractor"
+
+    type: Literal["audio_classification"] = "audio_classification"
+    audio: str = "audio"
+    """Field with the sound, where data comes in rows: a path, or bytes; file_name is read too."""
+    max_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Longest sound; null: what the base hears at once, or 30."""

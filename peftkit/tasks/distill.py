@@ -39,14 +39,18 @@ from peftkit.model.places import unwrap_adapter
 from peftkit.model.side_adapter import SideAdapter
 from peftkit.settings import CHAT
 from peftkit.tasks.base import Run
-from peftkit.tasks.distill.answers import Answers, teacher_answers
-from peftkit.tasks.distill.prompt import TeacherPrompt, read_prompt
-from peftkit.tasks.distill.rows import Distilled, DistillEncoder
-from peftkit.tasks.distill.teacher import OtherModel, TeacherConfig, other_model
-from peftkit.tasks.length import exact_length
+from peftkit.tasks.distill_rows import Distilled, DistillEncoder, TeacherPrompt, read_prompt
+from peftkit.tasks.distill_teacher import (
+    Answers,
+    OtherModel,
+    TeacherConfig,
+    other_model,
+    teacher_answers,
+)
+from peftkit.tasks.documents import Rollout, RolloutTask
 from peftkit.tasks.loss import find_head, target_logits, target_rows, unwrapped
-from peftkit.tasks.rollouts import Rollout, RolloutTask
-from peftkit.tasks.token_task import AnswerConfig
+from peftkit.tasks.rows import exact_length
+from peftkit.tasks.tokens import AnswerConfig, share_equal
 
 TEACHER = "teacher_"
 """How the names of a batch begin that are of the teacher's documents."""
@@ -68,7 +72,6 @@ class Distill(RolloutTask):
 
     metric_names = ("same_token",)
     """The share of answer tokens at which both choose the same one."""
-    exact_name: ClassVar[str] = "agreement"
     row_encoder: DistillEncoder
 
     def build(self, model: nn.Module) -> None:
@@ -168,7 +171,8 @@ class Distill(RolloutTask):
 
         who = self.config.teacher.model or (self._adapter.key if self._adapter else "")
         key = f"{self.reference.key} {who} {longest} {stops}"
-        self._answers = teacher_answers(rows, key, answer, self.answer_text, longest, run)
+        text = partial(self.text, special=False)
+        self._answers = teacher_answers(rows, key, answer, text, longest, run)
 
     def answered(self, row: Distilled) -> Distilled:
         """Return a row with its answer: the teacher's; to plan memory, the longest one."""
@@ -192,8 +196,8 @@ class Distill(RolloutTask):
         rows, answers = [], []
         for row, (one,) in zip(prompts, found, strict=True):
             rows.append(row.answered(one.ids[: self.max_length - row.lengths[0]]))
-            asked = self.answer_text(row.documents[0].input_ids)
-            said = self.answer_text(one.ids)
+            asked = self.text(row.documents[0].input_ids, special=False)
+            said = self.text(one.ids, special=False)
             answers.append(ScoredAnswer(asked, said, NAN, {}, NAN, one.is_cut, row.source))
         number = max(len(rows), 1)
         told = {
@@ -286,12 +290,19 @@ class Distill(RolloutTask):
         saved = sum(len(row.teacher_ids) - row.lengths[0] for row in rows) / len(rows)
         return {**self.mean_loss(model, rows, on_event)[0], "tokens_saved": saved}
 
-    def watched(self, row: Distilled) -> list[Row]:
-        return super().watched(self.answered(row).documents[0])
+    def prompted(self, row: Distilled) -> list[Row]:
+        return super().prompted(self.answered(row).documents[0])
 
-    def other_reference(self, row: Distilled) -> str | None:
-        """Return the file's own answer."""
-        return row.reference
+    def answer_metrics(
+        self, pairs: Sequence[tuple[str, str]], rows: Sequence[Distilled]
+    ) -> dict[str, float]:
+        """Return how often answers equal the teacher's, and the file's where it has some."""
+        ours = zip(pairs, rows, strict=True)
+        with_own = [
+            (answer, row.reference) for (answer, _), row in ours if row.reference is not None
+        ]
+        exact = {"exact_match": share_equal(with_own)} if with_own else {}
+        return {**exact, "agreement": share_equal(pairs)}
 
     def spans(self, row: Any) -> list[tuple[str, str]]:
         own, theirs = row.documents
@@ -299,11 +310,9 @@ class Distill(RolloutTask):
         return [*super().spans(own), ("the teacher reads", "".join(prompt))]
 
     def _before_head(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        ask = target_logits if self._head is None else target_rows
-        found = ask(model, self.model_inputs(model, batch), batch["target_index"])
-        if not found.requires_grad:
-            self.forget_layout()  # no backward pass will ask again
-        return found
+        compute = target_logits if self._head is None else target_rows
+        with self.model_inputs(model, batch) as inputs:
+            return compute(model, inputs, batch["target_index"])
 
 
 def _key(row: Distilled) -> int:

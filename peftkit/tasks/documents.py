@@ -1,7 +1,9 @@
-"""Steps that learn from the model's own answers to the prompts of the step.
+"""Tasks that compare whole documents, and those of them whose answers the model makes itself.
 
 Which prompts, seeds and answers a step has is a function of the run's seed, the step and the
 weights: nothing of them is saved, and a resumed run makes them again.
+
+Shapes: n answer tokens of a batch.
 """
 
 from __future__ import annotations
@@ -10,23 +12,90 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from peftkit.data.pack import collate, rounded_up
 from peftkit.errors import ConfigError, RunError
-from peftkit.events import RolledOut, ScoredAnswer
+from peftkit.events import Listener, RolledOut, ScoredAnswer, ignore
 from peftkit.execution import rng
 from peftkit.inference.engine import MAX_ROWS
 from peftkit.inference.generate import ModelSampler
-from peftkit.model.modes import evaluating
-from peftkit.tasks.base import Run
+from peftkit.model.modes import adapters_off, evaluating
+from peftkit.tasks.base import Reference, Run
 from peftkit.tasks.batches import OnDevice
-from peftkit.tasks.token_task import DocumentTask
+from peftkit.tasks.loss import token_log_probs
+from peftkit.tasks.one_row import check_causal, num_positions
+from peftkit.tasks.rows import exact_length
+from peftkit.tasks.tokens import TokenTask
 
 MAX_EMPTY = 20
-"""Steps in a row that teach nothing before the run ends."""
+"""Steps in a row without anything to learn before the run ends."""
+
+
+class DocumentTask(TokenTask):
+    """A task whose rows are documents to compare: the likelihood of each answer decides the loss.
+
+    Attributes:
+        reference: The model before training; by default the base without an adapter.
+
+    Raises:
+        BaseError: The model is not causal.
+        DataError: A chat template or a length that cannot be.
+    """
+
+    predicts_tokens: ClassVar[bool] = False
+
+    def build(self, model: nn.Module) -> None:
+        check_causal(model)
+        super().build(model)
+        self.max_length = exact_length(model, self.tokenizer, self.data.max_length)
+        self.reference = Reference(partial(adapters_off, model))
+
+    def compare_with(self, reference: Reference) -> None:
+        self.reference = reference
+
+    def positions(self, lengths: Sequence[int], shared: int = 0) -> int:
+        """Return how many positions documents take that go through the model at once.
+
+        Args:
+            shared: Tokens that several begin with, beyond the first time.
+        """
+        padded = len(lengths) * rounded_up(max(lengths))
+        if self._attention is None:
+            return padded
+        if self._attention.takes_spans:
+            return sum(lengths) - shared
+        return min(padded, num_positions(lengths) - shared)
+
+    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """Return documents as a batch, in one row if that is faster.
+
+        document (n,): the index of the document that a target token is in.
+        """
+        return self.without_padding(self.padded(rows))
+
+    def padded(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """Return documents as a batch, padded on the right."""
+        batch = collate(rows, self._pad_id, self.max_length)
+        return {**batch, "document": batch["target_index"] // batch["input_ids"].shape[1]}
+
+    def token_log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the log-probability of each answer token (n,), in fp32."""
+        targets = batch["target_index"], batch["targets"]
+        with self.model_inputs(model, batch) as inputs:
+            return token_log_probs(model, self._head, inputs, *targets)
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor: ...
+
+    def metrics(
+        self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        return self.mean_loss(model, rows, on_event)[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,9 @@ Shapes: n answer tokens of a batch, D answers, G answers of each prompt.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -17,9 +19,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from peftkit.data.encode import Encoder, Style, stop_ids
+from peftkit.data.encode import Encoder, Style, prompt_ids, stop_ids
 from peftkit.data.format import Completion, Conversation, Example
-from peftkit.data.pack import padded_rows
+from peftkit.data.load import Record
+from peftkit.data.pack import IGNORE, Row, padded_rows
+from peftkit.data.prompts import PromptExample, read_prompts
+from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import AdapterError
 from peftkit.events import Listener, ScoredAnswer, ignore
 from peftkit.execution.rng import seed_of
@@ -27,8 +32,8 @@ from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.model.side_adapter import SideAdapter
 from peftkit.settings import CHAT
 from peftkit.tasks.base import Run
-from peftkit.tasks.loss import accepted, target_rows, unwrapped
-from peftkit.tasks.on_policy.losses import (
+from peftkit.tasks.documents import Rollout, RolloutTask
+from peftkit.tasks.grpo_losses import (
     CLIP,
     OF_TOKENS,
     LossName,
@@ -36,10 +41,9 @@ from peftkit.tasks.on_policy.losses import (
     kl_to_reference,
     policy_losses,
 )
-from peftkit.tasks.on_policy.rewards import Rewards, RewardTerm, source_hashes
-from peftkit.tasks.on_policy.rows import Group, Prompt, PromptEncoder
-from peftkit.tasks.rollouts import Rollout, RolloutTask
-from peftkit.tasks.token_task import AnswerConfig
+from peftkit.tasks.loss import accepted, target_rows, unwrapped
+from peftkit.tasks.reward_functions import Rewards, RewardTerm, source_hashes
+from peftkit.tasks.tokens import AnswerConfig
 
 SCORED = 16
 """Documents that a reward adapter reads at once."""
@@ -115,7 +119,7 @@ class GRPO(RolloutTask):
         """
         self.forget_layout()
         adapter = self._adapters[folder]
-        style = adapter.style or self.style
+        style = adapter.style or self.prompt_style
         encoder = Encoder(self.tokenizer, style.chat_template)
         documents = [
             encoder.encode(_example(prompt, text, style)).input_ids
@@ -161,7 +165,7 @@ class GRPO(RolloutTask):
             stops=self._stops,
         )
         pairs = [(p, one) for p, group in zip(prompts, found, strict=True) for one in group]
-        texts = [self.answer_text(one.ids) for _, one in pairs]
+        texts = [self.text(one.ids, special=False) for _, one in pairs]
         totals, parts = self._judged([prompt for prompt, _ in pairs], texts)
         worth, groups, start = [], [], 0
         for prompt, group in zip(prompts, found, strict=True):
@@ -173,7 +177,7 @@ class GRPO(RolloutTask):
                 groups += self._group(prompt, group, better)
         answers = tuple(
             ScoredAnswer(
-                prompt=self.answer_text(prompt.input_ids),
+                prompt=self.text(prompt.input_ids, special=False),
                 completion=text,
                 reward=total,
                 parts={name: values[n] for name, values in parts.items()},
@@ -351,7 +355,7 @@ class GRPOConfig(AnswerConfig):
     rewards: Annotated[tuple[RewardTerm, ...], Field(min_length=1)]
     """What an answer is worth: the weighted sum of these."""
     loss: LossName = "dapo"
-    """How answers are learnt from: see peftkit/tasks/on_policy/losses.py."""
+    """How answers are learnt from: see peftkit/tasks/grpo_losses.py."""
     answers: Annotated[int, Field(ge=2)] = 8
     """Answers to each prompt, which are compared with each other."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 256
@@ -400,3 +404,90 @@ class GRPOConfig(AnswerConfig):
     def normalises(self) -> bool:
         """Whether advantages are divided by the group's deviation."""
         return self.loss not in ("dr_grpo", "rloo") if self.normalise is None else self.normalise
+
+
+# Rows of prompts, and the groups of answers that a step learns from.
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the model is asked.
+
+    Attributes:
+        asked: Text or messages, as JSON.
+        reference: The row's own answer, where it has one.
+        known: All fields of its record, as JSON: reward functions get them as columns.
+    """
+
+    input_ids: tuple[int, ...]
+    asked: str
+    reference: str | None
+    known: str
+    source: str
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of its record."""
+        return dict(json.loads(self.known))
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """A prompt and those of its answers that are learnt from.
+
+    Attributes:
+        answers: Tokens of each, with the one that ended it.
+        advantages: Of each answer.
+        old, reference: Log-probabilities of all their tokens, where a loss asks for them.
+    """
+
+    prompt: tuple[int, ...]
+    answers: tuple[tuple[int, ...], ...]
+    advantages: tuple[float, ...]
+    source: str
+    old: Tensor | None = None
+    reference: Tensor | None = None
+
+    @property
+    def documents(self) -> list[Row]:
+        """Each answer after the prompt, as a row."""
+        n = len(self.prompt)
+        return [
+            Row(self.prompt + ids, (IGNORE,) * n + ids, (n + len(ids),), self.source)
+            for ids in self.answers
+        ]
+
+    @property
+    def input_ids(self) -> tuple[int, ...]:
+        """All tokens, the prompt once."""
+        return self.prompt + tuple(token for answer in self.answers for token in answer)
+
+
+class PromptEncoder(RowEncoder):
+    """Makes a prompt of each record; one that leaves no room for an answer is dropped."""
+
+    kind: ClassVar[type[Prompt]] = Prompt
+    drops: Mapping[str, str] = {"no room for an answer": "raise data.max_length"}
+
+    def __init__(self, tokenizer: Any, style: Style, max_prompt: int) -> None:
+        self._tokenizer, self._style, self._max_prompt = tokenizer, style, max_prompt
+
+    def key(self, where: str) -> object:
+        style = (self._style.kind, self._style.chat_template)
+        return (*tokenizer_key(self._tokenizer), *style, self._max_prompt)
+
+    def read(self, records: Sequence[Record], where: str) -> list[tuple[PromptExample, str]]:
+        found, _ = read_prompts(records, where=where)
+        known = (json.dumps(record.fields, default=str) for record in records)
+        return list(zip(found, known, strict=True))
+
+    def rows(self, read: list[tuple[PromptExample, str]]) -> EncodedRows:
+        rows: list[Prompt | Dropped] = []
+        for one, known in read:
+            ids = tuple(prompt_ids(self._tokenizer, one.prompt, self._style, one.tools))
+            if len(ids) > self._max_prompt:
+                rows.append(Dropped(one.source, 0))
+            else:
+                asked = json.dumps(one.prompt, default=str)
+                rows.append(Prompt(ids, asked, one.reference, known, one.source))
+        return EncodedRows(rows, {"style": self._style.kind}, Counter())

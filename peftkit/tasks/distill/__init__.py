@@ -1,1 +1,0 @@
-"""Learning what a teacher says: the same base with a prompt in front."""

@@ -1,1 +1,0 @@
-"""Learning from the model's own answers."""

@@ -1,0 +1,445 @@
+"""The task of preferences: rows of two documents, the log-probabilities of their answers, a loss.
+
+Both answers of a pair go through the model beside each other, their prompt once, where documents
+can share what they begin with. Only the answers' logits are made.
+
+Shapes: B rows, D = 2 B documents, n answer tokens of them all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from peftkit.data.load import Record
+from peftkit.data.pack import IGNORE, LazyRows, Row, cut_document, labelled_segments
+from peftkit.data.preferences import Pair, Verdict, check_both_labels, read_pairs_of, read_verdicts
+from peftkit.data.rows import Dropped, EncodedRows, StoredRows
+from peftkit.errors import ConfigError
+from peftkit.events import Listener, ignore
+from peftkit.settings import CHAT, DataConfig
+from peftkit.tasks.base import Run
+from peftkit.tasks.documents import DocumentTask
+from peftkit.tasks.preference_losses import (
+    DEFAULTS,
+    WITH_REFERENCE,
+    Answers,
+    LossName,
+    kto_losses,
+    pair_losses,
+    rewards,
+)
+from peftkit.tasks.preference_rows import (
+    AnswerEncoder,
+    Compared,
+    Judged,
+    ReferenceValues,
+    after_common_tokens,
+    answer_start,
+    compared,
+)
+from peftkit.tasks.tokens import AnswerConfig
+from peftkit.tasks.whole_step import INDEX, WholeStep
+
+
+class Preference(DocumentTask):
+    """What all tasks of preferences have in common."""
+
+    encoder_type: ClassVar[type[AnswerEncoder]]
+
+    def build(self, model: nn.Module) -> None:
+        super().build(model)
+        self.row_encoder = self.encoder_type(self.tokenizer, self.template, self.max_length)
+        self._values = ReferenceValues(self._batch, self.log_probs)
+
+    @property
+    def paths(self) -> dict[str, str]:
+        chunks = "answer rows alone" + ", in chunks" * (self._head is not None)
+        rows = "one row for both, the prompt once" if self._attention else "two rows"
+        reference = "computed before training" if self.config.needs_reference else "none"
+        known = {"attention": self._attention.kernel} if self._attention else {}
+        loss = f"{self.config.loss}, {chunks}"
+        return {**known, "loss": loss, "pairs": rows, "reference": reference}
+
+    def setup(self, run: Run) -> None:
+        if self.config.needs_reference:
+            self._values.find(self.reference, run)
+
+    def num_positions(self, rows: Sequence[Compared]) -> int:
+        lengths = [length for row in rows for length in row.lengths]
+        return self.positions(lengths, shared=sum(row.common for row in rows))
+
+    def collate(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
+        """Return a batch: see `documents`; and reference (B, 2), where it is known."""
+        batch = self._batch(rows)
+        known = self._values.of(rows) if self.config.needs_reference else None
+        return batch if known is None else {**batch, "reference": known}
+
+    def _batch(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
+        made = self.documents([document for row in rows for document in row.documents])
+        return {**made, "cut": torch.tensor([row.is_cut for row in rows])}
+
+    def documents(self, documents: Sequence[Row]) -> dict[str, Tensor]:
+        """Return documents as a batch, in one row if that is faster.
+
+        Besides what all token tasks have: document (n,), whose each answer token is.
+        """
+        return super().collate(documents)
+
+    def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the summed log-probability of each answer (B, 2)."""
+        tokens = self.token_log_probs(model, batch)
+        return summed(tokens, batch["document"], 2 * len(batch["cut"])).view(-1, 2)
+
+    def reference_of(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return what the reference says of a batch (B, 2): as was found out, or asked now."""
+        if not self.config.needs_reference:
+            return torch.zeros(len(batch["cut"]), 2, device=batch["input_ids"].device)
+        known = batch.get("reference")
+        return self._values.compute(model, self.reference, batch) if known is None else known
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        return batch["cut"].numel()
+
+    def prompted(self, row: Compared) -> list[Row]:
+        """Return the chosen answer; one that is not wanted is no reference."""
+        return [] if row.wanted is False else super().prompted(row.documents[0])
+
+    def _spans(self, row: Compared, names: Sequence[str]) -> list[tuple[str, str]]:
+        pairs = zip(row.documents, names, strict=False)
+        return [piece for d, name in pairs for piece in labelled_segments(d, self.text, name)]
+
+
+def summed(tokens: Tensor, document: Tensor, count: int) -> Tensor:
+    """Return the sums of what tokens have, by document (count,)."""
+    return tokens.new_zeros(count).index_add(0, document, tokens)
+
+
+def whole_answers(row: Row) -> Row:
+    """Return a document all of whose tokens count, but the first, which nothing stands before."""
+    return Row(row.input_ids, (IGNORE, *row.input_ids[1:]), row.lengths, row.source)
+
+
+Read = tuple[list[Pair | Dropped], tuple[str, ...]]
+
+
+class ComparedEncoder(AnswerEncoder):
+    """Makes a row of each pair; of one whose difference is cut away none."""
+
+    kind: ClassVar[type[Compared]] = Compared
+
+    def read(self, records: Sequence[Record], where: str) -> Read:
+        return read_pairs_of(records, where)
+
+    def rows(self, read: Read) -> EncodedRows:
+        pairs, unused = read
+        rows, counts = list[Any](), Counter[str]()
+        for pair in pairs:
+            if isinstance(pair, Dropped):
+                rows.append(pair)
+                continue
+            both = self.encode(pair.chosen), self.encode(pair.rejected)
+            both = after_common_tokens(*both) if pair.shared else both
+            row = compared(*both, self.max_length)
+            rows.append(row or Dropped(pair.source, 1))
+            if row is not None:
+                counts.update(cut=row.is_cut, targets=row.num_targets, common=row.common)
+        agreed = next((self.agreed(pair.chosen) for pair in pairs if isinstance(pair, Pair)), {})
+        return EncodedRows(rows, agreed, counts, unused)
+
+
+class PreferencePairs(Preference):
+    """A pair is learnt by what its two answers are worth."""
+
+    metric_names = (
+        *("accuracy", "margin", "reward_chosen", "reward_rejected"),
+        *("logp_chosen", "logp_rejected", "cut"),
+    )
+
+    encoder_type: ClassVar[type[AnswerEncoder]] = ComparedEncoder
+
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        common = f"{rows.counts['common']:,}"
+        return [*super().counts(rows), ("tokens common to both answers, once more", common)]
+
+    def _batch(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
+        if self.config.loss != "orpo":
+            return super()._batch(rows)
+        # ORPO also learns the prompt: all of the chosen document is scored
+        pairs = [row.documents for row in rows]
+        made = self.documents([d for a, b in pairs for d in (whole_answers(a), b)])
+        answers = [
+            label != IGNORE
+            for a, b in pairs
+            for document, row in ((whole_answers(a), a), (b, b))
+            for label, counts in zip(row.labels[1:], document.labels[1:], strict=True)
+            if counts != IGNORE
+        ]
+        cut = torch.tensor([row.is_cut for row in rows])
+        return {**made, "cut": cut, "answers": torch.tensor(answers)}
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        settings, count = self.config, len(batch["cut"])
+        reference = self.reference_of(model, batch)
+        tokens, document = self.token_log_probs(model, batch), batch["document"]
+        answers = batch.get("answers")
+        scored = tokens if answers is None else torch.where(answers, tokens, 0.0)
+        counted = torch.ones_like(tokens) if answers is None else answers.to(tokens.dtype)
+        log_probs = summed(scored, document, 2 * count).view(-1, 2)
+        lengths = summed(counted, document, 2 * count).view(-1, 2)
+        chosen, rejected = (
+            Answers(log_probs[:, n], reference[:, n].to(log_probs), lengths[:, n]) for n in (0, 1)
+        )
+        losses = pair_losses(
+            settings.loss,
+            chosen,
+            rejected,
+            beta=settings.beta,
+            label_smoothing=settings.of("label_smoothing"),
+            gamma=settings.of("gamma"),
+        )
+        if weight := settings.of("nll_weight"):
+            whole = summed(tokens, document, 2 * count).view(-1, 2)[:, 0]
+            length = summed(torch.ones_like(tokens), document, 2 * count).view(-1, 2)[:, 0]
+            losses = losses - weight * whole / length
+        good, bad = (rewards(settings.loss, s, beta=settings.beta) for s in (chosen, rejected))
+        told = (good > bad, good - bad, good, bad, *log_probs.detach().unbind(1), batch["cut"])
+        return torch.stack([losses.sum(), *(each.to(losses).sum() for each in told)])
+
+    def spans(self, row: Compared) -> list[tuple[str, str]]:
+        return self._spans(row, ("chosen", "rejected"))
+
+
+# KTO.
+
+
+OTHER = "other_"
+"""How the names of a batch begin that are of the prompts with other prompts' answers."""
+
+
+ReadVerdicts = tuple[list[Verdict], tuple[str, ...], str]
+
+
+class JudgedEncoder(AnswerEncoder):
+    """Makes a row of each judged answer; of one that is cut away none."""
+
+    kind: ClassVar[type[Judged]] = Judged
+
+    def read(self, records: Sequence[Record], where: str) -> ReadVerdicts:
+        return read_verdicts(records, where)
+
+    def rows(self, read: ReadVerdicts) -> EncodedRows:
+        verdicts, unused, name = read
+        rows, counts = list[Any](), Counter[str]()
+        for verdict in verdicts:
+            whole = self.encode(verdict.example)
+            row = cut_document(whole, self.max_length)
+            counts["wanted" if verdict.wanted else "unwanted"] += 1
+            if row.num_targets == 0:
+                rows.append(Dropped(verdict.source, 1 if whole.num_targets else 0))
+                continue
+            is_cut = row is not whole
+            counts.update(cut=is_cut, targets=row.num_targets)
+            start = answer_start(row)
+            rows.append(
+                Judged(row.input_ids, row.labels, start, is_cut, verdict.wanted, verdict.source)
+            )
+        return EncodedRows(
+            rows, {**self.agreed(verdicts[0].example), "format": name}, counts, unused
+        )
+
+
+class WithOtherAnswers(LazyRows):
+    """Judged answers, each with its prompt before the answer of the row before it.
+
+    What KTO measures its reference point on; of the first row it is the last one's answer. TRL
+    takes the same within each of its batches.
+    """
+
+    def __init__(self, rows: LazyRows, starts: Tensor, max_length: int) -> None:
+        self._rows, self._max_length = rows, max_length
+        other = starts + (rows.num_tokens - starts).roll(1)
+        both = rows.num_tokens + other.clamp(max=max_length)
+        super().__init__(both.int(), f"{rows.fingerprint} with the answers before")
+
+    def row(self, place: int) -> Compared:
+        own, before = self._rows.row(place), self._rows.row((place or len(self)) - 1)
+        return own.beside(before, self._max_length)
+
+
+class KTO(Preference):
+    """An answer is learnt by whether it is wanted.
+
+    A row's second document is its prompt with another row's answer: what these gain on average,
+    over all rows of the step, is the point z that answers are measured against.
+    """
+
+    metric_names = (
+        *("wanted", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected"),
+        *("accuracy", "z", "cut"),
+    )
+    collates_ahead: ClassVar[bool] = False
+    _step: WholeStep | None = None
+
+    encoder_type: ClassVar[type[AnswerEncoder]] = JudgedEncoder
+
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        wanted = f"{rows.counts['wanted']:,}, {rows.counts['unwanted']:,}"
+        first = [("format", rows.agreed["format"]), ("wanted, unwanted", wanted)]
+        return [*first, *super().counts(rows)]
+
+    def check(self, rows: StoredRows) -> None:
+        check_both_labels(rows.where, rows.counts["wanted"], rows.counts["unwanted"])
+        super().check(rows)
+
+    def prepare_rows(self, rows: LazyRows) -> LazyRows:
+        return WithOtherAnswers(rows, rows.values("start"), self.max_length)
+
+    @property
+    def paths(self) -> dict[str, str]:
+        rows = "without padding, common beginnings once" if self._attention else "padded"
+        known = {name: how for name, how in super().paths.items() if name != "pairs"}
+        return {**known, "rows": rows}
+
+    def num_positions(self, rows: Sequence[Compared]) -> int:
+        return self.positions([max(row.lengths) for row in rows])
+
+    def _batch(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
+        pairs = [row.documents for row in rows]
+        others = self.documents([other for _, other in pairs])
+        return {
+            **self.documents([own for own, _ in pairs]),
+            **{OTHER + name: tensor for name, tensor in others.items()},
+            "cut": torch.tensor([row.is_cut for row in rows]),
+            "wanted": torch.tensor([bool(row.wanted) for row in rows]),
+        }
+
+    def _own(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        tokens = self.token_log_probs(model, batch)
+        return summed(tokens, batch["document"], len(batch["cut"]))
+
+    def _others(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        given = {n.removeprefix(OTHER): t for n, t in batch.items() if n.startswith(OTHER)}
+        return self._own(model, {**given, "cut": batch["cut"]})
+
+    def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the log-probabilities of each answer, and of the other one (B, 2)."""
+        return torch.stack([self._own(model, batch), self._others(model, batch)], dim=1)
+
+    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+        """Compute what the answers of other prompts gain, over the whole step."""
+        self._step = WholeStep(self, rows, run, super().collate, self.gains)
+        return [rows]
+
+    def collate(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
+        return super().collate(rows) if self._step is None else self._step.batch(rows)
+
+    def metrics(
+        self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        self._step = None
+        return super().metrics(model, rows, on_event=on_event)
+
+    @torch.no_grad()
+    def gains(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return what another prompt's answer gains over the reference (B, 1)."""
+        reference = self.reference_of(model, batch)[:, 1]
+        return (self._others(model, batch) - reference)[:, None]
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        shared = self._step.values if self._step is not None and INDEX in batch else None
+        gains = self.gains(model, batch) if shared is None else shared
+        z = gains.mean().clamp(min=0)
+        reference = self.reference_of(model, batch)[:, 0]
+        log_probs, wanted = self._own(model, batch), batch["wanted"]
+        gain = log_probs - reference.to(log_probs)
+        losses = kto_losses(gain, wanted, z.to(gain), beta=self.config.beta)
+        gain, log_probs, on = gain.detach(), log_probs.detach(), wanted.to(gain)
+        rewards = self.config.beta * gain
+        told = (
+            on,
+            rewards * on,
+            rewards * (1 - on),
+            log_probs * on,
+            log_probs * (1 - on),
+            torch.where(wanted, gain > z, gain < z),
+            z.expand(len(gain)),
+            batch["cut"],
+        )
+        return torch.stack([losses.sum(), *(each.to(losses).sum() for each in told)])
+
+    def metric_means(self, means: Sequence[float]) -> dict[str, float]:
+        """Return means over wanted and unwanted answers; accuracy: share on their side of z."""
+        found = super().metric_means(means)
+        wanted = found.pop("wanted")
+        for side, share in (("chosen", wanted), ("rejected", 1 - wanted)):
+            for name in (f"reward_{side}", f"logp_{side}"):  # a step may have one side alone
+                found[name] = found[name] / share if share > 0 else 0.0
+        return {**found, "margin": found["reward_chosen"] - found["reward_rejected"]}
+
+    def spans(self, row: Compared) -> list[tuple[str, str]]:
+        return self._spans(row, ("wanted" if row.wanted else "unwanted",))
+
+
+# The recipe's section.
+
+
+OPTIONAL = ("label_smoothing", "gamma", "nll_weight")
+
+
+class PreferenceConfig(AnswerConfig):
+    """Preferences: of two answers the better one, or answers that are wanted or not."""
+
+    num_texts: ClassVar[int] = 2
+    data_fields: ClassVar[frozenset[str]] = frozenset({"max_length", *CHAT, "max_dropped"})
+
+    type: Literal["preference"] = "preference"
+    loss: LossName = "dpo"
+    """What is learnt of a comparison; kto takes rows with a label, all others pairs."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How much a difference of log-probabilities counts."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = None
+    """Share of pairs that are the wrong way round: of robust, cpo and simpo; null: 0."""
+    gamma: Annotated[float, Field(ge=0)] | None = None
+    """Margin that simpo asks for; null: 0.5."""
+    nll_weight: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the chosen answer's own loss; null: 1 of orpo and cpo, 0 of the others."""
+
+    @model_validator(mode="after")
+    def _loss_uses_what_is_set(self) -> PreferenceConfig:
+        for name in OPTIONAL:
+            if getattr(self, name) is not None and name not in DEFAULTS[self.loss]:
+                users = [loss for loss, takes in DEFAULTS.items() if name in takes]
+                raise ConfigError(
+                    f"task.{name} is not used by the loss {self.loss}.",
+                    found=f"Losses that use it: {', '.join(users)}.",
+                    fix="Leave it out.",
+                )
+        if self.loss == "robust" and not self.label_smoothing:
+            raise ConfigError(
+                "the loss robust needs task.label_smoothing above 0.",
+                found="With 0 it is the loss dpo.",
+                fix="Set the share of pairs that are the wrong way round, for example 0.1.",
+            )
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.loss in WITH_REFERENCE
+
+    def of(self, name: str) -> float:
+        """Return an optional setting: what is set, else the loss's default, 0 if it has none."""
+        asked = getattr(self, name)
+        return float(DEFAULTS[self.loss].get(name, 0.0) if asked is None else asked)
+
+    @staticmethod
+    def task(
+        model: nn.Module, tokenizer: Any, config: PreferenceConfig, data: DataConfig, **more: Any
+    ) -> Preference:
+        kind = KTO if config.loss == "kto" else PreferencePairs
+        return kind(model, tokenizer, config, data, **more)
