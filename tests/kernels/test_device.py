@@ -121,7 +121,7 @@ def test_a_block_computed_again_on_a_mac_drops_what_it_dropped_before(
         for block in model.model.layers:
             block.mlp.act_fn = torch.nn.Sequential(block.mlp.act_fn, Dropping())
         found = Blocks(model, ExecutionPlan(device="mps"))
-        found._device = MPS
+        found._recompute._device = MPS
         found.set_activations(mode)
         for _ in range(2):
             model.zero_grad()
