@@ -70,6 +70,47 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
 }
 """Which files may import a third-party package; one that is not named here is imported nowhere."""
 
+MAIN_PATH = (
+    *("settings", "recipe", "run", "record"),
+    *("base/load", "base/build", "base/pack", "base/request", "quant/layers", "quant/quantize"),
+    *("model/targets", "model/places", "adapter", "methods/base"),
+    *("data/format", "data/chat", "data/encode", "data/rows", "data/pack", "data/load"),
+    *(
+        "tasks/base",
+        "tasks/config",
+        "tasks/batches",
+        "tasks/loss",
+        "tasks/attention",
+        "tasks/one_row",
+    ),
+    *("train/loop", "train/step", "train/validation", "train/memory", "train/blocks"),
+    *("train/checkpoint", "train/checkpoint_files", "train/batches", "train/optim"),
+    *("formats/peft/folder",),
+)
+"""What a plain LoRA run goes through, besides tasks/tokens and methods/lora."""
+
+LEAVES = (
+    *("tasks/", "methods/", "serve/", "report/", "sweeps", "merging/", "cli/", "formats/gguf/"),
+    *("formats/mlx", "formats/foreign", "formats/exchange", "formats/hub", "inference/"),
+    *("train/lockstep", "train/context_parallel", "planning/"),
+)
+"""What the main path must not name; but for files that are on it, and SHARED."""
+
+SHARED = (
+    *(
+        "tasks/table",
+        "tasks/rows",
+        "methods/table",
+        "methods/lora_linear",
+        "methods/modules_to_save",
+    ),
+    "planning/resolve",  # where the weights go
+)
+"""Tables of leaves, and what stands for all of them."""
+
+CLOSURES = {"peftkit.recipe": 34, "peftkit.run": 105}
+"""Modules that importing these loads, at most."""
+
 WITHOUT_TORCH = (
     "peftkit_cli.app",
     "peftkit.config.schema",
@@ -278,6 +319,54 @@ def test_what_the_rules_allow_is_no_breach() -> None:
             "peftkit.__init__": "from peftkit.quant.layers import x",
         }
     )
+
+
+def test_the_main_path_names_no_leaf() -> None:
+    sources = modules()
+    missing = [name for name in MAIN_PATH if f"peftkit.{name.replace('/', '.')}" not in sources]
+    assert not missing
+    named = []
+    for found in imports(_at_import(sources)):
+        if short_name(found.importer) not in MAIN_PATH:
+            continue
+        for target in _own_targets(found, sources):
+            name = short_name(target)
+            is_leaf = any(fits(name, leaf) for leaf in LEAVES)
+            if is_leaf and name not in (*MAIN_PATH, *SHARED):
+                named.append(f"{found.where}: {name}")
+    assert not named, "\n".join(named)
+
+
+@pytest.mark.parametrize("module", CLOSURES)
+def test_a_recipe_and_its_run_import_what_they_need(module: str) -> None:
+    sources = modules()
+    edges: dict[str, set[str]] = {name: set() for name in sources}
+    for found in imports(_at_import(sources)):
+        edges[found.importer] |= {
+            target for target in _own_targets(found, sources) if target in sources
+        }
+    seen, open_ends = set[str](), [module]
+    while open_ends:
+        if (name := open_ends.pop()) not in seen:
+            seen.add(name)
+            open_ends += edges[name]
+    loaded = [name for name in seen if not name.endswith(".__init__")]
+    assert len(loaded) <= CLOSURES[module], "\n".join(sorted(loaded))
+
+
+def _at_import(sources: Mapping[str, str]) -> dict[str, str]:
+    """Return the imports of modules that run when these are imported, as source."""
+    kept = {}
+    for name, source in sources.items():
+        tree = ast.parse(source)
+        body = [
+            node
+            for node in tree.body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            or (isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test))
+        ]
+        kept[name] = ast.unparse(ast.Module(body, []))
+    return kept
 
 
 OTHERS = ("transformers", "datasets", "accelerate", "torch._dynamo")
