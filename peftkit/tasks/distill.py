@@ -97,17 +97,17 @@ class Distill(RolloutTask):
 
     @property
     def paths(self) -> dict[str, str]:
-        known = super().paths
+        of_tokens = super().paths
         each = self._hidden is None or self.makes_rows
-        loss = f"{DIVERGENCES[self.config.kind]}, {known['loss']}"
+        loss = f"{DIVERGENCES[self.config.kind]}, {of_tokens['loss']}"
         when = f"asked {'in each step' if each else 'before the first step'}"
-        return {**known, "loss": loss, "teacher": when}
+        return {**of_tokens, "loss": loss, "teacher": when}
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
         kept = max(len(rows), 1)
         teacher, student = (rows.counts[f"{who}_prompts"] / kept for who in ("teacher", "student"))
-        told = f"{teacher:,.0f}, {student:,.0f}: {teacher - student:,.0f} saved per request"
-        return [("tokens of a prompt, teacher's and student's", told)]
+        averages = f"{teacher:,.0f}, {student:,.0f}: {teacher - student:,.0f} saved per request"
+        return [("tokens of a prompt, teacher's and student's", averages)]
 
     # The teacher.
 
@@ -118,8 +118,8 @@ class Distill(RolloutTask):
 
     def add_adapter(self, folder: str, adapter: SideAdapter) -> None:
         if adapter.head:
-            found = f"it was trained for the task {adapter.task.get('type')}"
-            raise AdapterError(f"{folder} cannot teach", found=found)
+            reason = f"it was trained for the task {adapter.task.get('type')}"
+            raise AdapterError(f"{folder} cannot teach", found=reason)
         self._adapter = adapter
 
     @contextmanager
@@ -161,13 +161,13 @@ class Distill(RolloutTask):
 
         def answer(prompts: Sequence[Sequence[int]]) -> list[SampledAnswer]:
             self.forget_layout()
-            asked = {"max_new_tokens": longest, "stops": stops}
+            options = {"max_new_tokens": longest, "stops": stops}
             if self._other is not None:
-                found = sampler.answers(prompts, None, **asked, model=self._other.model)
+                answers = sampler.answers(prompts, None, **options, model=self._other.model)
             else:
                 with self._as_teacher(model):
-                    found = sampler.answers(prompts, None, **asked)
-            return [one for (one,) in found]
+                    answers = sampler.answers(prompts, None, **options)
+            return [one for (one,) in answers]
 
         who = self.config.teacher.model or (self._adapter.key if self._adapter else "")
         key = f"{self.reference.key} {who} {longest} {stops}"
@@ -178,8 +178,8 @@ class Distill(RolloutTask):
         """Return a row with its answer: the teacher's; to plan memory, the longest one."""
         if row.num_targets:
             return row
-        known = self._answers.get(row.teacher_ids)
-        ids = known.ids if known is not None else (self._pad_id,) * self.config.max_new_tokens
+        answer = self._answers.get(row.teacher_ids)
+        ids = answer.ids if answer is not None else (self._pad_id,) * self.config.max_new_tokens
         return row.answered(ids[: self.max_length - row.lengths[0]])
 
     def roll_out(
@@ -187,24 +187,24 @@ class Distill(RolloutTask):
     ) -> Rollout:
         """Have the student answer rows, to compare it with the teacher on its own answers."""
         self.forget_layout()
-        found = sampler.answers(
+        sampled = sampler.answers(
             [row.documents[0].input_ids for row in prompts],
             None if seeds is None else [[seed_of(seed, 0)] for seed in seeds],
             max_new_tokens=self.config.max_new_tokens,
             stops=stop_ids(self.tokenizer, self.row_encoder.style),
         )
         rows, answers = [], []
-        for row, (one,) in zip(prompts, found, strict=True):
+        for row, (one,) in zip(prompts, sampled, strict=True):
             rows.append(row.answered(one.ids[: self.max_length - row.lengths[0]]))
-            asked = self.text(row.documents[0].input_ids, special=False)
-            said = self.text(one.ids, special=False)
-            answers.append(ScoredAnswer(asked, said, NAN, {}, NAN, one.is_cut, row.source))
+            prompt = self.text(row.documents[0].input_ids, special=False)
+            text = self.text(one.ids, special=False)
+            answers.append(ScoredAnswer(prompt, text, NAN, {}, NAN, one.is_cut, row.source))
         number = max(len(rows), 1)
-        told = {
+        means = {
             "cut": sum(one.is_cut for one in answers) / number,
-            "length": sum(len(one.ids) for (one,) in found) / number,
+            "length": sum(len(one.ids) for (one,) in sampled) / number,
         }
-        return Rollout(rows, told, tuple(answers))
+        return Rollout(rows, means, tuple(answers))
 
     # The loss.
 
@@ -213,8 +213,8 @@ class Distill(RolloutTask):
         model = run.model
         bare = unwrapped(model)
         number = sum(self.answered(row).num_targets // 2 for row in rows)
-        own, other = int(bare.config.get_text_config().hidden_size), self._other
-        shape = (number, own if other is None else other.hidden_size)
+        width, other = int(bare.config.get_text_config().hidden_size), self._other
+        shape = (number, width if other is None else other.hidden_size)
         dtype: torch.dtype = bare.dtype if other is None else other.model.dtype
         needed, free = shape[0] * shape[1] * dtype.itemsize, free_bytes()
         if free is not None and needed > SHARE * free:
@@ -224,10 +224,10 @@ class Distill(RolloutTask):
         hidden, places, start = torch.empty(shape, dtype=dtype), {}, 0
         compute, told = partial(self.teacher_hidden, model), "Asking the teacher"
         with run.world.autocast():
-            for some, _, said in self.over_batches(model, rows, told, run.say, compute):
+            for some, _, computed in self.over_batches(model, rows, told, run.say, compute):
                 if run.stop.signum:
                     raise Interrupted(run.stop.signum, "stopped before the first step.")
-                hidden[start : start + len(said)] = said
+                hidden[start : start + len(computed)] = computed
                 for row in map(self.answered, some):
                     places[_key(row)] = (start, start + row.num_targets // 2)
                     start += row.num_targets // 2
@@ -235,21 +235,23 @@ class Distill(RolloutTask):
 
     def num_positions(self, rows: Sequence[Distilled]) -> int:
         pairs = (self.answered(row).documents for row in rows)
-        own, theirs = zip(*pairs, strict=True)
-        known = self._hidden is not None and not self.makes_rows
-        return super().num_positions(own) + (0 if known else super().num_positions(theirs))
+        students, teachers = zip(*pairs, strict=True)
+        is_stored = self._hidden is not None and not self.makes_rows
+        return super().num_positions(students) + (
+            0 if is_stored else super().num_positions(teachers)
+        )
 
     def collate(self, rows: Sequence[Distilled]) -> dict[str, Tensor]:
         answered = [self.answered(row) for row in rows]
-        own, theirs = zip(*(row.documents for row in answered), strict=True)
-        batch = super().collate(own)
+        students, teachers = zip(*(row.documents for row in answered), strict=True)
+        batch = super().collate(students)
         if self._hidden is not None:
             places = [self._places.get(_key(row)) for row in answered]
             if None not in places:
-                said = [self._hidden[slice(*place)] for place in places if place is not None]
-                return {**batch, HIDDEN: torch.cat(said)}
-        asked = super().collate(theirs) if self._other is None else self.padded(theirs)
-        return {**batch, **{TEACHER + name: tensor for name, tensor in asked.items()}}
+                hidden = [self._hidden[slice(*place)] for place in places if place is not None]
+                return {**batch, HIDDEN: torch.cat(hidden)}
+        teacher_batch = super().collate(teachers) if self._other is None else self.padded(teachers)
+        return {**batch, **{TEACHER + name: tensor for name, tensor in teacher_batch.items()}}
 
     def teacher_hidden(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return what reaches the head after the teacher's documents (n, H): known, or asked now.
@@ -266,15 +268,15 @@ class Distill(RolloutTask):
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the summed divergence, and at how many tokens both choose the same one."""
-        theirs = self.teacher_hidden(model, batch)  # first: recomputed blocks ask for the last one
-        own = self._before_head(model, batch)
+        teacher = self.teacher_hidden(model, batch)  # first: recomputed blocks ask for the last one
+        student = self._before_head(model, batch)
         if self._head is None:
-            values = reference_divergence(own.float(), theirs.float(), self.config.divergence)
-            same = own.argmax(-1) == theirs.argmax(-1)
+            values = reference_divergence(student.float(), teacher.float(), self.config.divergence)
+            same = student.argmax(-1) == teacher.argmax(-1)
         else:
             values, same = chunked_divergence(
-                own,
-                theirs,
+                student,
+                teacher,
                 self._head,
                 self.config.divergence,
                 teacher_head=None if self._other is None else self._other.head,
@@ -305,9 +307,9 @@ class Distill(RolloutTask):
         return {**exact, "agreement": share_equal(pairs)}
 
     def spans(self, row: Any) -> list[tuple[str, str]]:
-        own, theirs = row.documents
-        prompt = [text for kind, text in super().spans(theirs) if not kind]
-        return [*super().spans(own), ("the teacher reads", "".join(prompt))]
+        student, teacher = row.documents
+        prompt = [text for kind, text in super().spans(teacher) if not kind]
+        return [*super().spans(student), ("the teacher reads", "".join(prompt))]
 
     def _before_head(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         compute = target_logits if self._head is None else target_rows

@@ -13,6 +13,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
+from peftkit.base.request import DTYPES
 from peftkit.config.schema import Config
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, Notice, Progress, Stage, Table
@@ -72,8 +73,8 @@ class OtherModel:
     @torch.no_grad()
     def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return what reaches its head (n, H) at the places of a padded batch."""
-        asked = {"input_ids": batch["input_ids"], "use_cache": False}
-        return target_rows(self.model, accepted(self.model, asked), batch["target_index"])
+        inputs = {"input_ids": batch["input_ids"], "use_cache": False}
+        return target_rows(self.model, accepted(self.model, inputs), batch["target_index"])
 
 
 def other_model(
@@ -89,24 +90,25 @@ def other_model(
     """
     from peftkit.base.load import load_base  # it takes seconds, and most teachers are the base
 
-    loaded = load_base(name, device=student.device, on_event=say)
-    asked = f"{name} cannot teach this base token by token"
+    dtype = next((name for name, each in DTYPES.items() if each == student.dtype), "auto")
+    loaded = load_base(name, dtype=dtype, device=student.device, on_event=say)
+    refusal = f"{name} cannot teach this base token by token"
     if loaded.tokenizer.get_vocab() != tokenizer.get_vocab():
         raise BaseError(
-            asked,
+            refusal,
             found="Their tokenizers differ.",
             fix="Have it answer your questions (peftkit generate), and learn its answers: task: "
             "causal_lm; or take a teacher of the same family.",
         )
-    own = head_of(loaded.model)
-    if own is None or head is None or own.vocab_size != head.vocab_size:
-        sizes = [each.vocab_size if each else "none" for each in (own, head)]
+    teacher_head = head_of(loaded.model)
+    if teacher_head is None or head is None or teacher_head.vocab_size != head.vocab_size:
+        sizes = [each.vocab_size if each else "none" for each in (teacher_head, head)]
         raise BaseError(
-            asked,
+            refusal,
             found=f"Rows of their heads: {sizes[0]} and {sizes[1]}.",
             fix="Take a teacher whose head has as many rows.",
         )
-    return OtherModel(loaded.model, own)
+    return OtherModel(loaded.model, teacher_head)
 
 
 # The teacher's answers: made before the first step, each once, and kept in the run's folder.
@@ -141,31 +143,32 @@ def teacher_answers(
         DataError: The teacher says nothing.
     """
     path, world = run.config.output_dir / FILE, run.world
-    asked = {row.teacher_ids: row for row in rows}
-    keys = {ids: _key(key, ids) for ids in asked}
+    row_of = {row.teacher_ids: row for row in rows}
+    keys = {ids: _key(key, ids) for ids in row_of}
     kept = _kept(path)
     world.wait()  # all have read it before one writes
-    found = {ids: kept[known] for ids, known in keys.items() if known in kept}
-    missing = sorted(asked.keys() - found.keys(), key=lambda ids: (-len(ids), ids))
+    answers = {ids: kept[key_of_row] for ids, key_of_row in keys.items() if key_of_row in kept}
+    missing = sorted(row_of.keys() - answers.keys(), key=lambda ids: (-len(ids), ids))
     if missing:
         run.say(Stage(f"The teacher answers {len(missing):,} rows"))
     for start in range(0, len(missing), AT_ONCE):
         if run.stop.signum and world.world_size == 1:
-            told = "stopped before the first step; the teacher's answers so far are kept."
-            raise Interrupted(run.stop.signum, told)
+            stopped = "stopped before the first step; the teacher's answers so far are kept."
+            raise Interrupted(run.stop.signum, stopped)
         run.say(Progress("The teacher answers", start, len(missing)))
         part = missing[start : start + AT_ONCE]
-        made = _on_all(part, answer, longest, run)
-        found |= zip(part, made, strict=True)
+        new_answers = _on_all(part, answer, longest, run)
+        answers |= zip(part, new_answers, strict=True)
         lines = [
-            json.dumps(_as_json(keys[ids], asked[ids].source, one, text), ensure_ascii=False) + "\n"
-            for ids, one in zip(part, made, strict=True)
+            json.dumps(_as_json(keys[ids], row_of[ids].source, one, text), ensure_ascii=False)
+            + "\n"
+            for ids, one in zip(part, new_answers, strict=True)
         ]
         if world.is_main:
             with open(path, "a", encoding="utf-8", errors="surrogatepass") as file:
                 file.write("".join(lines))
-    _tell([*asked.values()], found, text, run)
-    return found
+    _tell([*row_of.values()], answers, text, run)
+    return answers
 
 
 def _on_all(
@@ -178,13 +181,13 @@ def _on_all(
     world = run.world
     if world.world_size == 1 or run.parallel.in_lockstep:
         return answer(prompts)
-    made = torch.zeros(len(prompts), longest + 3, dtype=torch.long, device=world.device)
-    own = range(world.rank, len(prompts), world.world_size)
-    for n, one in zip(own, answer([prompts[n] for n in own]), strict=True):
-        told = [len(one.ids), int(one.is_cut), *one.ids]
-        made[n, : len(told)] = torch.tensor(told, device=world.device)
+    table = torch.zeros(len(prompts), longest + 3, dtype=torch.long, device=world.device)
+    numbers = range(world.rank, len(prompts), world.world_size)
+    for n, one in zip(numbers, answer([prompts[n] for n in numbers]), strict=True):
+        fields = [len(one.ids), int(one.is_cut), *one.ids]
+        table[n, : len(fields)] = torch.tensor(fields, device=world.device)
     return [
-        SampledAnswer(tuple(ids[:size]), bool(cut)) for size, cut, *ids in world.sum(made).tolist()
+        SampledAnswer(tuple(ids[:size]), bool(cut)) for size, cut, *ids in world.sum(table).tolist()
     ]
 
 
@@ -195,25 +198,25 @@ def _tell(
     run: Run,
 ) -> None:
     """Say what the teacher's answers are worth: beside the rows' own, where they have any."""
-    said = [(row, text(answers[row.teacher_ids].ids)) for row in rows]
-    if said and not any(answer.strip() for _, answer in said):
+    answered = [(row, text(answers[row.teacher_ids].ids)) for row in rows]
+    if answered and not any(answer.strip() for _, answer in answered):
         raise DataError(
             "the teacher answers nothing.",
-            found=f"Each of its {len(said):,} answers is empty.",
+            found=f"Each of its {len(answered):,} answers is empty.",
             fix="Give its prompt examples (## User, ## Assistant), or take a larger base.",
         )
     cut = sum(answers[row.teacher_ids].is_cut for row in rows)
-    lines = [("answers", f"{len(said):,}"), ("cut at task.max_new_tokens", f"{cut:,}")]
-    pairs = [(answer, row.reference) for row, answer in said if row.reference is not None]
+    lines = [("answers", f"{len(answered):,}"), ("cut at task.max_new_tokens", f"{cut:,}")]
+    pairs = [(answer, row.reference) for row, answer in answered if row.reference is not None]
     if pairs:
-        exact = sum(answer.strip() == own.strip() for answer, own in pairs)
+        exact = sum(answer.strip() == reference.strip() for answer, reference in pairs)
         likeness = sum(rouge_l(*pair) for pair in pairs) / len(pairs)
         lines.append(("exactly the row's own", f"{exact:,} of {len(pairs):,}"))
         lines.append(("ROUGE-L to the row's own", f"{likeness:.3f}"))
-    lines += [(row.source, " ".join(answer.split())[:200]) for row, answer in said[:SHOWN]]
+    lines += [(row.source, " ".join(answer.split())[:200]) for row, answer in answered[:SHOWN]]
     title = "The teacher's answers, before anything is learnt"
     run.say(Table(title, ("what", "value"), tuple(lines)))
-    if 2 * cut > len(said):
+    if 2 * cut > len(answered):
         more = "raise task.max_new_tokens, or show the teacher shorter ones."
         run.say(Notice(f"Most of the teacher's answers are cut: {more}"))
 
@@ -225,18 +228,18 @@ def _key(key: str, ids: tuple[int, ...]) -> str:
 def _as_json(
     key: str, source: str, one: SampledAnswer, text: Callable[[Sequence[int]], str]
 ) -> Mapping[str, Any]:
-    told = {"key": key, "source": source, "answer": text(one.ids)}
-    return {**told, "ids": one.ids, "cut": one.is_cut}
+    fields = {"key": key, "source": source, "answer": text(one.ids)}
+    return {**fields, "ids": one.ids, "cut": one.is_cut}
 
 
 def _kept(path: Path) -> dict[str, SampledAnswer]:
     """Return the answers that a folder has; a line that was cut off is as if it were not there."""
-    found = {}
+    stored = {}
     if path.is_file():
         for line in path.read_text(encoding="utf-8", errors="surrogatepass").split("\n"):
             try:
                 row = json.loads(line)
-                found[row["key"]] = SampledAnswer(tuple(map(int, row["ids"])), bool(row["cut"]))
+                stored[row["key"]] = SampledAnswer(tuple(map(int, row["ids"])), bool(row["cut"]))
             except (ValueError, KeyError, TypeError):
                 continue
-    return found
+    return stored

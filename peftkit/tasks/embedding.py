@@ -62,9 +62,9 @@ class EmbeddingEncoder(TextsEncoder):
     what: ClassVar[str] = "an anchor and a positive"
 
     def rows(self, read: tuple[list[EmbeddingRow], tuple[str, ...]]) -> EncodedRows:
-        found = super().rows(read)
-        first = found.rows[0]
-        for row in found.rows:
+        encoded_rows = super().rows(read)
+        first = encoded_rows.rows[0]
+        for row in encoded_rows.rows:
             if len(row.lengths) != len(first.lengths):
                 raise DataError(
                     "Cannot use rows with other numbers of negatives.",
@@ -72,8 +72,8 @@ class EmbeddingEncoder(TextsEncoder):
                     f"{row.source} has {len(row.lengths) - 2}.",
                     fix="Give every row as many.",
                 )
-        found.agreed = {"number of negatives": str(len(first.lengths) - 2)}
-        return found
+        encoded_rows.agreed = {"number of negatives": str(len(first.lengths) - 2)}
+        return encoded_rows
 
     def row(self, record: Record) -> tuple[EmbeddingRow, Sequence[str]]:
         config, fields = self.config, record.fields
@@ -108,8 +108,8 @@ class Embedding(TextTask):
     def build(self, model: nn.Module) -> None:
         super().build(model)
         self.row_encoder = EmbeddingEncoder(self.texts, self.config)
-        asked = (self.config.pooling, self.config.normalize)
-        self.pooled: Pooled = pooling_of(unwrapped(model), *asked)
+        settings = (self.config.pooling, self.config.normalize)
+        self.pooled: Pooled = pooling_of(unwrapped(model), *settings)
 
     @property
     def paths(self) -> dict[str, str]:
@@ -152,20 +152,20 @@ class Embedding(TextTask):
         """
         names = batch["names"]
         if self._step is None or self._step.values is None or INDEX not in batch:
-            own = _joined(self.embed(model, batch), names)
-            table, index = own, torch.arange(len(own), device=own.device)
+            vectors = _joined(self.embed(model, batch), names)
+            table, index = vectors, torch.arange(len(vectors), device=vectors.device)
         else:
             self._step.restore_generators(batch)
-            own = _joined(self.embed(model, batch), names)
+            vectors = _joined(self.embed(model, batch), names)
             table, index = self._step.values, batch[INDEX]
-            table = table.index_copy(0, index, own) if own.requires_grad else table
-        if not own.requires_grad:
-            found = self._losses(table, names.shape[1], index)
-            return torch.stack([each.sum() for each in found])
+            table = table.index_copy(0, index, vectors) if vectors.requires_grad else table
+        if not vectors.requires_grad:
+            measures = self._losses(table, names.shape[1], index)
+            return torch.stack([each.sum() for each in measures])
         losses, right, masked = self._losses(table, names.shape[1], None)
-        told = torch.stack([each[index].sum() for each in (losses.detach(), right, masked)])
+        figures = torch.stack([each[index].sum() for each in (losses.detach(), right, masked)])
         total = losses.sum()
-        return torch.cat([(told[0] + total - total.detach())[None], told[1:]])
+        return torch.cat([(figures[0] + total - total.detach())[None], figures[1:]])
 
     def _losses(
         self, table: Tensor, num_texts: int, only: Tensor | None
@@ -177,23 +177,27 @@ class Embedding(TextTask):
         """
         vectors, names = _apart(table, num_texts)
         count = len(table)
-        own = torch.arange(count, device=table.device) if only is None else only
+        anchors_here = torch.arange(count, device=table.device) if only is None else only
         vectors = functional.normalize(vectors, dim=-1)
         texts = vectors[:, 1:].transpose(0, 1).flatten(0, 1)  # all positives, then all negatives
         text_names = names[:, 1:].transpose(0, 1).flatten(0, 1)
-        scores = self.config.scale * vectors[own, 0] @ texts.T
+        scores = self.config.scale * vectors[anchors_here, 0] @ texts.T
         # what equals the positive, or the anchor, or answers the same anchor elsewhere, is no wrong
-        same = _equal(names[own, 1], text_names) | _equal(names[own, 0], text_names)
-        same[:, :count] |= _equal(names[own, 0], names[:, 0])
-        same[torch.arange(len(own), device=own.device), own] = False
+        same = _equal(names[anchors_here, 1], text_names) | _equal(
+            names[anchors_here, 0], text_names
+        )
+        same[:, :count] |= _equal(names[anchors_here, 0], names[:, 0])
+        same[torch.arange(len(anchors_here), device=anchors_here.device), anchors_here] = False
         scores = scores.masked_fill(same, -torch.inf)
-        losses = functional.cross_entropy(scores, own, reduction="none")
+        losses = functional.cross_entropy(scores, anchors_here, reduction="none")
         if self.config.symmetric:
-            anchors = (self.config.scale * vectors[own, 1] @ vectors[:, 0].T).masked_fill(
+            anchors = (self.config.scale * vectors[anchors_here, 1] @ vectors[:, 0].T).masked_fill(
                 same[:, :count], -torch.inf
             )
-            losses = (losses + functional.cross_entropy(anchors, own, reduction="none")) / 2
-        right = (scores.argmax(1) == own).to(losses)
+            losses = (
+                losses + functional.cross_entropy(anchors, anchors_here, reduction="none")
+            ) / 2
+        right = (scores.argmax(1) == anchors_here).to(losses)
         return losses, right, same.sum(1).to(losses)
 
     def names(self, row: EmbeddingRow) -> Sequence[str]:
@@ -205,18 +209,18 @@ class Embedding(TextTask):
     ) -> dict[str, float]:
         """Return the loss among all rows, recall@k and MRR of each positive among all texts."""
         self._step, values = None, partial(self.row_values, model)
-        found = [
+        computed = [
             some.cpu() for *_, some in self.over_batches(model, rows, "Embedding", on_event, values)
         ]
-        table, num_texts = torch.cat(found), len(rows[0].lengths)
+        table, num_texts = torch.cat(computed), len(rows[0].lengths)
         vectors, names = _apart(table, num_texts)
         vectors = functional.normalize(vectors, dim=-1)
         texts, text_names = vectors[:, 1:].flatten(0, 1), names[:, 1:].flatten(0, 1)
         losses, ranks = [], []
-        for own in torch.arange(len(table)).split(256):
-            losses.append(self._losses(table, num_texts, own)[0])
-            scores = vectors[own, 0] @ texts.T
-            answers = _answers(names, text_names, own)
+        for numbers in torch.arange(len(table)).split(256):
+            losses.append(self._losses(table, num_texts, numbers)[0])
+            scores = vectors[numbers, 0] @ texts.T
+            answers = _answers(names, text_names, numbers)
             best = scores.masked_fill(~answers, -torch.inf).amax(1, keepdim=True)
             ranks.append(1 + ((scores > best) & ~answers).sum(1))
         rank = torch.cat(ranks).float()
@@ -238,7 +242,7 @@ class Embedding(TextTask):
         def text(fields: Mapping[str, Any]) -> str:
             return full_text(fields, "text" if "text" in fields else self.config.anchor)
 
-        texts = [found for found, _ in said_in(records, text)]
+        texts = [text_of_row for text_of_row, _ in said_in(records, text)]
         return [{"embedding": vector} for vector in self.vectors(model, texts, on_event)]
 
 
@@ -324,11 +328,11 @@ def pooled(hidden: Tensor, mask: Tensor, how: Pooled) -> Tensor:
     """
     if how.mode == "mean":
         weights = mask[..., None].to(torch.float32)
-        found = (hidden.float() * weights).sum(1) / weights.sum(1).clamp(min=1)
+        vectors = (hidden.float() * weights).sum(1) / weights.sum(1).clamp(min=1)
     else:
         last = mask.sum(1) - 1 if how.mode == "last" else torch.zeros_like(mask[:, 0])
-        found = hidden[torch.arange(len(hidden), device=hidden.device), last].float()
-    return functional.normalize(found, dim=-1) if how.normalize else found
+        vectors = hidden[torch.arange(len(hidden), device=hidden.device), last].float()
+    return functional.normalize(vectors, dim=-1) if how.normalize else vectors
 
 
 def pooling_of(model: Any, mode: str, normalize: bool | str) -> Pooled:

@@ -85,11 +85,11 @@ class GRPO(RolloutTask):
         return [term.adapter for term in self.config.rewards if term.adapter is not None]
 
     def add_adapter(self, folder: str, adapter: SideAdapter) -> None:
-        asked = f"{folder} cannot be a reward here"
+        refusal = f"{folder} cannot be a reward here"
         if adapter.task.get("type") != "reward" or not adapter.head:
-            found = f"it was trained for the task {adapter.task.get('type', 'causal_lm')}"
+            reason = f"it was trained for the task {adapter.task.get('type', 'causal_lm')}"
             fix = "Train one: task: reward, on pairs of a better and a worse answer."
-            raise AdapterError(asked, found=found, fix=fix)
+            raise AdapterError(refusal, found=reason, fix=fix)
         self._adapters[folder] = adapter
 
     def spans(self, row: Prompt) -> list[tuple[str, str]]:
@@ -125,7 +125,7 @@ class GRPO(RolloutTask):
             encoder.encode(_example(prompt, text, style)).input_ids
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        found = [0.0] * len(documents)
+        scores = [0.0] * len(documents)
         order = sorted(range(len(documents)), key=lambda n: len(documents[n]))
         with adapter.on(model):
             for start in range(0, len(order), SCORED):
@@ -133,11 +133,11 @@ class GRPO(RolloutTask):
                 ids, mask = padded_rows([documents[n] for n in part], self._pad_id)
                 last = torch.arange(len(part)) * ids.shape[1] + mask.sum(1) - 1
                 device = unwrapped(model).device
-                asked = accepted(model, {"input_ids": ids.to(device), "use_cache": False})
-                values = adapter.values(target_rows(model, asked, last.to(device)))
+                inputs = accepted(model, {"input_ids": ids.to(device), "use_cache": False})
+                values = adapter.values(target_rows(model, inputs, last.to(device)))
                 for n, value in zip(part, values.tolist(), strict=True):
-                    found[n] = value
-        return found
+                    scores[n] = value
+        return scores
 
     def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
         return self.answered_step(rows, run)
@@ -158,17 +158,17 @@ class GRPO(RolloutTask):
         """Have the model answer prompts; groups whose rewards are equal teach nothing."""
         self.forget_layout()
         numbers = range(self.config.answers)
-        found = sampler.answers(
+        sampled = sampler.answers(
             [prompt.input_ids for prompt in prompts],
             None if seeds is None else [[seed_of(seed, n) for n in numbers] for seed in seeds],
             max_new_tokens=self.config.max_new_tokens,
             stops=self._stops,
         )
-        pairs = [(p, one) for p, group in zip(prompts, found, strict=True) for one in group]
+        pairs = [(p, one) for p, group in zip(prompts, sampled, strict=True) for one in group]
         texts = [self.text(one.ids, special=False) for _, one in pairs]
         totals, parts = self._judged([prompt for prompt, _ in pairs], texts)
         worth, groups, start = [], [], 0
-        for prompt, group in zip(prompts, found, strict=True):
+        for prompt, group in zip(prompts, sampled, strict=True):
             mine = totals[start : start + len(group)]
             start += len(group)
             better = advantages(self.config.loss, mine, self.config.normalises)
@@ -236,11 +236,11 @@ class GRPO(RolloutTask):
         lengths = [len(one.ids) for _, one in pairs]
         number = max(len(pairs), 1)
         assert self._rewards is not None
-        told = {"reward": _mean(rewards), "reward_std": _deviation(rewards)}
+        means = {"reward": _mean(rewards), "reward_std": _deviation(rewards)}
         for name in self._rewards.names:
-            told[f"reward_{name}"] = _mean(torch.tensor([one.parts[name] for one in answers]))
+            means[f"reward_{name}"] = _mean(torch.tensor([one.parts[name] for one in answers]))
         return {
-            **told,
+            **means,
             "taught": taught,
             "cut": sum(one.is_cut for _, one in pairs) / number,
             "length": sum(lengths) / number,
@@ -266,12 +266,12 @@ class GRPO(RolloutTask):
         groups = [self._as_group(row) for row in rows]
         batch = super().collate([document for group in groups for document in group.documents])
         worth = torch.tensor([value for group in groups for value in group.advantages])
-        made = {**batch, "worth": worth}
+        batch_with_worth = {**batch, "worth": worth}
         for name in ("old", "reference"):
-            found = [known for g in groups if (known := getattr(g, name)) is not None]
-            if len(found) == len(groups):
-                made[name] = torch.cat(found)
-        return made
+            stored = [each for g in groups if (each := getattr(g, name)) is not None]
+            if len(stored) == len(groups):
+                batch_with_worth[name] = torch.cat(stored)
+        return batch_with_worth
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         """Return the number of answer tokens, or of answers: what the loss is divided by."""
@@ -281,25 +281,25 @@ class GRPO(RolloutTask):
 
     def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return those of these weights, for later updates, and the reference's, for the KL."""
-        found = {}
+        log_probs = {}
         if self.updates > 1:
-            found["old"] = self.token_log_probs(model, batch)
+            log_probs["old"] = self.token_log_probs(model, batch)
         if self.config.kl:
             with self.reference.state():
-                found["reference"] = self.token_log_probs(model, batch)
-        return found
+                log_probs["reference"] = self.token_log_probs(model, batch)
+        return log_probs
 
     def remember(self, rows: Sequence[Group], values: Mapping[str, Tensor]) -> None:
         sizes = [sum(map(len, group.answers)) for group in rows]
         for name, each in values.items():
-            for group, own in zip(rows, each.cpu().split(sizes), strict=True):
-                setattr(group, name, own)
+            for group, part in zip(rows, each.cpu().split(sizes), strict=True):
+                setattr(group, name, part)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the summed loss, surprise (which estimates the entropy), clipped shares and KL."""
         config = self.config
         now = self.token_log_probs(model, batch)
-        found = policy_losses(
+        policy = policy_losses(
             config.loss,
             now,
             batch["old"] if "old" in batch else now.detach(),
@@ -308,13 +308,15 @@ class GRPO(RolloutTask):
             clip=config.clips,
             max_new_tokens=config.max_new_tokens,
         )
-        losses, kl = found.losses, torch.zeros_like(now)
+        losses, kl = policy.losses, torch.zeros_like(now)
         if "reference" in batch:
             kl = kl_to_reference(now, batch["reference"].to(now))
             losses = losses + config.kl * kl
-        told = (-now, found.clipped_low.to(now), found.clipped_high.to(now), kl)
-        means = [value.detach() * found.mean_weights for value in told[: len(self.metric_names)]]
-        return torch.stack([(losses * found.weights).sum(), *(each.sum() for each in means)])
+        figures = (-now, policy.clipped_low.to(now), policy.clipped_high.to(now), kl)
+        means = [
+            value.detach() * policy.mean_weights for value in figures[: len(self.metric_names)]
+        ]
+        return torch.stack([(losses * policy.weights).sum(), *(each.sum() for each in means)])
 
 
 def _example(prompt: Any, text: str, style: Style) -> Example:
@@ -333,13 +335,13 @@ def _example(prompt: Any, text: str, style: Style) -> Example:
 
 
 def _deviation(values: Tensor) -> float:
-    known = values[~values.isnan()]
-    return float(known.std(correction=0)) if len(known) else 0.0
+    rated = values[~values.isnan()]
+    return float(rated.std(correction=0)) if len(rated) else 0.0
 
 
 def _mean(values: Tensor) -> float:
-    known = values[~values.isnan()]
-    return float(known.mean()) if len(known) else 0.0
+    rated = values[~values.isnan()]
+    return float(rated.mean()) if len(rated) else 0.0
 
 
 class GRPOConfig(AnswerConfig):
@@ -477,17 +479,17 @@ class PromptEncoder(RowEncoder):
         return (*tokenizer_key(self._tokenizer), *style, self._max_prompt)
 
     def read(self, records: Sequence[Record], where: str) -> list[tuple[PromptExample, str]]:
-        found, _ = read_prompts(records, where=where)
-        known = (json.dumps(record.fields, default=str) for record in records)
-        return list(zip(found, known, strict=True))
+        prompts, _ = read_prompts(records, where=where)
+        fields = (json.dumps(record.fields, default=str) for record in records)
+        return list(zip(prompts, fields, strict=True))
 
     def rows(self, read: list[tuple[PromptExample, str]]) -> EncodedRows:
         rows: list[Prompt | Dropped] = []
-        for one, known in read:
+        for one, fields in read:
             ids = tuple(prompt_ids(self._tokenizer, one.prompt, self._style, one.tools))
             if len(ids) > self._max_prompt:
                 rows.append(Dropped(one.source, 0))
             else:
-                asked = json.dumps(one.prompt, default=str)
-                rows.append(Prompt(ids, asked, one.reference, known, one.source))
+                prompt = json.dumps(one.prompt, default=str)
+                rows.append(Prompt(ids, prompt, one.reference, fields, one.source))
         return EncodedRows(rows, {"style": self._style.kind}, Counter())

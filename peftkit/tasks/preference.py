@@ -62,9 +62,9 @@ class Preference(DocumentTask):
         chunks = "answer rows alone" + ", in chunks" * (self._head is not None)
         rows = "one row for both, the prompt once" if self._attention else "two rows"
         reference = "computed before training" if self.config.needs_reference else "none"
-        known = {"attention": self._attention.kernel} if self._attention else {}
+        others = {"attention": self._attention.kernel} if self._attention else {}
         loss = f"{self.config.loss}, {chunks}"
-        return {**known, "loss": loss, "pairs": rows, "reference": reference}
+        return {**others, "loss": loss, "pairs": rows, "reference": reference}
 
     def setup(self, run: Run) -> None:
         if self.config.needs_reference:
@@ -77,12 +77,12 @@ class Preference(DocumentTask):
     def collate(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
         """Return a batch: see `documents`; and reference (B, 2), where it is known."""
         batch = self._batch(rows)
-        known = self._values.of(rows) if self.config.needs_reference else None
-        return batch if known is None else {**batch, "reference": known}
+        reference = self._values.of(rows) if self.config.needs_reference else None
+        return batch if reference is None else {**batch, "reference": reference}
 
     def _batch(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
-        made = self.documents([document for row in rows for document in row.documents])
-        return {**made, "cut": torch.tensor([row.is_cut for row in rows])}
+        batch = self.documents([document for row in rows for document in row.documents])
+        return {**batch, "cut": torch.tensor([row.is_cut for row in rows])}
 
     def documents(self, documents: Sequence[Row]) -> dict[str, Tensor]:
         """Return documents as a batch, in one row if that is faster.
@@ -100,8 +100,8 @@ class Preference(DocumentTask):
         """Return what the reference says of a batch (B, 2): as was found out, or asked now."""
         if not self.config.needs_reference:
             return torch.zeros(len(batch["cut"]), 2, device=batch["input_ids"].device)
-        known = batch.get("reference")
-        return self._values.compute(model, self.reference, batch) if known is None else known
+        stored = batch.get("reference")
+        return self._values.compute(model, self.reference, batch) if stored is None else stored
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         return batch["cut"].numel()
@@ -172,7 +172,7 @@ class PreferencePairs(Preference):
             return super()._batch(rows)
         # ORPO also learns the prompt: all of the chosen document is scored
         pairs = [row.documents for row in rows]
-        made = self.documents([d for a, b in pairs for d in (whole_answers(a), b)])
+        batch = self.documents([d for a, b in pairs for d in (whole_answers(a), b)])
         answers = [
             label != IGNORE
             for a, b in pairs
@@ -181,7 +181,7 @@ class PreferencePairs(Preference):
             if counts != IGNORE
         ]
         cut = torch.tensor([row.is_cut for row in rows])
-        return {**made, "cut": cut, "answers": torch.tensor(answers)}
+        return {**batch, "cut": cut, "answers": torch.tensor(answers)}
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         settings, count = self.config, len(batch["cut"])
@@ -208,8 +208,8 @@ class PreferencePairs(Preference):
             length = summed(torch.ones_like(tokens), document, 2 * count).view(-1, 2)[:, 0]
             losses = losses - weight * whole / length
         good, bad = (rewards(settings.loss, s, beta=settings.beta) for s in (chosen, rejected))
-        told = (good > bad, good - bad, good, bad, *log_probs.detach().unbind(1), batch["cut"])
-        return torch.stack([losses.sum(), *(each.to(losses).sum() for each in told)])
+        figures = (good > bad, good - bad, good, bad, *log_probs.detach().unbind(1), batch["cut"])
+        return torch.stack([losses.sum(), *(each.to(losses).sum() for each in figures)])
 
     def spans(self, row: Compared) -> list[tuple[str, str]]:
         return self._spans(row, ("chosen", "rejected"))
@@ -268,8 +268,8 @@ class WithOtherAnswers(LazyRows):
         super().__init__(both.int(), f"{rows.fingerprint} with the answers before")
 
     def row(self, place: int) -> Compared:
-        own, before = self._rows.row(place), self._rows.row((place or len(self)) - 1)
-        return own.beside(before, self._max_length)
+        row, before = self._rows.row(place), self._rows.row((place or len(self)) - 1)
+        return row.beside(before, self._max_length)
 
 
 class KTO(Preference):
@@ -303,8 +303,8 @@ class KTO(Preference):
     @property
     def paths(self) -> dict[str, str]:
         rows = "without padding, common beginnings once" if self._attention else "padded"
-        known = {name: how for name, how in super().paths.items() if name != "pairs"}
-        return {**known, "rows": rows}
+        others = {name: how for name, how in super().paths.items() if name != "pairs"}
+        return {**others, "rows": rows}
 
     def num_positions(self, rows: Sequence[Compared]) -> int:
         return self.positions([max(row.lengths) for row in rows])
@@ -361,7 +361,7 @@ class KTO(Preference):
         losses = kto_losses(gain, wanted, z.to(gain), beta=self.config.beta)
         gain, log_probs, on = gain.detach(), log_probs.detach(), wanted.to(gain)
         rewards = self.config.beta * gain
-        told = (
+        figures = (
             on,
             rewards * on,
             rewards * (1 - on),
@@ -371,16 +371,16 @@ class KTO(Preference):
             z.expand(len(gain)),
             batch["cut"],
         )
-        return torch.stack([losses.sum(), *(each.to(losses).sum() for each in told)])
+        return torch.stack([losses.sum(), *(each.to(losses).sum() for each in figures)])
 
     def metric_means(self, means: Sequence[float]) -> dict[str, float]:
         """Return means over wanted and unwanted answers; accuracy: share on their side of z."""
-        found = super().metric_means(means)
-        wanted = found.pop("wanted")
+        named = super().metric_means(means)
+        wanted = named.pop("wanted")
         for side, share in (("chosen", wanted), ("rejected", 1 - wanted)):
             for name in (f"reward_{side}", f"logp_{side}"):  # a step may have one side alone
-                found[name] = found[name] / share if share > 0 else 0.0
-        return {**found, "margin": found["reward_chosen"] - found["reward_rejected"]}
+                named[name] = named[name] / share if share > 0 else 0.0
+        return {**named, "margin": named["reward_chosen"] - named["reward_rejected"]}
 
     def spans(self, row: Compared) -> list[tuple[str, str]]:
         return self._spans(row, ("wanted" if row.wanted else "unwanted",))
@@ -434,8 +434,8 @@ class PreferenceConfig(AnswerConfig):
 
     def of(self, name: str) -> float:
         """Return an optional setting: what is set, else the loss's default, 0 if it has none."""
-        asked = getattr(self, name)
-        return float(DEFAULTS[self.loss].get(name, 0.0) if asked is None else asked)
+        value = getattr(self, name)
+        return float(DEFAULTS[self.loss].get(name, 0.0) if value is None else value)
 
     @staticmethod
     def task(

@@ -66,11 +66,11 @@ class Judged:
         """Return it, and its prompt with the answer of another."""
         ids = self.input_ids[: self.start] + other.input_ids[other.start :]
         labels = (IGNORE,) * self.start + other.labels[other.start :]
-        own = Row(self.input_ids, self.labels, (len(self.input_ids),), self.source)
+        document = Row(self.input_ids, self.labels, (len(self.input_ids),), self.source)
         mixed = Row(ids, labels, (len(ids),), self.source)
-        found = compared(own, mixed, max_length, wanted=self.wanted)
-        assert found is not None, self.source
-        return replace(found, is_cut=self.is_cut or other.is_cut or found.is_cut)
+        both = compared(document, mixed, max_length, wanted=self.wanted)
+        assert both is not None, self.source
+        return replace(both, is_cut=self.is_cut or other.is_cut or both.is_cut)
 
 
 class AnswerEncoder(RowEncoder):
@@ -175,8 +175,8 @@ class ReferenceValues:
     def of(self, rows: Sequence[Any]) -> Tensor | None:
         """Return (rows, 2); None where one of them is not known yet."""
         keys = torch.tensor([_key(self._reference, row) for row in rows])
-        places, known = _found(self._keys, keys)
-        return self._known[places] if bool(known.all()) else None
+        places, is_known = _found(self._keys, keys)
+        return self._known[places] if bool(is_known.all()) else None
 
     @torch.no_grad()
     def compute(
@@ -197,20 +197,20 @@ class ReferenceValues:
         keys, places = each.unique(return_inverse=True)
         numbers = torch.arange(len(rows))
         first = torch.full_like(keys, len(rows)).scatter_reduce(0, places, numbers, "amin")
-        values, known = torch.zeros(len(keys), 2), torch.zeros(len(keys), dtype=torch.bool)
+        values, is_known = torch.zeros(len(keys), 2), torch.zeros(len(keys), dtype=torch.bool)
         path = run.config.output_dir / FILE
         if reference.key and world.is_main:
-            values, known = _kept(path, keys)
+            values, is_known = _kept(path, keys)
         values = world.sum(values.to(world.device)).cpu()
-        known = world.sum(known.float().to(world.device)).cpu() > 0
-        missing = (~known).nonzero().flatten()
+        is_known = world.sum(is_known.float().to(world.device)).cpu() > 0
+        missing = (~is_known).nonzero().flatten()
         if len(missing):
             run.say(Stage(f"Asking the reference about {len(missing):,} rows"))
             computed = self._missing(reference, View([rows], first[missing]), run)
-            values[missing], known[missing] = computed[:, :2], computed[:, 2] > 0
+            values[missing], is_known[missing] = computed[:, :2], computed[:, 2] > 0
             if reference.key and world.is_main:
-                _keep(path, keys[known], values[known], run)
-        if not bool(known.all()):
+                _keep(path, keys[is_known], values[is_known], run)
+        if not bool(is_known.all()):
             raise Interrupted(
                 run.stop.signum,
                 "stopped before the first step; what the reference said so far is kept.",
@@ -222,7 +222,7 @@ class ReferenceValues:
         model, world = run.model, run.world
         order = tokens_of_each(rows).sort(descending=True, stable=True).indices
         places = order[world.rank :: world.world_size]
-        own = View([rows], places)
+        rows_here = View([rows], places)
         values, done = torch.zeros(len(rows), 3, device=world.device), 0
 
         def compute(part: Part) -> Tensor:
@@ -232,13 +232,13 @@ class ReferenceValues:
 
         with evaluating(model), reference.state():
             for part, some, is_own in batches_that_fit(
-                own, BATCH_SIZE, _split, compute, parallel=run.parallel, fix=FIX
+                rows_here, BATCH_SIZE, _split, compute, parallel=run.parallel, fix=FIX
             ):
                 if is_own:
                     index = places[done : done + len(part)].to(world.device)
                     values[index, :2], values[index, 2] = some.float(), 1.0
                     done += len(part)
-                    run.say(Progress("Asking the reference", done, len(own)))
+                    run.say(Progress("Asking the reference", done, len(rows_here)))
                 if run.stop.signum and world.world_size == 1:
                     break
         return world.sum(values).cpu()  # the only wait for the device
@@ -249,8 +249,8 @@ def _split(rows: Sequence[Any], size: int) -> list[Part]:
 
 
 def _key(reference: str, row: Any) -> int:
-    told = f"{reference} {row_digest(row)}".encode()
-    return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little", signed=True)
+    content = f"{reference} {row_digest(row)}".encode()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
 def _found(sorted_keys: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -275,8 +275,8 @@ def _kept(path: Path, keys: Tensor) -> tuple[Tensor, Tensor]:
     if not is_whole or there.ndim != 1 or not bool(torch.isfinite(kept).all()):
         return nothing
     there, order = there.sort()
-    places, known = _found(there, keys)
-    return torch.where(known[:, None], kept[order][places].float(), 0.0), known
+    places, is_stored = _found(there, keys)
+    return torch.where(is_stored[:, None], kept[order][places].float(), 0.0), is_stored
 
 
 def _keep(path: Path, keys: Tensor, values: Tensor, run: Run) -> None:
