@@ -263,7 +263,7 @@ def _keep(source: Path, folder: Path, model: nn.Module, location: Location, scra
 def _save(
     modules: Mapping[str, LowRank],
     folder: Path,
-    origin: Provenance,
+    own: Provenance,
     location: Location,
     model: nn.Module,
     source: Path,
@@ -276,8 +276,8 @@ def _save(
             found=first_few(problems, 20),
             fix="Name the base that it was trained on with --base MODEL.",
         )
-    revision = origin.revision if origin.base == location.name else None
-    origin = replace(origin, base=location.name, hub_id=location.hub_id, revision=revision)
+    revision = own.revision if own.base == location.name else None
+    own = replace(own, base=location.name, hub_id=location.hub_id, revision=revision)
     transposed = any(is_conv1d(linears[path]) for path in modules)
     targets = shortest_endings(modules, linears.keys() - modules.keys())
-    save_low_rank(modules, folder, origin, targets=targets, transposed=transposed)
+    save_low_rank(modules, folder, own, targets=targets, transposed=transposed)

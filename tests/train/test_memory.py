@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import RunError
+from peftkit.events import Event, StepDone
 from peftkit.execution.environment import used_bytes
 from peftkit.execution.plan import Activations
 from peftkit.train import memory
@@ -247,3 +249,21 @@ def test_what_is_planned_for_a_transformer_covers_what_its_batches_save(monkeypa
     for part in parts:
         saved = saved_by(lambda: trainer.loss(part), trainer.blocks.blocks)  # noqa: B023
         assert saved.needed(trainer.plan.activations) <= 2_000_000
+
+
+def test_streamed_blocks_are_recomputed_under_auto(tmp_path: Path) -> None:
+    class Stream:
+        def around(self, block: nn.Module) -> AbstractContextManager[None]:
+            return nullcontext()
+
+    model = Deep()
+    model.block_stream = Stream()  # type: ignore[assignment]
+    recomputed: list[bool] = []
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, StepDone):
+            recomputed.append(model.blocks[0].gradient_checkpointing)
+
+    run = play(tmp_path, model=model, max_steps=2, on_event=on_event)
+    assert run.error is None
+    assert recomputed == [True, True], "kept activations would hold the weights of all blocks"
