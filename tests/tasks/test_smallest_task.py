@@ -1,0 +1,125 @@
+"""What a new task has to define, and that the rest follows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from peftkit.adapter import attach
+from peftkit.data.load import Record
+from peftkit.data.rows import EncodedRows, RowEncoder, tokenizer_key
+from peftkit.events import Event, StepDone, Table
+from peftkit.methods.lora import LoRA
+from peftkit.settings import DataConfig, TrainConfig
+from peftkit.tasks.base import Task
+from peftkit.tasks.config import TaskConfig
+from peftkit.train.loop import fit
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A text and the number that its mean logit is drawn to."""
+
+    input_ids: tuple[int, ...]
+    number: float
+    source: str
+
+
+class LineEncoder(RowEncoder):
+    """A row of each record with a text and a number."""
+
+    kind = Line
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def key(self, where: str) -> object:
+        return tokenizer_key(self.tokenizer)
+
+    def read(self, records: Sequence[Record], where: str) -> list[Record]:
+        return list(records)
+
+    def rows(self, read: list[Record]) -> EncodedRows:
+        texts = [(record, str(record.fields["text"])) for record in read]
+        return EncodedRows(
+            [
+                Line(
+                    tuple(self.tokenizer(text).input_ids),
+                    float(record.fields["number"]),
+                    record.source,
+                )
+                for record, text in texts
+            ]
+        )
+
+
+class Lines(Task):
+    """Draw the mean logit of a text to a number."""
+
+    metric_names = ("distance",)
+
+    def build(self, model: nn.Module) -> None:
+        self.row_encoder, self.max_length = LineEncoder(self.tokenizer), 64
+
+    def collate(self, rows: Sequence[Line]) -> dict[str, Tensor]:
+        width = max(len(row.input_ids) for row in rows)
+        ids = [[*row.input_ids, *[0] * (width - len(row.input_ids))] for row in rows]
+        return {"ids": torch.tensor(ids), "numbers": torch.tensor([row.number for row in rows])}
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        return len(batch["numbers"])
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        logits = model(input_ids=batch["ids"], use_cache=False).logits.float()
+        error = logits.mean((1, 2)) - batch["numbers"]
+        return torch.stack([(error**2).sum(), error.detach().abs().sum()])
+
+    def spans(self, row: Line) -> list[tuple[str, str]]:
+        return [("text", str(self.tokenizer.decode(row.input_ids)))]
+
+
+class LinesConfig(TaskConfig):
+    """The section of a recipe."""
+
+    task_type: ClassVar[str | None] = None
+    auto_class: ClassVar[str] = "AutoModelForCausalLM"
+    task: ClassVar = Lines
+
+    type: Literal["lines"] = "lines"
+
+
+MOST = 6
+"""Names that a task has to define."""
+
+
+def test_a_task_of_few_names_reads_learns_and_evaluates(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    names = [name for name in vars(Lines) if not name.startswith("_")]
+    assert len(names) <= MOST, names
+    file = tmp_path / "rows.jsonl"
+    rows = [{"text": f"row {n}", "number": n % 3} for n in range(12)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    attach(llama, LoRA(rank=4))
+    heard: list[Event] = []
+    data = DataConfig(train=str(file))
+    task = LinesConfig().on(llama, tokenizer, data, on_event=heard.append)
+    encoded = task.load(str(file))
+    assert [event.summary for event in heard if isinstance(event, Table)] == [
+        f"{file}: 12 rows read, 0 cut, 0 dropped"
+    ]
+    before = task.metrics(llama, encoded)
+    config = TrainConfig(output_dir=tmp_path / "run", max_steps=20, learning_rate=0.02)
+    result = fit(llama, task, encoded, encoded, config, on_event=heard.append)
+    after = task.metrics(llama, encoded)
+    assert after["loss"] < 0.8 * before["loss"]
+    assert after["distance"] < before["distance"]
+    assert "distance" in next(e for e in heard if isinstance(e, StepDone)).figures
+    assert abs(result.metrics["eval_loss"] - after["loss"]) < 1e-5
