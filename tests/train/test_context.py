@@ -22,7 +22,7 @@ from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM
-from peftkit.train.context_parallel import own_part, unsuited
+from peftkit.train.context_parallel import ContextParallelTask, own_part, unsuited
 from tests.families import ARCHITECTURES, FURTHER, tiny_tokenizer
 from tests.tasks.test_unpadding import a_row
 from tests.train.children import exit_code, start
@@ -116,7 +116,7 @@ def each_model(rank: int, folder: Path) -> None:
         torch.nn.init.normal_(own[-1], std=0.1)
         want = task.loss(model, task.collate([row]))[0]
         wanted = torch.autograd.grad(want, own, allow_unused=True)
-        parts = task.in_parts(context)
+        parts = ContextParallelTask(task, context)
         try:
             with parts.training(model):
                 loss = parts.loss(model, parts.collate([row]))[0]
