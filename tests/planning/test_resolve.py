@@ -223,4 +223,4 @@ def test_processes_share_a_base_that_one_of_them_cannot_hold(fits, folder, tmp_p
     assert [exit_code(child) for child in children] == [0, 0]
     told = (tmp_path / "told.txt").read_text(encoding="utf-8")
     assert ("sharded over the processes (train.shard: auto)" in told) == (not fits)
-    assert ("The base is spread over processes:" in told) == (not fits)
+    assert ("The base is sharded over the processes:" in told) == (not fits)
