@@ -359,7 +359,10 @@ class Loop:
             signum = self.world.max(run.stop.signum)
             return StepFacts(0.0, run.figures, 0.0, num_tokens=0, stop=signum, notice="")
         began = time.perf_counter()
-        coming = [run.rows[n] for n in self._indices(step + 1)] if run.task.collates_ahead else None
+        coming = None
+        # of rows that `before_step` makes, the next ones are not known yet
+        if self.trainer.prefetcher.is_ahead and batches[0] is rows:
+            coming = [run.rows[index] for index in self._indices(step + 1)]
         for batch in batches:
             facts = self.trainer.step(batch, rate, coming)
         if run.figures:
