@@ -55,6 +55,11 @@ def too_large(
     )
 
 
+def equal_parts(rows: Sequence[Any], size: int) -> list[Part]:
+    """Return rows in parts of `size`, the last one possibly smaller."""
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
 def split_micro_batches(
     rows: Sequence[Any],
     num_positions: Callable[[Sequence[Any]], int],
@@ -81,7 +86,7 @@ def split_micro_batches(
             for group in groups.values()
             for part in split_micro_batches(group, num_positions, max_rows, max_tokens)
         ]
-    parts = [rows[start : start + max_rows] for start in range(0, len(rows), max_rows)]
+    parts = equal_parts(rows, max_rows)
     if max_tokens is None or all(num_positions(part) <= max_tokens for part in parts):
         return parts
     fitting: list[Sequence[Any]] = [[]]

@@ -24,7 +24,7 @@ from peftkit.execution.signals import Interrupted
 from peftkit.files.tensors import read_tensors, write_tensors
 from peftkit.model.modes import evaluating
 from peftkit.tasks.base import Reference, Run
-from peftkit.tasks.batches import batches_that_fit
+from peftkit.tasks.batches import batches_that_fit, equal_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ class ReferenceValues:
 
         with evaluating(model), reference.state():
             for part, some, is_own in batches_that_fit(
-                rows_here, BATCH_SIZE, _split, compute, parallel=run.parallel, fix=FIX
+                rows_here, BATCH_SIZE, equal_parts, compute, parallel=run.parallel, fix=FIX
             ):
                 if is_own:
                     index = places[done : done + len(part)].to(world.device)
@@ -242,10 +242,6 @@ class ReferenceValues:
                 if run.stop.signum and world.world_size == 1:
                     break
         return world.sum(values).cpu()  # the only wait for the device
-
-
-def _split(rows: Sequence[Any], size: int) -> list[Part]:
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def _key(reference: str, row: Any) -> int:

@@ -25,7 +25,7 @@ from peftkit.data.rows import EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import BaseError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.base import Task
-from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit
+from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, equal_parts
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.labels import FIX
 from peftkit.tasks.loss import accepted, unwrapped
@@ -241,14 +241,10 @@ class TextTask(Task):
             return list(compute(model, on_device).tolist())
 
         results: dict[int, Any] = {}
-        for part, some, _ in batches_that_fit(order, 2 * BATCH_SIZE, _cut, values):
+        for part, some, _ in batches_that_fit(order, 2 * BATCH_SIZE, equal_parts, values):
             on_event(Progress(progress, len(results), len(order)))
             results.update(zip(part, some, strict=True))
         return [results[n] for n in range(len(encoded))]
-
-
-def _cut(rows: Sequence[int], size: int) -> list[Sequence[int]]:
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 class Classifier(Task):
