@@ -16,6 +16,7 @@ from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, InitValues, Meth
 from peftkit.methods.lora_linear import (
     group_layers,
     grouped_for_serving,
+    grouping_in_words,
     refresh_groups,
     ungroup_layers,
 )
@@ -83,7 +84,7 @@ class Adapter:
         self.end_training()
         group_layers(self.model)
         # fused optimizers leave no trace in a tensor's version
-        self._step_hook = register_optimizer_step_post_hook(lambda *_: refresh_groups(self.model))
+        self._step_hook = register_optimizer_step_post_hook(lambda *_: refresh_copies(self.model))
 
     def end_training(self) -> None:
         """Undo `prepare_training`."""
@@ -226,6 +227,19 @@ def prepared_for_training(model: nn.Module, plan: ExecutionPlan) -> Iterator[Non
     finally:
         if plan.lora_grouped:
             ungroup_layers(model)
+
+
+def refresh_copies(model: nn.Module) -> None:
+    """Update the copies that layers computed together hold of trained values; drop their outputs.
+
+    Call it after an optimizer's step, and after a forward pass without its backward pass.
+    """
+    refresh_groups(model)
+
+
+def adapter_paths(model: nn.Module) -> dict[str, str]:
+    """Return how adapter layers are computed, by kind, for the header of a run."""
+    return {"LoRA": grouping_in_words(model)}
 
 
 @contextmanager

@@ -337,6 +337,18 @@ def test_the_main_path_names_no_leaf() -> None:
     assert not named, "\n".join(named)
 
 
+def test_training_names_no_method() -> None:
+    sources = modules()
+    named = [
+        f"{each.where}: {target}"
+        for each in imports(sources)
+        if short_name(each.importer).startswith("train/")
+        for target in _own_targets(each, sources)
+        if short_name(target).startswith("methods/")
+    ]
+    assert not named, "\n".join(named)
+
+
 @pytest.mark.parametrize("module", CLOSURES)
 def test_a_recipe_and_its_run_import_what_they_need(module: str) -> None:
     sources = modules()

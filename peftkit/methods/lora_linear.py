@@ -271,6 +271,14 @@ def refresh_groups(model: nn.Module) -> None:
     _copy_to_groups(groups)
 
 
+def grouping_in_words(model: nn.Module) -> str:
+    """Return "2 groups of 5 layers, 1 layers each on its own"; "" without LoRA layers."""
+    groups = [module.group for module in model.modules() if isinstance(module, LoRALinear)]
+    num_alone, num_groups = groups.count(None), len({*groups} - {None})
+    parts = [f"{num_groups} groups of {len(groups) - num_alone} layers"] if num_groups else []
+    return ", ".join(parts + ([f"{num_alone} layers each on its own"] if num_alone else []))
+
+
 @contextmanager
 def grouped_for_serving(model: nn.Module) -> Iterator[None]:
     """Keep A and B in the compute dtype within the context, for token after token."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from peftkit.adapter import prepared_for_training
+from peftkit.adapter import prepared_for_training, refresh_copies
 from peftkit.base.sharding import is_sharded
 from peftkit.errors import DataError, PeftkitError
 from peftkit.events import Listener, Notice, RunDone, RunStarted, RunStopped, StepDone, ignore
@@ -25,7 +25,6 @@ from peftkit.execution.signals import Interrupted, StopRequest, stop_requests
 from peftkit.execution.state import Result, State, StepFacts
 from peftkit.execution.world import World
 from peftkit.kernels.device import gpu_of, keep_freed_memory, trim_malloc
-from peftkit.methods.lora_linear import refresh_groups
 from peftkit.model.blocks import STREAMED
 from peftkit.model.modes import begin_training, modes_kept
 from peftkit.quant.audit import audit
@@ -307,7 +306,7 @@ class Loop:
             self.world.broadcast_parameters(_shared_tensors(run.model))
         else:
             self.saver.resume(resume)
-        refresh_groups(run.model)
+        refresh_copies(run.model)
         if self.world.is_main:
             self.saver.checkpoints.remove_leftovers()
         self.saver.check_disk()

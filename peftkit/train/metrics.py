@@ -15,6 +15,7 @@ import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from torch import nn
 
+from peftkit.adapter import adapter_paths
 from peftkit.errors import ConfigError
 from peftkit.events import (
     EvalDone,
@@ -31,7 +32,6 @@ from peftkit.events import (
 )
 from peftkit.execution.plan import Activations
 from peftkit.kernels.device import gpu_of, peak_resident_bytes
-from peftkit.methods.lora_linear import LoRALinear
 from peftkit.model.fused import num_fused
 from peftkit.settings import TrainConfig
 from peftkit.train.blocks import Blocks
@@ -200,7 +200,7 @@ def execution_paths(model: nn.Module, blocks: Blocks, task_paths: Mapping[str, s
     """
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     attention = str(task_paths.get("attention", attention) or "")
-    paths = {"attention": attention.removeprefix(PREFIX), "LoRA": _lora_groups(model)}
+    paths = {"attention": attention.removeprefix(PREFIX), **adapter_paths(model)}
     if fused := num_fused(model):
         paths["fused"] = f"{fused} norms, gated layers and rotations"
     if blocks.blocks:
@@ -208,13 +208,6 @@ def execution_paths(model: nn.Module, blocks: Blocks, task_paths: Mapping[str, s
         paths["blocks"] = f"{compiled}{IN_BLOCKS[blocks.activations]}"
     paths |= {name: path for name, path in task_paths.items() if name != "attention"}
     return "; ".join(f"{name}: {path}" for name, path in paths.items() if path)
-
-
-def _lora_groups(model: nn.Module) -> str:
-    groups = [module.group for module in model.modules() if isinstance(module, LoRALinear)]
-    num_alone, num_groups = groups.count(None), len({*groups} - {None})
-    parts = [f"{num_groups} groups of {len(groups) - num_alone} layers"] if num_groups else []
-    return ", ".join(parts + ([f"{num_alone} layers each on its own"] if num_alone else []))
 
 
 def _failed(name: str, error: Exception) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from peftkit.adapter import refresh_copies
 from peftkit.data.pack import num_tokens
 from peftkit.errors import ConfigError, DataError, RunError
 from peftkit.execution import rng
@@ -22,7 +23,6 @@ from peftkit.execution.out_of_memory import (
 )
 from peftkit.execution.plan import ExecutionPlan, smaller
 from peftkit.execution.state import State, StepFacts
-from peftkit.methods.lora_linear import refresh_groups
 from peftkit.tasks.base import Run
 from peftkit.tasks.batches import OnDevice, too_large
 from peftkit.train.batches import BatchPrefetcher, on_device
@@ -175,7 +175,7 @@ class Trainer:
             elif not self.run.parallel.ran_out(error):
                 raise
         # outside of the `except` block, whose traceback holds the activations
-        refresh_groups(self.model)  # they may hold the graph of the attempt
+        refresh_copies(self.model)  # they may hold the graph of the attempt
         release_memory()
         rng.restore(start, self.world.device)
         if not problem:
@@ -312,7 +312,7 @@ class Trainer:
                 found=f"{sum(p.numel() for p in self.parameters.values()):,} trained values.",
                 fix="Use train.optimizer: adamw_8bit or paged_adamw_8bit, or a lower rank.",
             ) from None
-        refresh_groups(self.model)
+        refresh_copies(self.model)
         self.scale.went_well()
         self.optimizer.zero_grad(set_to_none=True)
 
