@@ -29,17 +29,6 @@ from peftkit.files.strict_json import shown
 
 MAX_BYTES = 100 * 2**20
 """Of a medium, encoded."""
-STAMP = ("path", "num_bytes", "changed")
-STORED = {
-    "kind": "string",
-    "path": "large_string",
-    "num_bytes": "int64",
-    "changed": "int64",
-    "data": "large_binary",
-    "digest": "string",
-    "which": "string",
-}
-"""Columns of a medium in an Arrow file: its path, size and time of change; or its bytes."""
 _URL = re.compile(r"(?i)[a-z][a-z0-9+.-]*://")
 _DATA_URL = re.compile(r"(?i)data:[^,;]*(;[^,;]*)*;base64,")
 
@@ -73,6 +62,18 @@ class Media:
     """
 
     __slots__ = ("_digest", "data", "source", "which")
+    columns: ClassVar[Mapping[str, str]] = {
+        "kind": "string",
+        "path": "large_string",
+        "num_bytes": "int64",
+        "changed": "int64",
+        "data": "large_binary",
+        "digest": "string",
+        "which": "string",
+    }
+    """Columns in an Arrow file: its path, size and time of change; or its bytes."""
+    stamp: ClassVar[tuple[str, ...]] = ("path", "num_bytes", "changed")
+    """Columns that tell whether its file has changed."""
     kind: ClassVar[str]
     """Its name in messages."""
     name: ClassVar[str]
@@ -145,13 +146,32 @@ class Media:
         raise NotImplementedError
 
     def stored(self) -> dict[str, Any]:
-        """Return its values in an Arrow file; see STORED."""
+        """Return its values in an Arrow file, by column."""
         facts = {"kind": self.kind, "digest": self._digest, "which": self.which}
         if isinstance(self.data, Path):
             file = self.data.stat()
             stamp = (str(self.data.absolute()), file.st_size, file.st_mtime_ns)
-            return facts | dict(zip(STAMP, stamp, strict=True))
+            return facts | dict(zip(self.stamp, stamp, strict=True))
         return facts | {"data": self.encoded()}
+
+    @staticmethod
+    def opened(scalar: Any, source: str) -> Media:
+        """Return a medium as Arrow stores it; bytes stay mapped."""
+        kind = next(kind for kind in KINDS if kind.kind == scalar["kind"].as_py())
+        path = scalar["path"].as_py()
+        data = memoryview(scalar["data"].as_buffer()) if path is None else Path(path)
+        return kind(data, source, scalar["which"].as_py(), scalar["digest"].as_py())
+
+    @staticmethod
+    def is_unchanged(path: str | None, num_bytes: int, changed: int) -> bool:
+        """Return whether the file of a stored medium is unchanged; see `stamp`."""
+        if path is None:
+            return True
+        try:
+            file = Path(path).stat()
+        except OSError:
+            return False
+        return (file.st_size, file.st_mtime_ns) == (num_bytes, changed)
 
     def encoded(self) -> bytes:
         """Return the encoded bytes.
@@ -228,6 +248,14 @@ def media_of(
     return cls(path if path.is_absolute() else folder / path, record.source, which)
 
 
+def scaled_size(width: int, height: int, max_pixels: int | None) -> tuple[int, int] | None:
+    """Return the sides, in proportion, of a picture with too many pixels; None if it has not."""
+    if max_pixels is None or width * height <= max_pixels:
+        return None
+    scale = math.sqrt(max_pixels / (width * height))
+    return max(1, int(width * scale)), max(1, int(height * scale))
+
+
 DEEP_MODES = ("I", "F")
 """First letters of Pillow's modes of more than 8 bits, which a conversion would cut off."""
 MAX_PIXELS = 100_000_000
@@ -299,11 +327,8 @@ class Picture(Media):
             raise self.error(*_TOO_MANY) from None
         except Exception as problem:  # a damaged image can raise anything
             raise self.error(_short(problem), "Mend or remove it.") from problem
-        if max_pixels is None or image.width * image.height <= max_pixels:
-            return image
-        scale = math.sqrt(max_pixels / (image.width * image.height))
-        size = max(1, int(image.width * scale)), max(1, int(image.height * scale))
-        return image.resize(size, Image.Resampling.BICUBIC)
+        size = scaled_size(image.width, image.height, max_pixels)
+        return image if size is None else image.resize(size, Image.Resampling.BICUBIC)
 
 
 _TOO_MANY = f"It has more than {MAX_PIXELS:,} pixels.", "Scale it down first, or remove it."
@@ -549,7 +574,7 @@ class Video(Media):
                 keys = sorted(time for time, is_key in packets if is_key)
                 chosen = [times[place] for place in places]
                 frames = [
-                    torch.from_numpy(self._scaled(frame, max_pixels).to_ndarray(format="rgb24"))
+                    torch.from_numpy(_pixels(frame, max_pixels))
                     for frame in self._at(file, stream, chosen, keys)
                 ]
                 seconds = (times[-1] - times[0]) * float(stream.time_base or 0) or 1.0
@@ -618,14 +643,13 @@ class Video(Media):
                     yield frame
                     break
 
-    @staticmethod
-    def _scaled(frame: Any, max_pixels: int | None) -> Any:
-        if max_pixels is None or frame.width * frame.height <= max_pixels:
-            return frame
-        scale = math.sqrt(max_pixels / (frame.width * frame.height))
-        return frame.reformat(
-            width=max(1, int(frame.width * scale)), height=max(1, int(frame.height * scale))
-        )
+
+def _pixels(frame: Any, max_pixels: int | None) -> Any:
+    """Return a frame (H, W, 3) as a numpy array of bytes, scaled down if it is too large."""
+    size = scaled_size(frame.width, frame.height, max_pixels)
+    if size is not None:
+        frame = frame.reformat(*size)
+    return frame.to_ndarray(format="rgb24")
 
 
 KINDS: tuple[type[Media], ...] = (Picture, Audio, Video)
@@ -633,22 +657,3 @@ KINDS: tuple[type[Media], ...] = (Picture, Audio, Video)
 MARKS = {kind.mark: kind for kind in KINDS}
 """What stands for a medium in the texts of an example."""
 ANY_MARK = re.compile(f"([{''.join(MARKS)}])")
-
-
-def opened(scalar: Any, source: str) -> Any:
-    """Return a medium as Arrow stores it; bytes stay mapped."""
-    kind = next(kind for kind in KINDS if kind.kind == scalar["kind"].as_py())
-    path = scalar["path"].as_py()
-    data = memoryview(scalar["data"].as_buffer()) if path is None else Path(path)
-    return kind(data, source, scalar["which"].as_py(), scalar["digest"].as_py())
-
-
-def is_as_stored(path: str | None, num_bytes: int, changed: int) -> bool:
-    """Return whether the file of a stored medium is unchanged; see STAMP."""
-    if path is None:
-        return True
-    try:
-        file = Path(path).stat()
-    except OSError:
-        return False
-    return (file.st_size, file.st_mtime_ns) == (num_bytes, changed)

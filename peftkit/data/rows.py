@@ -460,7 +460,8 @@ class Columns:
         types = {name: _arrow_type(hints[name]) for name in names}
         self._kind, self._names = kind, names
         self._labels = [name for name in names if hints[name] == Labels]
-        self._media = [name for name in names if _is_media(hints[name])]
+        stored = {name: _element(hints[name]) for name in names}
+        self._media = {name: type for name, type in stored.items() if hasattr(type, "stored")}
         self._tuples = {name for name in names if get_origin(hints[name]) is tuple}
         self._ints = {name for name, type in types.items() if type == pa.large_list(pa.int32())}
         self._floats = {name for name, type in types.items() if type == pa.large_list(pa.float64())}
@@ -503,9 +504,7 @@ class Columns:
         for name in self._names:
             scalar = table.column(f"row.{name}")[index]
             if name in self._media:
-                from peftkit.data.media import opened
-
-                media = tuple(opened(one, source) for one in scalar.values)
+                media = tuple(self._media[name].opened(one, source) for one in scalar.values)
                 values[name] = media if name in self._tuples else media[0]
             elif name in self._ints or name in self._floats:  # much faster than as_py
                 values[name] = tuple(scalar.values.to_numpy(zero_copy_only=False).tolist())
@@ -525,13 +524,11 @@ class Columns:
 
     def is_current(self, table: Any) -> bool:
         """Return whether all files that rows name are unchanged."""
-        for name in self._media:
-            from peftkit.data.media import STAMP, is_as_stored
-
+        for name, kind in self._media.items():
             for chunk in table.column(f"row.{name}").chunks:
                 media = chunk.flatten()
-                stamps = zip(*(media.field(name).to_pylist() for name in STAMP), strict=True)
-                if not all(is_as_stored(*stamp) for stamp in stamps):
+                stamps = zip(*(media.field(name).to_pylist() for name in kind.stamp), strict=True)
+                if not all(kind.is_unchanged(*stamp) for stamp in stamps):
                     return False
         return True
 
@@ -579,12 +576,9 @@ def _arrow_type(annotation: Any) -> Any:
     import pyarrow as pa
 
     args = get_args(annotation)
-    if _is_media(annotation):
-        from peftkit.data.media import STORED  # a leaf: for rows that hold some
-
-        return pa.large_list(
-            pa.struct({name: getattr(pa, type)() for name, type in STORED.items()})
-        )
+    if hasattr(element := _element(annotation), "stored"):
+        columns = {name: getattr(pa, type)() for name, type in element.columns.items()}
+        return pa.large_list(pa.struct(columns))
     if annotation == Labels or (args[:1] == (int,) and NoneType not in args):
         return pa.large_list(pa.int32())
     if get_origin(annotation) is tuple:
@@ -593,8 +587,9 @@ def _arrow_type(annotation: Any) -> Any:
     return scalars[args[0] if args else annotation]
 
 
-def _is_media(annotation: Any) -> bool:
-    return hasattr((get_args(annotation) or (annotation,))[0], "stored")
+def _element(annotation: Any) -> Any:
+    """Return the class of a field, or of the elements of its tuple; `Media` has columns."""
+    return (get_args(annotation) or (annotation,))[0]
 
 
 def _with_tuples(value: Any) -> Any:
