@@ -29,7 +29,7 @@ from peftkit.data.format import (
 from peftkit.data.load import Record
 from peftkit.data.pack import IGNORE, Row, cut_document
 from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, tokenizer_key
-from peftkit.errors import BaseError, DataError
+from peftkit.errors import DataError
 from peftkit.settings import FormatName
 
 # the prompts of Stanford Alpaca, for tokenizers that know no chat
@@ -89,7 +89,7 @@ def prompt_ids(
         require_template(tokenizer, style.chat_template)
         chat = Chat(tokenizer, style.chat_template)
         text = chat.render(messages, tools, "the prompt", generation=True, variables=variables)
-        return _tokens(tokenizer, text)
+        return tokens(tokenizer, text)
     if not isinstance(prompt, str):
         raise DataError(
             "Cannot put a conversation to this model.",
@@ -253,9 +253,9 @@ class Encoder:
         first = next((n for n in reversed(range(len(ids))) if ids[n] in self._added), 0)
         header = prompt[offsets[first][0] if first else 0 :]
         if len(header) > 200:  # no recurring "<|im_start|>assistant"
-            return _tokens(self._tokenizer, header) == ids[first:]
+            return tokens(self._tokenizer, header) == ids[first:]
         if header not in self._headers:
-            self._headers[header] = _tokens(self._tokenizer, header)
+            self._headers[header] = tokens(self._tokenizer, header)
         return self._headers[header] == ids[first:]
 
     def _segmentwise(
@@ -279,12 +279,12 @@ class Encoder:
         Tokenised together, the two may share a token ("\\n" + "\\n"); tokenised apart, some
         tokenizers put a space before `tail`. An anchor that merges with nothing avoids both.
         """
-        before, joint = _tokens(self._tokenizer, head), _tokens(self._tokenizer, head + tail)
+        before, joint = tokens(self._tokenizer, head), tokens(self._tokenizer, head + tail)
         if joint[: len(before)] == before:
             return joint[len(before) :]
         text = self._text_of(joint)
         for anchor in ("", "\n", ":", "."):
-            lead, both = _tokens(self._tokenizer, anchor), _tokens(self._tokenizer, anchor + tail)
+            lead, both = tokens(self._tokenizer, anchor), tokens(self._tokenizer, anchor + tail)
             ids = both[len(lead) :]
             if both[: len(lead)] == lead and self._text_of(before + ids) == text:
                 return ids
@@ -317,18 +317,26 @@ def require_template(tokenizer: Any, template: str | None) -> None:
         )
 
 
-def _tokens(tokenizer: Any, text: str) -> list[int]:
+def tokens(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text alone."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
 
 def with_bos(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of a document's beginning: with bos where the tokenizer adds it."""
-    ids = _tokens(tokenizer, text)
-    bare, full = _tokens(tokenizer, "a"), list(tokenizer("a")["input_ids"])
-    starts = (n for n in range(len(full)) if full[n : n + len(bare)] == bare)
-    lead = full[: next(starts, 0)]
+    ids = tokens(tokenizer, text)
+    lead, _ = special_tokens_around(tokenizer, "a")
     return ids if ids[: len(lead)] == lead else lead + ids
+
+
+def special_tokens_around(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
+    """Return the tokens that a tokenizer puts before and after a text."""
+    bare, full = tokens(tokenizer, text), list(tokenizer(text)["input_ids"])
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return full[:start], full[start + len(bare) :]
+    return [], full  # never the same for two texts
 
 
 def row_of(ids: Sequence[int], is_target: Sequence[bool], source: str) -> Row:
@@ -338,57 +346,6 @@ def row_of(ids: Sequence[int], is_target: Sequence[bool], source: str) -> Row:
         labels[0] = IGNORE
     stop = next((n for n in range(len(labels), 0, -1) if labels[n - 1] != IGNORE), len(labels))
     return Row(tuple(ids[:stop]), tuple(labels[:stop]), (stop,), source)
-
-
-class SpecialTokens:
-    """What a tokenizer puts before and after every text.
-
-    Attributes:
-        lead, tail: Tokens before and after.
-
-    Raises:
-        BaseError: The tokenizer does not put the same tokens around every text.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.lead, self.tail = self._around("a")
-        if self._around("the 2 of us") != (self.lead, self.tail):
-            raise BaseError(
-                "Cannot tell what the tokenizer of the base puts around a text.",
-                found="It is not the same tokens for every text.",
-                fix="Give a base whose tokenizer does so.",
-            )
-
-    def room(self, max_length: int) -> int:
-        """Return how many tokens of a text fit with them into a row.
-
-        Raises:
-            DataError: None do.
-        """
-        room = max_length - len(self.lead) - len(self.tail)
-        if room < 1:
-            raise DataError(
-                f"Cannot use data.max_length: {max_length}.",
-                found=f"The tokenizer alone puts {max_length - room} tokens around a text.",
-                fix="Set it to 128, for example.",
-            )
-        return room
-
-    def tokens(self, text: str) -> list[int]:
-        """Return the tokens of a text alone."""
-        return _tokens(self._tokenizer, text)
-
-    def put_around(self, ids: Sequence[int]) -> list[int]:
-        """Return tokens between `lead` and `tail`."""
-        return [*self.lead, *ids, *self.tail]
-
-    def _around(self, text: str) -> tuple[list[int], list[int]]:
-        bare, full = self.tokens(text), list(self._tokenizer(text)["input_ids"])
-        for start in range(len(full) - len(bare) + 1):
-            if full[start : start + len(bare)] == bare:
-                return full[:start], full[start + len(bare) :]
-        return [], full  # never the same for two texts
 
 
 NOTHING, BEYOND = 0, 1

@@ -16,7 +16,6 @@ tool call's arguments are an object, not JSON in a string.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from peftkit.data.load import Record
+from peftkit.data.load import DECODER, Record
 from peftkit.data.rows import cache_folder
 from peftkit.errors import ConfigError, DataError, did_you_mean, first_few
 from peftkit.settings import FormatName
@@ -108,16 +107,16 @@ QUESTIONS = ("instruction", "question", "query", "input")
 _MATERIAL = ("input", "context")
 _TEXTS = ("text", "content")
 
-# fields with targets that a causal language model's loss cannot use
-_OTHER_TASKS = {
-    "chosen": "preferences (chosen and rejected)",
-    "rejected": "preferences (chosen and rejected)",
+# fields that a loss over text cannot use
+_MEDIA = {
     "images": "images",
     "image": "images",
     "videos": "videos",
+    "video": "videos",
     "audios": "audio",
     "audio": "audio",
 }
+_PREFERENCES = dict.fromkeys(("chosen", "rejected"), "preferences (chosen and rejected)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,10 +255,15 @@ def _example(record: Record, name: FormatName, *, auto: bool) -> tuple[Example, 
         kind = "make no known format" if detected is None else f"make the format '{detected}'"
         listed = ", ".join(fields) or "none at all"
         raise WrongField("", f"its fields ({listed}) {kind}; the first row is '{name}'")
-    for key, kind in _OTHER_TASKS.items():
+    refuse_fields(fields, {**_PREFERENCES, **_MEDIA})
+    return _BUILDERS[name](record)
+
+
+def refuse_fields(fields: Mapping[str, Any], kinds: Mapping[str, str] = _MEDIA) -> None:
+    """Raise `WrongField` for a field that holds what a task cannot use: by default media."""
+    for key, kind in kinds.items():
         if fields.get(key):
             raise WrongField(key, f"the row holds {kind}, which this task cannot learn from")
-    return _BUILDERS[name](record)
 
 
 def _turns(record: Record) -> tuple[Example, set[str]]:
@@ -628,13 +632,9 @@ def _check_order(messages: list[Message], field: str) -> None:
 
 def _parse_json(text: str, path: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        return DECODER.decode(text)
     except (ValueError, RecursionError) as problem:
         raise WrongField(path, f"not JSON: {problem}") from None
-
-
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not a JSON number")
 
 
 def kind_of(value: Any) -> str:

@@ -353,7 +353,7 @@ def _parsed(line: str, where: str) -> Any:
 def _decode(text: str, at: int, where: str, *, skip_lines: bool = False) -> tuple[Any, int]:
     """Decode one JSON value at an offset; `skip_lines` when `where` lacks the line."""
     try:
-        return _DECODER.raw_decode(text, at)
+        return DECODER.raw_decode(text, at)
     except json.JSONDecodeError as problem:
         place = f"{problem.lineno}:{problem.colno}" if skip_lines else str(problem.pos + 1)
         fix = "" if skip_lines else _JSONL_FIX
@@ -373,7 +373,7 @@ def _bounded(text: str) -> int:
     return int(text)
 
 
-_DECODER = strict_decoder(_bounded)
+DECODER = strict_decoder(_bounded)
 
 
 def _object(value: Any, where: str) -> Fields:

@@ -30,7 +30,14 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from peftkit.data.chat import Chat, Rendered, Span
-from peftkit.data.encode import Encoder, Style, agreed_style, require_template, row_of, with_bos
+from peftkit.data.encode import (
+    Encoder,
+    Style,
+    agreed_style,
+    require_template,
+    row_of,
+    special_tokens_around,
+)
 from peftkit.data.format import (
     QUESTIONS,
     TURNS,
@@ -529,8 +536,7 @@ class MediaEncoder(RowEncoder):
         """Return a prompt with the processor's marks, after its tokenizer's beginning of a text."""
         if self.media_processor.takes_suffix:
             return self._template.bare(prompt)
-        bare = self._tokenizer("a", add_special_tokens=False)["input_ids"]
-        lead = with_bos(self._tokenizer, "a")[: -len(bare)]
+        lead, _ = special_tokens_around(self._tokenizer, "a")
         text = "".join(self._tokenizer.convert_ids_to_tokens(lead))
         return text + self._template.bare(prompt)
 

@@ -27,10 +27,12 @@ from peftkit.data.format import (
     WrongField,
     completion_messages,
     conversation_of,
+    first_of,
     full_text,
     parse,
     parse_messages,
     read_each,
+    refuse_fields,
     text_of,
 )
 from peftkit.data.load import Record
@@ -163,10 +165,8 @@ def _pair(record: Record) -> tuple[Pair, set[str]]:
     for side in SIDES:
         if side not in fields or fields[side] is None:
             raise WrongField(side, "missing: a pair has a chosen and a rejected answer")
-    for key in ("images", "image", "videos", "audios", "audio"):
-        if fields.get(key):
-            raise WrongField(key, "the row holds more than text, which this task cannot learn from")
-    turns = next((key for key in TURNS if key in fields), None)
+    refuse_fields(fields)
+    turns = first_of(fields, TURNS)
     if turns or isinstance(fields.get("prompt"), list):
         return _of_messages(record, turns or "prompt")
     texts = [isinstance(fields[side], str) for side in SIDES]
@@ -186,7 +186,7 @@ def _of_texts(record: Record) -> tuple[Pair, set[str]]:
         prompt = text_of(fields, "prompt")
         sides = [Completion(prompt, text, source) for text in (chosen, rejected)]
         return Pair(sides[0], sides[1], False, source), {"prompt", *SIDES, "system", "tools"}
-    question = next((key for key in QUESTIONS if key in fields), None)
+    question = first_of(fields, QUESTIONS)
     if question is None:
         return Pair(Text(chosen, source), Text(rejected, source), True, source), {*SIDES}
     request = full_text(fields, question)

@@ -24,7 +24,6 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from peftkit.data.encode import SpecialTokens
 from peftkit.data.format import ParsedRow, Text, parse
 from peftkit.data.load import Record
 from peftkit.data.pack import padded_rows
@@ -35,6 +34,7 @@ from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.loss import perplexity, target_logits, unwrapped
 from peftkit.tasks.rows import longest
+from peftkit.tasks.texts import SpecialTokens
 from peftkit.tasks.tokens import TokenTask
 
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -19,7 +19,6 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from peftkit.data.encode import SpecialTokens
 from peftkit.data.format import Completion, Example, FieldNames, Instruction, ParsedRow, parse
 from peftkit.data.load import Record
 from peftkit.data.pack import padded_rows
@@ -32,6 +31,7 @@ from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.metrics import rouge_l
 from peftkit.tasks.rows import longest
+from peftkit.tasks.texts import SpecialTokens
 from peftkit.tasks.tokens import TokenTask
 
 UNLIMITED = 999_999

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, ProblemType, Purpose
+from peftkit.data.encode import special_tokens_around, tokens
 from peftkit.data.format import read_each
 from peftkit.data.load import Record
 from peftkit.data.pack import padded_rows, rounded_up
 from peftkit.data.rows import EncodedRows, RowEncoder, tokenizer_key
-from peftkit.errors import BaseError
+from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.base import Task
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, equal_parts
@@ -79,6 +80,50 @@ def joined_texts(texts: Sequence[Encoded]) -> dict[str, tuple[int, ...]]:
         "types": tuple(kind for text in texts for kind in text.types),
         "lengths": tuple(len(text.input_ids) for text in texts),
     }
+
+
+class SpecialTokens:
+    """The tokens that a tokenizer puts before and after every text.
+
+    Attributes:
+        lead, tail: Tokens before and after.
+
+    Raises:
+        BaseError: The tokenizer does not put the same tokens around every text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.lead, self.tail = special_tokens_around(tokenizer, "a")
+        if special_tokens_around(tokenizer, "the 2 of us") != (self.lead, self.tail):
+            raise BaseError(
+                "Cannot tell what the tokenizer of the base puts around a text.",
+                found="It is not the same tokens for every text.",
+                fix="Give a base whose tokenizer does so.",
+            )
+
+    def room(self, max_length: int) -> int:
+        """Return how many tokens of a text fit with them into a row.
+
+        Raises:
+            DataError: None do.
+        """
+        room = max_length - len(self.lead) - len(self.tail)
+        if room < 1:
+            raise DataError(
+                f"Cannot use data.max_length: {max_length}.",
+                found=f"The tokenizer alone puts {max_length - room} tokens around a text.",
+                fix="Set it to 128, for example.",
+            )
+        return room
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the tokens of a text alone."""
+        return tokens(self._tokenizer, text)
+
+    def put_around(self, ids: Sequence[int]) -> list[int]:
+        """Return tokens between `lead` and `tail`."""
+        return [*self.lead, *ids, *self.tail]
 
 
 class Texts:
