@@ -12,7 +12,7 @@ import typer
 from peftkit_cli.arguments import Json, note
 
 if TYPE_CHECKING:
-    from peftkit.data.survey import Survey
+    from peftkit_cli.survey import Survey
 
 
 def data(
@@ -44,7 +44,7 @@ def data(
             raise typer.BadParameter("--hard-negatives needs --out FILE")
         _write_hard_negatives(file, hard_negatives, out, candidates, negatives, margin, kind)
         return
-    from peftkit.data.survey import survey
+    from peftkit_cli.survey import survey
 
     summary = survey(file)
     if as_json:

@@ -98,7 +98,7 @@ def init(
 
 def look_at(data: str) -> tuple[int, Sequence[str], Sequence[str]]:
     """Return the number of rows in a file, the tasks that they suit, and their fields."""
-    from peftkit.data.survey import survey
+    from peftkit_cli.survey import survey
 
     summary = survey(data)
     tasks = ["kto" if "kto" in name else name for name in summary.tasks]

@@ -135,17 +135,10 @@ def collate(rows: Sequence[Row], pad_id: int, limit: int | None = None) -> dict[
     longest = max(len(row.input_ids) for row in rows)
     rounded = -(-longest // MULTIPLE) * MULTIPLE
     width = rounded if limit is None else max(longest, min(rounded, limit))
-    shape = (len(rows), width)
-    input_ids = torch.full(shape, pad_id)
-    labels = torch.full(shape, IGNORE)
-    position_ids, attention_mask = torch.zeros(2, *shape, dtype=torch.long)
-    for number, row in enumerate(rows):
-        length = len(row.input_ids)
-        input_ids[number, :length] = torch.tensor(row.input_ids)
-        labels[number, :length] = torch.tensor(row.labels)
-        attention_mask[number, :length] = 1
-        segments = [*row.lengths, width - length]
-        position_ids[number] = torch.cat([torch.arange(segment) for segment in segments])
+    input_ids, attention_mask = padded_rows([row.input_ids for row in rows], pad_id, width)
+    labels, _ = padded_rows([row.labels for row in rows], IGNORE, width)
+    segments = [size for row in rows for size in (*row.lengths, width - len(row.input_ids))]
+    position_ids = torch.cat([torch.arange(size) for size in segments]).view(len(rows), width)
     is_target = labels[:, 1:] != IGNORE  # (B, T - 1): of the token after position t
     return {
         "input_ids": input_ids,
@@ -157,13 +150,22 @@ def collate(rows: Sequence[Row], pad_id: int, limit: int | None = None) -> dict[
     }
 
 
-def padded_rows(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Return rows of tokens padded on the right (B, T), and their mask: 1 for a token."""
-    ids = torch.full((len(rows), max(map(len, rows))), pad)
+def padded_rows(
+    rows: Sequence[Sequence[int]], pad: int, width: int | None = None, *, left: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return rows of tokens, padded (B, T), and their mask: 1 for a token.
+
+    Args:
+        width: T; None: as many as the longest row has.
+        left: Pad on the left, not on the right.
+    """
+    width = max(map(len, rows)) if width is None else width
+    ids = torch.full((len(rows), width), pad)
     mask = torch.zeros_like(ids)
     for number, row in enumerate(rows):
-        ids[number, : len(row)] = torch.tensor(row)
-        mask[number, : len(row)] = 1
+        start = width - len(row) if left else 0
+        ids[number, start : start + len(row)] = torch.tensor(row)
+        mask[number, start : start + len(row)] = 1
     return ids, mask
 
 

@@ -32,6 +32,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from peftkit.base.sharding import is_sharded
+from peftkit.data.pack import padded_rows
 from peftkit.execution.environment import free_now
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Completion, Engine, Limits, Request, Use, masked, table_of
@@ -168,7 +169,9 @@ class PlainEngine(Engine):
             return
         inputs = batch[0].request.inputs
         if inputs is None:
-            inputs = left_padded([one.request.ids for one in batch], self._pad or 0)
+            prompts = [one.request.ids for one in batch]
+            ids, mask = padded_rows(prompts, self._pad or 0, left=True)
+            inputs = {"input_ids": ids, "attention_mask": mask}
         try:
             with self._using([one.request.adapter for one in batch]):
                 self.answer(batch, inputs)
@@ -220,14 +223,3 @@ class _Ended(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: object) -> Tensor:
         ended = [row.ended_by is not None for row in self._rows]
         return torch.tensor(ended, device=input_ids.device)
-
-
-def left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tensor]:
-    """Return prompts as a batch, padded on the left."""
-    width = max(map(len, prompts))
-    input_ids = torch.full((len(prompts), width), pad_token_id)
-    attention_mask = torch.zeros_like(input_ids)
-    for row, prompt in enumerate(prompts):
-        input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        attention_mask[row, width - len(prompt) :] = 1
-    return {"input_ids": input_ids, "attention_mask": attention_mask}

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from peftkit_cli.app import app
+from peftkit_cli.survey import survey
 
 ROWS = [
     {"instruction": "Say yes.", "input": "", "output": "yes"},
@@ -65,3 +66,11 @@ def test_wrong_rows_are_one_message(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["data", str(path)])
     assert done.exit_code != 0
     assert "rows.jsonl:2" in str(done.exception)
+
+
+def test_a_file_of_several_formats_is_named_without_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{"prompt": "a", "completion": "b"}\n')
+    assert survey(str(path)).mixed == f"{path}:2 has the format prompt_completion"
+    path.write_text('{"text": "a"}\n')
+    assert survey(str(path)).mixed == ""

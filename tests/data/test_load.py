@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from peftkit.data.load import Record, read_records
-from peftkit.data.survey import survey
 from peftkit.errors import DataError
 
 ROW = '{"text": "a"}\n'
@@ -230,11 +229,3 @@ def test_other_endings_are_named(tmp_path: Path) -> None:
     assert "'.txt' says nothing about its format" in error_of(str(tmp_path / "a.txt"))
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}"))
     assert "compressed with gzip" in error_of(str(tmp_path / "a.jsonl.gz"))
-
-
-def test_a_file_of_several_formats_is_told_without_a_model(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n{"prompt": "a", "completion": "b"}\n')
-    assert survey(str(path)).mixed == f"{path}:2 has the format prompt_completion"
-    path.write_text('{"text": "a"}\n')
-    assert survey(str(path)).mixed == ""
