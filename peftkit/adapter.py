@@ -12,15 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import AdapterError, TargetError
 from peftkit.execution.plan import ExecutionPlan
-from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, InitValues, Method
-from peftkit.methods.lora_linear import (
-    group_layers,
-    grouped_for_serving,
-    grouping_in_words,
-    refresh_groups,
-    ungroup_layers,
-)
-from peftkit.methods.modules_to_save import named_modules, token_modules, wrap_fully
+from peftkit.methods.base import AdapterModule, InitValues, Method
 from peftkit.model.fused import fused_modules
 from peftkit.model.places import unwrap_adapter
 from peftkit.model.targets import Site
@@ -75,14 +67,14 @@ class Adapter:
                 module.enabled = before[path]
 
     def prepare_training(self) -> None:
-        """Compute LoRA layers of one input together from now on, in training mode.
+        """Compute layers of one input together from now on, in training mode, as LoRA's can be.
 
         `fit` does so by itself, in autocast's precision. For a loop of your own: the layers follow
         changes in place and the steps of any optimizer; after a change through `.data` call this
         again. Call `end_training` before the model is moved or cast.
         """
         self.end_training()
-        group_layers(self.model)
+        group_modules(self.model)
         # fused optimizers leave no trace in a tensor's version
         self._step_hook = register_optimizer_step_post_hook(lambda *_: refresh_copies(self.model))
 
@@ -91,7 +83,7 @@ class Adapter:
         if self._step_hook is not None:
             self._step_hook.remove()
             self._step_hook = None
-        ungroup_layers(self.model)
+        ungroup_modules(self.model)
 
     @contextmanager
     def swapped_state(self, state: Mapping[str, Tensor]) -> Iterator[None]:
@@ -181,11 +173,13 @@ def attach(
             f"{type(model).__name__} carries an adapter already",
             fix="Call its detach() first, or merge it.",
         )
+    outermost: list[str] = []
     full: dict[str, AdapterModule] = {}
-    outermost = named_modules(model, method.train_fully)
-    for path in outermost:
-        full |= wrap_fully(model, path, ADAPTER_DTYPES[method.dtype])
-    rows = token_modules(model, method, outermost)
+    rows: dict[str, AdapterModule] = {}
+    if method.train_fully or method.token_rows:
+        from peftkit.methods.modules_to_save import trained_copies
+
+        outermost, full, rows = trained_copies(model, method)
     method = method.for_model(model)
     grouped: dict[str, list[Site]] = {}
     for site in method.sites(model) if sites is None else sites:
@@ -216,17 +210,43 @@ def attach(
     return Adapter(model, method, modules, full)
 
 
+def group_modules(model: nn.Module, *, serves: bool = False) -> None:
+    """Compute adapter modules that read one input together from now on, where a method can.
+
+    Args:
+        serves: For generation; by default for training.
+    """
+    ungroup_modules(model)
+    for kind in _groupable_kinds(model):
+        kind.form_groups(model, serves=serves)
+
+
+def ungroup_modules(model: nn.Module) -> None:
+    """Have every adapter module compute by itself again."""
+    for module in _adapter_modules(model):
+        module.group = None
+
+
+def _adapter_modules(model: nn.Module) -> list[AdapterModule]:
+    return [module for module in model.modules() if isinstance(module, AdapterModule)]
+
+
+def _groupable_kinds(model: nn.Module) -> list[type[AdapterModule]]:
+    kinds = dict.fromkeys(type(module) for module in _adapter_modules(model))
+    return [kind for kind in kinds if kind.can_group]
+
+
 @contextmanager
 def prepared_for_training(model: nn.Module, plan: ExecutionPlan) -> Iterator[None]:
-    """Group LoRA layers and fuse modules within the context, as the plan says."""
+    """Group adapter modules and fuse the base's within the context, as the plan says."""
     try:
         if plan.lora_grouped:
-            group_layers(model)
+            group_modules(model)
         with fused_modules(model) if plan.fused_kernels else nullcontext():
             yield
     finally:
         if plan.lora_grouped:
-            ungroup_layers(model)
+            ungroup_modules(model)
 
 
 def refresh_copies(model: nn.Module) -> None:
@@ -234,20 +254,31 @@ def refresh_copies(model: nn.Module) -> None:
 
     Call it after an optimizer's step, and after a forward pass without its backward pass.
     """
-    refresh_groups(model)
+    for kind in _groupable_kinds(model):
+        kind.refresh_groups(model)
 
 
 def adapter_paths(model: nn.Module) -> dict[str, str]:
     """Return how adapter layers are computed, by kind, for the header of a run."""
-    return {"LoRA": grouping_in_words(model)}
+    groups = [module.group for module in _adapter_modules(model) if module.can_group]
+    num_alone, num_groups = groups.count(None), len({*groups} - {None})
+    parts = [f"{num_groups} groups of {len(groups) - num_alone} layers"] if num_groups else []
+    parts += [f"{num_alone} layers each on its own"] if num_alone else []
+    return {"adapter": ", ".join(parts)}
 
 
 @contextmanager
 def prepared_for_serving(model: nn.Module, plan: ExecutionPlan) -> Iterator[None]:
     """Prepare a model within the context for generating token after token."""
     fused = fused_modules(model) if plan.fused_kernels else nullcontext()
-    with grouped_for_serving(model), fused:
-        yield
+    before = {module: module.group for module in _adapter_modules(model)}
+    group_modules(model, serves=True)
+    try:
+        with fused:
+            yield
+    finally:
+        for module, group in before.items():
+            module.group = group
 
 
 def check_fits(model: nn.Module, method: Method) -> None:

@@ -97,13 +97,7 @@ LEAVES = (
 """What the main path must not name; but for files that are on it, and SHARED."""
 
 SHARED = (
-    *(
-        "tasks/table",
-        "tasks/rows",
-        "methods/table",
-        "methods/lora_linear",
-        "methods/modules_to_save",
-    ),
+    *("tasks/table", "tasks/rows", "methods/table"),
     "planning/resolve",  # where the weights go
 )
 """Tables of leaves, and what stands for all of them."""

@@ -39,9 +39,13 @@ class AdapterModule(FrozenWrapper, ABC):
 
     Attributes:
         changes_ties: True if all modules tied to the base's weight are wrapped too.
+        can_group: Whether modules that read one input can be computed together.
+        group: Computes this module together with others; None if it computes by itself.
     """
 
     changes_ties = False
+    can_group: ClassVar[bool] = False
+    group: Any = None
 
     def __init__(self, base: nn.Module, site: Site) -> None:
         super().__init__(base)
@@ -75,6 +79,14 @@ class AdapterModule(FrozenWrapper, ABC):
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes of `state()`."""
         return {name: tuple(tensor.shape) for name, tensor in self.state().items()}
+
+    @classmethod
+    def form_groups(cls, model: nn.Module, *, serves: bool) -> None:
+        """Set `group` of the modules of this class in a model, for generation or for training."""
+
+    @classmethod
+    def refresh_groups(cls, model: nn.Module) -> None:
+        """Copy the trained tensors to the groups of this class in a model."""
 
     @property
     def stacked(self) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ class DoRALinear(LoRALinear):
         squared_norms: (out,) float32: ||w||^2 of the frozen rows.
     """
 
+    can_group: ClassVar[bool] = False
     squared_norms: Tensor
 
     def __init__(self, base: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -1,6 +1,6 @@
 """The LoRA layer, y = W x + s B A x, and layers of one input computed together.
 
-A layer computes by itself, unless `group_layers` has put it into a `LoRAGroup` with the others that
+A layer computes by itself, unless `form_groups` has put it into a `LoRAGroup` with the others that
 read the same input (q, k and v; gate and up). The first layer of a group that is called computes
 all of them, the others take their output. That they get the same input is checked by the tensor's
 identity: a group whose layers get different ones is split at the next `refresh_groups`.
@@ -16,9 +16,8 @@ M rows of input; `...` is any leading shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +51,8 @@ class LoRALinear(AdapterModule):
 
     initial_A: Tensor | None
     initial_B: Tensor | None
-    group: LoRAGroup | None = None
+    can_group: ClassVar[bool] = True
+    group: LoRAGroup | None
 
     def __init__(
         self,
@@ -148,6 +148,22 @@ class LoRALinear(AdapterModule):
     def merged_weight(self, weight: Tensor, name: str = "weight") -> Tensor:
         a, b = self.full_a().float(), self.full_b().float()
         return torch.addmm(weight, b.to(weight.device), a.to(weight.device), alpha=self.scaling)
+
+    @classmethod
+    def form_groups(cls, model: nn.Module, *, serves: bool) -> None:
+        sets = _sets_of_one_input(model)
+        _copy_to_groups([LoRAGroup(layers, serves=serves) for layers in sets])
+
+    @classmethod
+    def refresh_groups(cls, model: nn.Module) -> None:
+        """Copy A and B to the groups; separate layers that turned out to read several inputs."""
+        groups = []
+        for group in dict.fromkeys(layer.group for layer in _layers(model).values()):
+            if group is not None and group.has_several_inputs:
+                groups += [LoRAGroup([layer]) for layer in group.layers]
+            elif group is not None:
+                groups.append(group)
+        _copy_to_groups(groups)
 
 
 class LoRAGroup:
@@ -248,52 +264,10 @@ class LoRAGroup:
         return [out.view(*x.shape[:-1], out.shape[-1]) for out in outputs]
 
 
-def group_layers(model: nn.Module) -> None:
-    """Put the LoRA layers of a model into groups for training; see `LoRAGroup`."""
-    ungroup_layers(model)
-    _copy_to_groups([LoRAGroup(layers) for layers in _sets_of_one_input(model)])
-
-
-def ungroup_layers(model: nn.Module) -> None:
-    """Have every LoRA layer compute by itself again."""
-    for layer in _layers(model).values():
-        layer.group = None
-
-
-def refresh_groups(model: nn.Module) -> None:
-    """Copy A and B to the groups, and separate layers that turned out to read several inputs."""
-    groups = []
-    for group in dict.fromkeys(layer.group for layer in _layers(model).values()):
-        if group is not None and group.has_several_inputs:
-            groups += [LoRAGroup([layer]) for layer in group.layers]
-        elif group is not None:
-            groups.append(group)
-    _copy_to_groups(groups)
-
-
-def grouping_in_words(model: nn.Module) -> str:
-    """Return "2 groups of 5 layers, 1 layers each on its own"; "" without LoRA layers."""
-    groups = [module.group for module in model.modules() if isinstance(module, LoRALinear)]
-    num_alone, num_groups = groups.count(None), len({*groups} - {None})
-    parts = [f"{num_groups} groups of {len(groups) - num_alone} layers"] if num_groups else []
-    return ", ".join(parts + ([f"{num_alone} layers each on its own"] if num_alone else []))
-
-
-@contextmanager
-def grouped_for_serving(model: nn.Module) -> Iterator[None]:
-    """Keep A and B in the compute dtype within the context, for token after token."""
-    before = {layer: layer.group for layer in _layers(model).values()}
-    _copy_to_groups([LoRAGroup(layers, serves=True) for layers in _sets_of_one_input(model)])
-    try:
-        yield
-    finally:
-        for layer, group in before.items():
-            layer.group = group
-
-
 def _layers(model: nn.Module) -> dict[str, LoRALinear]:
-    """Return the layers of a model that can be in groups, by path; DoRA's cannot."""
-    return {path: m for path, m in model.named_modules() if type(m) is LoRALinear}
+    """Return the layers of a model that can be in groups, by path."""
+    modules = model.named_modules()
+    return {path: m for path, m in modules if isinstance(m, LoRALinear) and m.can_group}
 
 
 def _sets_of_one_input(model: nn.Module) -> list[list[LoRALinear]]:

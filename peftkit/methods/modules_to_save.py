@@ -118,6 +118,21 @@ class TunedModule(AdapterModule):
         return self.trained[self.names.index(name)].detach().to(weight.device, torch.float32)
 
 
+def trained_copies(
+    model: nn.Module, method: Method
+) -> tuple[list[str], dict[str, AdapterModule], dict[str, AdapterModule]]:
+    """Return the paths that `method.train_fully` names, their wrappers, and those of token rows.
+
+    Raises:
+        TargetError: As `named_modules`, `wrap_fully` and `token_modules`.
+    """
+    outermost = named_modules(model, method.train_fully)
+    full: dict[str, AdapterModule] = {}
+    for path in outermost:
+        full |= wrap_fully(model, path, ADAPTER_DTYPES[method.dtype])
+    return outermost, full, token_modules(model, method, outermost)
+
+
 def wrap_fully(model: nn.Module, path: str, dtype: torch.dtype) -> dict[str, AdapterModule]:
     """Return wrappers that train a module with all its submodules, the innermost first.
 

@@ -14,11 +14,11 @@ from torch import nn
 from torch.optim import optimizer
 from torch.utils.checkpoint import checkpoint
 
-from peftkit.adapter import Adapter, attach
+from peftkit.adapter import Adapter, attach, refresh_copies
 from peftkit.events import StepDone
 from peftkit.kernels.lora import Layer, grouped_lora_linear
 from peftkit.methods.lora import LoRA
-from peftkit.methods.lora_linear import LoRAGroup, LoRALinear, refresh_groups
+from peftkit.methods.lora_linear import LoRAGroup, LoRALinear
 from peftkit.quant.layers import keep_copies
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import DataConfig, TrainConfig
@@ -218,7 +218,7 @@ def test_a_layer_with_another_input_breaks_its_group_up(
     for layer in model.model.layers:  # k sees another tensor than q and v
         layer.self_attn.k_proj.register_forward_pre_hook(lambda module, args: (args[0] * 1.0,))
     loss, _ = gradients(adapter)
-    refresh_groups(model)
+    refresh_copies(model)
     again, grads = gradients(adapter)
     want, wanted = plain(adapter, monkeypatch)
     torch.testing.assert_close(torch.stack([loss, again]), torch.stack([want, want]))

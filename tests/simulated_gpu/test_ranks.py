@@ -122,7 +122,7 @@ def test_the_precision_that_the_launcher_was_told_is_in_the_header(
     heard, _ = train("cuda", tmp_path, max_steps=3)
     parts = heard.paths.split("; ")
     assert [part for part in parts if part.startswith("precision")] == [told]
-    assert any(part.startswith("LoRA: 8 groups of 14 layers") for part in parts)
+    assert any(part.startswith("adapter: 8 groups of 14 layers") for part in parts)
     assert heard.losses[-1] < heard.losses[0]
 
 
