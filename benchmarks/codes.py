@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import heading, table, versions
-from peftkit.base.codes import empty_codes, unpacked
-from peftkit.base.published import Scheme
+from peftkit.base.published.checkpoint import Scheme, empty_packed
 from peftkit.base.request import DTYPES
 from peftkit.quant.layers import pack
 
@@ -46,11 +45,10 @@ def ways(size: int, dtype: torch.dtype, device: str) -> Ways:
     found: Ways = {"nf4, double quantised": (bits, lambda: packing(packed))}
     for name, scheme in FORMS.items():
         with torch.device(device):
-            codes = empty_codes((size, size), scheme)
-        for tensor in (codes.packed, *codes.scales):
-            tensor.fill_(1)
-        size_in_bytes = sum(tensor.nbytes for tensor in (codes.packed, *codes.scales))
-        found[name] = 8 * size_in_bytes / size**2, partial(unpacked, codes, dtype)
+            packed, packing = empty_packed((size, size), scheme, dtype)
+        for tensor in (packed, *packing.scales):
+            tensor.data.fill_(1)
+        found[name] = 8 * packing.num_bytes(packed) / size**2, partial(packing, packed)
     return found
 
 

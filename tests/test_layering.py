@@ -93,6 +93,7 @@ LEAVES = (
     *("tasks/", "methods/", "serve/", "report/", "sweeps", "merging/", "cli/", "formats/gguf/"),
     *("formats/mlx", "formats/foreign", "formats/exchange", "formats/hub", "inference/"),
     *("train/lockstep", "train/context_parallel", "planning/"),
+    *("base/published/", "base/gguf", "base/streaming", "base/transfer"),
 )
 """What the main path must not name; but for files that are on it, and SHARED."""
 

@@ -18,21 +18,17 @@ from torch import Tensor
 
 from peftkit.base.fingerprint import fingerprint
 from peftkit.base.locate import Location
-from peftkit.base.pack import Broken, PackingConfig, PackingLoader, kept_in_float32
+from peftkit.base.pack import Broken, PackingLoader, kept_in_float32
 from peftkit.base.pretrained import (
     check_weights,
     download_progress,
     explained,
     loader_arguments,
+    published,
     quiet,
+    without_quantization,
 )
 from peftkit.base.processors import load_tokenizer
-from peftkit.base.published import (
-    TAKEN_OVER,
-    check_readable,
-    dense_config,
-    quantized_by,
-)
 from peftkit.base.purpose import (
     CAUSAL_LM,
     Purpose,
@@ -84,10 +80,7 @@ def build(
             that is not read here, or cannot be packed.
     """
     settings, purpose = request.settings, request.purpose
-    check_readable(request.location.name, request.config, settings.quantize)
-    loader = None
-    if quantized_by(request.config) != TAKEN_OVER:
-        loader = PackingLoader(request, put=put, on_event=on_event)
+    loader = _loader_of(request, put, on_event)
     model, fresh = load_model(request, loader, on_event)
     model.requires_grad_(False).eval()
     head: tuple[str, ...] = ()
@@ -111,6 +104,21 @@ def build(
             on_event=ignore if loader else on_event,
         )
     return LoadedModel(model.to(request.device), identity, head)
+
+
+def _loader_of(
+    request: BaseRequest, put: Callable[[Tensor], Tensor] | None, on_event: Listener
+) -> PackingLoader | None:
+    """Return the loader of a base's files; None where transformers loads them as they are."""
+    checkpoint = published(request.config)
+    if checkpoint is None:
+        return PackingLoader(request, put=put, on_event=on_event)
+    checkpoint.check(request.location.name, request.settings.quantize)
+    if checkpoint.is_bitsandbytes:
+        return None
+    from peftkit.base.published.loader import CodesLoader
+
+    return CodesLoader(request, checkpoint, put=put, on_event=on_event)
 
 
 def load_model(
@@ -161,8 +169,8 @@ def _arguments(
     where = loader_arguments(location) | {"config": config, "use_safetensors": True}
     where["dtype"] = "auto" if dtype == torch.float16 else dtype
     if loader is not None:
-        where["config"] = dense_config(config)
-        where["quantization_config"] = PackingConfig(loader)
+        where["config"] = without_quantization(config)
+        where["quantization_config"] = loader.settings()
     if location.is_local:
         check_weights(Path(location.source))
     return getattr(transformers, request.purpose.auto_class), location.source, where
@@ -188,7 +196,7 @@ def _gguf_arguments(
 
         tensors, conversions = open_gguf(request.location.gguf_path, bare)
     where = {"state_dict": tensors, "config": request.config, "dtype": torch.float32}
-    return type(bare), None, where | {"quantization_config": PackingConfig(loader, conversions)}
+    return type(bare), None, where | {"quantization_config": loader.settings(conversions)}
 
 
 @contextmanager

@@ -19,9 +19,8 @@ import torch
 from peftkit.base.build import LoadedModel, build, convert, parsed_once
 from peftkit.base.locate import locate
 from peftkit.base.placement import place_of_weights
-from peftkit.base.pretrained import files_of, oom_as_error, reachable
+from peftkit.base.pretrained import files_of, oom_as_error, published_codes, reachable
 from peftkit.base.processors import load_processors
-from peftkit.base.published import described, kept_notice, published
 from peftkit.base.purpose import CAUSAL_LM, Purpose, head_modules
 from peftkit.base.request import BaseRequest, compute_dtype, request_of
 from peftkit.base.skeleton import packed_skeleton, weight_bytes
@@ -214,9 +213,9 @@ def _open(
         BlockStream(loaded.model, weights.device)
     elif not is_shared and not free_now(weights.device).on_gpu:
         keep_copies(loaded.model)
-    codes = published(request.config) if settings.quantize == "none" else None
-    if codes is not None:
-        on_event(Notice(kept_notice(codes)))
+    checkpoint = published_codes(request.config, settings)
+    if checkpoint is not None:
+        on_event(Notice(checkpoint.notice))
     return Base(
         model=loaded.model,
         tokenizer=inputs.tokenizer,
@@ -229,7 +228,7 @@ def _open(
         image_processor=inputs.image_processor,
         head=loaded.head,
         multimodal=inputs.multimodal,
-        stored=described(codes) if codes is not None else "",
+        stored=checkpoint.description if checkpoint is not None else "",
     )
 
 

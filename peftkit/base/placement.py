@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from peftkit.base.published import published
+from peftkit.base.pretrained import is_packed
 from peftkit.base.request import BaseRequest
 from peftkit.base.skeleton import weight_bytes
 from peftkit.errors import BaseError
@@ -66,8 +66,8 @@ def place_of_weights(request: BaseRequest, placement: str, *, may_use_cpu: bool)
     Raises:
         BaseError: It does not fit the device and may go nowhere else, or has no packed weights.
     """
-    is_packed = request.settings.quantize != "none" or published(request.config) is not None
-    if placement == "stream" and not is_packed:
+    may_stream = is_packed(request.config, request.settings)
+    if placement == "stream" and not may_stream:
         raise BaseError(
             "a base that is not packed cannot be streamed.",
             found="base.quantize is none.",
@@ -80,7 +80,7 @@ def place_of_weights(request: BaseRequest, placement: str, *, may_use_cpu: bool)
     if fits_device(size, here.usable):
         return WeightLocation(device)
     sizes = in_words(size, here.usable)
-    if is_packed and here.kind == "cuda":
+    if may_stream and here.kind == "cuda":
         return WeightLocation(device, True, f"{STREAMED} {sizes}")
     if may_use_cpu:
         return WeightLocation(torch.device("cpu"), False, f"All is computed on the CPU. {sizes}")

@@ -5,6 +5,7 @@ Progress bars and log lines stay off the terminal; no pickle is read and no code
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 import io
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from logging import ERROR, getLogger
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -28,6 +29,10 @@ from peftkit.base.purpose import Purpose, scale_rope, set_head
 from peftkit.errors import BaseError, PeftkitError, first_few
 from peftkit.events import Listener, Progress
 from peftkit.files.disk import read_json
+from peftkit.settings import BaseConfig
+
+if TYPE_CHECKING:
+    from peftkit.base.published.checkpoint import PublishedCheckpoint
 
 GPTQ_CONFIG = "quantize_config.json"
 
@@ -181,6 +186,39 @@ def load_config(location: Location) -> Any:
             settings = read_json(gptq_config, error=BaseError)
             config.quantization_config = {"quant_method": "gptq", **settings}
     return config
+
+
+def published(config: Any) -> PublishedCheckpoint | None:
+    """Return how a checkpoint is quantised; None for weights in 16 or 32 bits."""
+    for part in (config, config.get_text_config()):
+        if settings := getattr(part, "quantization_config", None):
+            from peftkit.base.published.checkpoint import PublishedCheckpoint
+
+            return PublishedCheckpoint(
+                dict(settings if isinstance(settings, dict) else settings.to_dict())
+            )
+    return None
+
+
+def published_codes(config: Any, settings: BaseConfig) -> PublishedCheckpoint | None:
+    """Return how a checkpoint is quantised if its codes stay as they are in its files."""
+    if settings.quantize != "none":
+        return None
+    checkpoint = published(config)
+    return checkpoint if checkpoint is not None and checkpoint.has_codes else None
+
+
+def is_packed(config: Any, settings: BaseConfig) -> bool:
+    """Tell whether a base's weights are packed: by its recipe, or in its files."""
+    return settings.quantize != "none" or published_codes(config, settings) is not None
+
+
+def without_quantization(config: Any) -> Any:
+    """Return the config of the same model in 16 bits."""
+    dense = copy.deepcopy(config)
+    for part in (dense, dense.get_text_config()):
+        part.__dict__.pop("quantization_config", None)
+    return dense
 
 
 def loader_arguments(location: Location) -> dict[str, Any]:

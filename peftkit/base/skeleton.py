@@ -12,10 +12,16 @@ import transformers
 from torch import nn
 from transformers import masking_utils
 
-from peftkit.base.codes import empty_codes
 from peftkit.base.locate import Location, locate
-from peftkit.base.pretrained import check_config, explained, quiet, reachable
-from peftkit.base.published import check_readable, has_codes, published, scheme_of
+from peftkit.base.pretrained import (
+    check_config,
+    explained,
+    published,
+    published_codes,
+    quiet,
+    reachable,
+    without_quantization,
+)
 from peftkit.base.purpose import CAUSAL_LM, Purpose, head_modules
 from peftkit.base.request import weights_to_pack
 from peftkit.quant.layers import Packing, empty_packed
@@ -53,7 +59,8 @@ def read_config(model: str, revision: str | None, purpose: Purpose) -> Any:
             a way that is not read here.
     """
     location, config = find_config(model, revision, purpose)
-    check_readable(location.name, config)
+    if (checkpoint := published(config)) is not None:
+        checkpoint.check(location.name)
     return config
 
 
@@ -66,8 +73,7 @@ def find_config(model: str, revision: str | None, purpose: Purpose) -> tuple[Loc
 def on_meta(config: Any, purpose: Purpose, dtype: torch.dtype | None = None) -> nn.Module:
     """Build a model on the meta device; its dtype is by default the config's."""
     cls = getattr(transformers, purpose.auto_class)
-    config = copy.deepcopy(config)
-    config.__dict__.pop("quantization_config", None)
+    config = without_quantization(config)
     given = {} if dtype is None else {"dtype": dtype}
     with quiet(), torch.device("meta"):
         model: nn.Module = cls.from_config(config, trust_remote_code=False, **given)
@@ -166,8 +172,8 @@ def _packed_weights(
     device: torch.device,
 ) -> list[tuple[Job, nn.Parameter, Packing]]:
     """Return every use of a weight that is packed, with its packed form; tied ones share it."""
-    codes = published(config) if settings.quantize == "none" else None
-    if settings.quantize == "none" and codes is None:
+    checkpoint = published_codes(config, settings)
+    if settings.quantize == "none" and checkpoint is None:
         return []
     head = head_modules(model) if purpose.head is not None else ()
     by_weight: dict[int, tuple[nn.Parameter, Packing]] = {}
@@ -175,15 +181,14 @@ def _packed_weights(
     for job, kind in weights_to_pack(settings, model, head).items():
         path, module, name = job
         weight = module._parameters[name]
-        if weight is None or (codes is not None and not has_codes(codes, weight)):
+        if weight is None or (checkpoint is not None and not checkpoint.quantizes(weight)):
             continue
         if id(weight) not in by_weight:
             transposed = stores_transposed(module, name)
             shape = torch.Size(reversed(weight.shape)) if transposed else weight.shape
             with torch.device(device):
-                if codes is not None:
-                    packed, form, scales = empty_codes(shape, scheme_of(codes, path))
-                    packing = Packing(form, dtype, scales)
+                if checkpoint is not None:
+                    packed, packing = checkpoint.empty_packed(shape, path, dtype)
                 else:
                     packed, packing = empty_packed(
                         shape, kind, dtype, double_quant=settings.double_quant

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 from peftkit.base.build import LoadedModel
 from peftkit.base.locate import cache_folder
-from peftkit.base.pretrained import files_of
-from peftkit.base.published import published, quantized_by
+from peftkit.base.pretrained import files_of, published
 from peftkit.base.request import BaseRequest
 from peftkit.base.skeleton import packed_skeleton
 from peftkit.errors import BaseError, OutputError, PeftkitError
@@ -70,8 +69,8 @@ def folder_of(request: BaseRequest, *, shared: bool = False) -> Path | None:
     purpose, is_packed = request.purpose, request.settings.quantize != "none"
     if not shared and (not is_packed or purpose.head is not None):
         return None
-    has_codes = published(request.config) is not None
-    if quantized_by(request.config) and not (has_codes and is_packed):
+    checkpoint = published(request.config)
+    if checkpoint is not None and not (checkpoint.has_codes and is_packed):
         return None  # bitsandbytes' own, or codes whose files open as fast
     source = files_of(request.location)
     if source is None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from peftkit.base.published import ROUNDED
+from peftkit.base.published.checkpoint import ROUNDED
 from peftkit.base.request import DTYPES
 from peftkit.errors import AdapterError, first_few
 from peftkit.events import Listener, Notice

@@ -20,7 +20,7 @@ import torch
 
 from peftkit.base.load import local_folder
 from peftkit.base.locate import locate
-from peftkit.base.published import published
+from peftkit.base.pretrained import published
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.request import DTYPES
 from peftkit.base.skeleton import read_config, skeleton
@@ -110,7 +110,8 @@ def merge(
     out, tally, purpose = Path(out).expanduser(), Tally(), task_of(file).purpose
     stored = DTYPES[dtype] if dtype else None
     files = files_of(name, revision)
-    is_quantized = from_quantized or published(read_config(name, revision, purpose)) is not None
+    checkpoint = published(read_config(name, revision, purpose))
+    is_quantized = from_quantized or (checkpoint is not None and checkpoint.has_codes)
     same_config = not is_quantized and not file.provenance.loading.get("rope_scaling")
     load = partial(open_adapter, file.folder, base, force=force, on_event=on_event)
     with new_model_folder(out, overwrite, (file.folder, Path(name))) as folder:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from peftkit.base.placement import ROOM, STREAMED, fits_device, in_words
-from peftkit.base.published import published
+from peftkit.base.pretrained import is_packed
 from peftkit.base.request import compute_dtype
 from peftkit.base.skeleton import on_meta, read_config, weight_bytes
 from peftkit.events import Listener, Notice
@@ -102,8 +102,7 @@ def _may_stream(recipe: Recipe, plan: ExecutionPlan) -> bool:
 
 def _can_stream(recipe: Recipe, config: Any) -> bool:
     """Tell whether the base has packed blocks, and whether activations may be recomputed."""
-    is_packed = recipe.base.quantize != "none" or published(config) is not None
-    if not is_packed or recipe.train.gradient_checkpointing is False:
+    if not is_packed(config, recipe.base) or recipe.train.gradient_checkpointing is False:
         return False
     return bool(recomputable_blocks(on_meta(config, recipe.task.plain_purpose)))
 

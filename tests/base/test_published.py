@@ -15,11 +15,11 @@ from torch import Tensor
 
 from peftkit.adapter import attach
 from peftkit.base.build import LoadedModel, build
-from peftkit.base.codes import read_codes, unpacked
 from peftkit.base.load import Base, load_base
 from peftkit.base.locate import Location
 from peftkit.base.pretrained import quiet
-from peftkit.base.published import described, scheme_of
+from peftkit.base.published.checkpoint import described, scheme_of
+from peftkit.base.published.codes import read_codes, unpacked
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.request import BaseRequest, request_of
 from peftkit.base.skeleton import weight_bytes

@@ -1,23 +1,25 @@
-"""Checkpoints that are quantised already: their configs say how their layers are read.
+"""The quantised checkpoints of others, as their configs describe them.
 
-Those of bitsandbytes are loaded by transformers and taken over with their bits. The others that are
-read here keep their codes (codes.py); such of 8 bits, and gpt-oss, can be packed in 4 bits
-too. All else is refused by name.
+Those of bitsandbytes are loaded by transformers and keep their bits. The others that are read here
+keep their codes (codes.py); those in 8 bits, and gpt-oss, can be packed in 4 bits too. All else is
+refused by name.
 """
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from peftkit.errors import BaseError
+from peftkit.kernels.block_scaled import PAIRED
+from peftkit.kernels.packed import PackedFormat
+from peftkit.quant.layers import Packing
 
-TAKEN_OVER = "bitsandbytes"
 READ = (
     "compressed-tensors (w4a16, w8a16, w8a8, fp8, nvfp4, mxfp4), AWQ (gemm), GPTQ in 4 or 8 bits, "
     "auto-round, FP8, ModelOpt NVFP4, torchao int8 and float8, bitsandbytes"
@@ -182,76 +184,113 @@ def described(settings: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, (method, f"{scheme.bits} bits", parts, zeros, rounded)))
 
 
-def kept_notice(settings: Mapping[str, Any]) -> str:
-    """Return the notice for a base that keeps the bits of its files."""
-    notice = f"The base keeps the bits of its files: {described(settings)}."
-    return f"{notice} {SERVER_ROUNDS}" if scheme_of(settings).rounds_inputs else notice
+@dataclass(frozen=True, slots=True)
+class PublishedCheckpoint:
+    """A checkpoint that its publisher has quantised.
 
-
-def has_codes(settings: Mapping[str, Any], weight: Tensor | None) -> bool:
-    """Tell whether a linear layer's weight, or a stack, is among those that are quantised."""
-    return weight is not None and (scheme_of(settings).layout != "gpt_oss" or weight.dim() == 3)
-
-
-def quantized_by(config: Any) -> str:
-    """Return what a checkpoint was quantised with, as its config says, or ""."""
-    settings = _settings(config)
-    if not settings:
-        return ""
-    bits = settings.get("load_in_4bit") or settings.get("load_in_8bit")
-    return TAKEN_OVER if bits else str(settings.get("quant_method") or "an unknown method")
-
-
-def published(config: Any) -> dict[str, Any] | None:
-    """Return a config's `quantization_config` if published.py reads such a checkpoint."""
-    if quantized_by(config) in ("", TAKEN_OVER):
-        return None
-    try:
-        scheme_of(_settings(config))
-    except UnreadableError:
-        return None
-    return _settings(config)
-
-
-def check_readable(name: str, config: Any, quantize: str = "none") -> None:
-    """Check that a checkpoint is dense, or quantised in a way that is read here.
-
-    Args:
-        quantize: How it is to be kept.
-
-    Raises:
-        BaseError: It is quantised otherwise, or is in 4 bits and is to be packed again.
+    Attributes:
+        settings: The `quantization_config` of its config.json.
     """
-    if quantized_by(config) in ("", TAKEN_OVER):
-        return
-    try:
-        scheme = scheme_of(_settings(config))
-    except UnreadableError as problem:
-        raise BaseError(
-            f"cannot read the weights of {name}.",
-            found=f"They are quantised by {problem}.",
-            fix="Give the same model in 16 bits (quantize: nf4 packs it while it is read), or in a "
-            f"format that is read: {READ}.",
-        ) from None
-    if quantize != "none" and scheme.bits == 4 and scheme.layout != "gpt_oss":
-        raise BaseError(
-            f"the weights of {name} are in 4 bits already.",
-            found=f"base.quantize is {quantize}, which would round them a second time.",
-            fix="Set base.quantize: none, which keeps these bits; or give the model in 16 bits.",
-        )
+
+    settings: Mapping[str, Any]
+
+    @property
+    def is_bitsandbytes(self) -> bool:
+        """Whether transformers loads it, into layers of bitsandbytes."""
+        fields = self.settings
+        is_named = fields.get("quant_method") == "bitsandbytes"
+        return bool(is_named or fields.get("load_in_4bit") or fields.get("load_in_8bit"))
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether its codes are read here."""
+        if self.is_bitsandbytes:
+            return False
+        try:
+            scheme_of(self.settings)
+        except UnreadableError:
+            return False
+        return True
+
+    @property
+    def description(self) -> str:
+        """The format in words: "awq, 4 bits, groups of 128"."""
+        return described(self.settings)
+
+    @property
+    def notice(self) -> str:
+        """The notice for a base that keeps the bits of its files."""
+        notice = f"The base keeps the bits of its files: {self.description}."
+        return f"{notice} {SERVER_ROUNDS}" if scheme_of(self.settings).rounds_inputs else notice
+
+    def check(self, name: str, quantize: str = "none") -> None:
+        """Check that the checkpoint can be read.
+
+        Args:
+            name: Of the base, for messages. quantize: How it is to be packed.
+
+        Raises:
+            BaseError: It is quantised in another way, or is in 4 bits and is to be packed again.
+        """
+        if self.is_bitsandbytes:
+            return
+        try:
+            scheme = scheme_of(self.settings)
+        except UnreadableError as problem:
+            raise BaseError(
+                f"cannot read the weights of {name}.",
+                found=f"They are quantised by {problem}.",
+                fix="Give the same model in 16 bits (quantize: nf4 packs it while it is read), or "
+                f"in a format that is read: {READ}.",
+            ) from None
+        if quantize != "none" and scheme.bits == 4 and scheme.layout != "gpt_oss":
+            raise BaseError(
+                f"the weights of {name} are in 4 bits already.",
+                found=f"base.quantize is {quantize}, which would round them a second time.",
+                fix="Set base.quantize: none, which keeps these bits; "
+                "or give the model in 16 bits.",
+            )
+
+    def quantizes(self, weight: Tensor) -> bool:
+        """Tell whether the weight of a linear layer, or a stack of experts, is in codes."""
+        return scheme_of(self.settings).layout != "gpt_oss" or weight.dim() == 3
+
+    def empty_packed(
+        self, shape: torch.Size, path: str, dtype: torch.dtype
+    ) -> tuple[Tensor, Packing]:
+        """Return the packed data and the packing of a weight, without values.
+
+        On the default device, as `quant.layers.empty_packed`.
+
+        Args:
+            shape: Of the weight (..., out, in). path: Of its layer. dtype: Compute dtype.
+        """
+        return empty_packed(shape, scheme_of(self.settings, path), dtype)
 
 
-def dense_config(config: Any) -> Any:
-    """Return the config of the same model in 16 bits."""
-    dense = copy.deepcopy(config)
-    for part in (dense, dense.get_text_config()):
-        part.__dict__.pop("quantization_config", None)
-    return dense
-
-
-def _settings(config: Any) -> dict[str, Any]:
-    for part in (config, config.get_text_config()):
-        settings = getattr(part, "quantization_config", None)
-        if settings:
-            return dict(settings if isinstance(settings, dict) else settings.to_dict())
-    return {}
+def empty_packed(
+    shape: Sequence[int], scheme: Scheme, dtype: torch.dtype
+) -> tuple[Tensor, Packing]:
+    """Return the packed data and the packing of a weight (..., out, in), without values."""
+    *lead, rows, width = shape
+    transposed = scheme.layout == "gpt_oss"
+    if transposed:
+        rows, width = width, rows
+    kind, (height, block) = scheme.kind, scheme.block or (1, width)
+    block = min(block if scheme.group < 0 else scheme.group, width)
+    form = PackedFormat(kind, torch.Size(shape), block, height, transposed)
+    grid = (*lead, -(-rows // height), -(-width // block))
+    code_dtype = torch.int8 if kind == "int8" else torch.uint8
+    packed = torch.empty(*lead, rows, width // 2 if kind in PAIRED else width, dtype=code_dtype)
+    scale_dtype = {
+        "int4": torch.float16,
+        "uint8": torch.float16,
+        "mxfp4": torch.uint8,
+        "nvfp4": torch.uint8,
+    }.get(kind, torch.float32)
+    scales = [torch.empty(grid, dtype=scale_dtype)]
+    if scheme.has_zeros:
+        scales.append(torch.empty(grid, dtype=torch.uint8))
+    if kind == "nvfp4":
+        scales.append(torch.empty(1, dtype=torch.float32))
+    return packed, Packing(form, dtype, tuple(scales))

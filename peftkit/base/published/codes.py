@@ -1,7 +1,7 @@
-"""Weights that others have quantised, read into codes, scales and zeros (kernels/block_scaled.py).
+"""The tensors of a quantised weight, read into codes, scales and zeros (kernels/block_scaled.py).
 
-A reader for each format repacks its tensors without loss. Which layers are quantised their tensors
-say; the config says how (published.py).
+A reader for each format repacks its tensors without loss. The tensors themselves
+say whether a layer is quantised, the config says how (checkpoint.py).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from peftkit.base.published import Scheme, UnreadableError
-from peftkit.kernels.block_scaled import PAIRED, exponents
+from peftkit.base.published.checkpoint import Scheme, UnreadableError
+from peftkit.kernels.block_scaled import exponents
 from peftkit.kernels.packed import PackedFormat, unpack
 from peftkit.quant.layers import import_bitsandbytes
 
@@ -216,27 +216,6 @@ _READERS = {
     "nvfp4": _read_fp4,
     "modelopt": _read_fp4,
 }
-
-
-def empty_codes(shape: Sequence[int], scheme: Scheme) -> Codes:
-    """Return the codes of a weight (..., out, in) of a checkpoint, without values."""
-    *lead, rows, width = shape
-    turned = scheme.layout == "gpt_oss"
-    if turned:
-        rows, width = width, rows
-    kind, (height, block) = scheme.kind, scheme.block or (1, width)
-    block = min(block if scheme.group < 0 else scheme.group, width)
-    form = PackedFormat(kind, torch.Size(shape), block, height, turned)
-    grid = (*lead, -(-rows // height), -(-width // block))
-    codes = torch.int8 if kind == "int8" else torch.uint8
-    packed = torch.empty(*lead, rows, width // 2 if kind in PAIRED else width, dtype=codes)
-    dtype = {"int4": torch.float16, "uint8": torch.float16}.get(kind, torch.float32)
-    scales = [torch.empty(grid, dtype=torch.uint8 if kind in ("mxfp4", "nvfp4") else dtype)]
-    if scheme.has_zeros:
-        scales.append(torch.empty(grid, dtype=torch.uint8))
-    if kind == "nvfp4":
-        scales.append(torch.empty(1, dtype=torch.float32))
-    return Codes(packed, form, tuple(scales))
 
 
 def unpacked(codes: Codes, dtype: torch.dtype) -> Tensor:

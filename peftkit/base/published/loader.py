@@ -1,0 +1,263 @@
+"""The loader of quantised checkpoints: it keeps their codes, or packs what they stand for.
+
+transformers hands over all tensors that a parameter is made of. `CodesLoader` reads them into
+codes; what cannot stay in codes is dequantised and loaded as any weight is (base/pack.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightRenaming
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+
+from peftkit.base.fingerprint import sample_positions, shown
+from peftkit.base.pack import Broken, PackingConfig, PackingLoader, PackingQuantizer
+from peftkit.base.published.checkpoint import PublishedCheckpoint, UnreadableError, scheme_of
+from peftkit.base.published.codes import (
+    LEAVES,
+    STACKS,
+    Codes,
+    read_codes,
+    some_values,
+    stacked_codes,
+    unpacked,
+)
+from peftkit.base.request import BaseRequest
+from peftkit.errors import BaseError, first_few
+from peftkit.events import Listener, Notice
+from peftkit.quant.layers import Packing
+from peftkit.quant.quantize import stores_transposed
+
+METHOD = "peftkit_codes"
+
+
+class CodesLoader(PackingLoader):
+    """Makes each parameter of the tensors that a quantised checkpoint has for it.
+
+    Attributes:
+        checkpoint: How the files are quantised.
+        dequantised: Names of parameters whose codes could not be kept.
+    """
+
+    def __init__(
+        self,
+        request: BaseRequest,
+        checkpoint: PublishedCheckpoint,
+        *,
+        put: Callable[[Tensor], Tensor] | None = None,
+        on_event: Listener,
+    ) -> None:
+        super().__init__(request, put=put, on_event=on_event)
+        self.checkpoint = checkpoint
+        self.dequantised: list[str] = []
+
+    def settings(self, conversions: list[Any] | None = None) -> PackingConfig:
+        return CodesConfig(self, conversions)
+
+    def begin(self, model: Any) -> None:
+        """Look at the model while it has no weights."""
+        super().begin(model)
+        if not self._packs:
+            self._find_jobs(model)
+
+    def shape_of(self, name: str) -> torch.Size:
+        return self._shapes[name]
+
+    def take_codes(self, name: str, codes: Codes) -> Tensor:
+        """Return the parameter that the model keeps, given the codes of its weight.
+
+        The codes are kept, unless they are to be packed in another kind or the model does not
+        multiply with this parameter alone.
+        """
+        job = self._jobs[name][0] if name in self._jobs else None
+        turns = job is not None and stores_transposed(job[1], job[2])
+        expected = self._shapes[name]
+        shape = expected[::-1] if turns else expected
+        if job is None or self._packs or codes.form.shape != shape:
+            if not self._packs:
+                self.dequantised.append(name)
+            value = unpacked(codes, torch.float32)
+            is_transposed = value.dim() == 2 and value.shape != expected
+            return self.take(name, value.t() if is_transposed else value)
+        positions = sample_positions(expected, codes.packed.device)
+        if turns:
+            positions = positions % expected[1] * expected[0] + positions // expected[1]
+        identity = shown(expected, some_values(codes, positions))
+        self._advance(codes.packed)
+        device, dtype = self.request.device, self.request.dtype
+        scales = tuple(self._put(scale.to(device)) for scale in codes.scales)
+        packing = Packing(codes.form, dtype, scales)
+        return self._keep(self._put(codes.packed.to(device)), identity, packing)
+
+    def install(self, model: nn.Module) -> None:
+        """Let the loaded model compute with its packed weights; tell which were dequantised.
+
+        Raises:
+            BaseError: As `PackingLoader.install`.
+        """
+        super().install(model)
+        if self.dequantised:
+            names = dict.fromkeys(re.sub(r"\d+", "*", name) for name in self.dequantised)
+            self.on_event(
+                Notice(
+                    f"{len(self.dequantised)} quantised weights are kept dequantised, in 16 or 32 "
+                    f"bits: the model keeps their transpose, or their parts are no whole blocks "
+                    f"({first_few(names, 5, ', ')})."
+                )
+            )
+
+    def read_codes(self, name: str, tensors: Mapping[str, Tensor]) -> Codes:
+        """Read a layer's tensors.
+
+        Raises:
+            BaseError: They are not what the checkpoint's config says.
+        """
+        path = name.removesuffix(".weight")
+        try:
+            return read_codes(tensors, scheme_of(self.checkpoint.settings, path))
+        except UnreadableError as problem:
+            raise BaseError(
+                f"cannot read the quantised weight {path}.",
+                found=f"{problem}; its tensors are {', '.join(sorted(tensors))}.",
+                fix="Download it again, or give the same model in 16 bits.",
+            ) from None
+
+
+@register_quantization_config(METHOD)
+class CodesConfig(PackingConfig):
+    """Carries a `CodesLoader` through transformers' loader."""
+
+    method = METHOD
+    dequantize = True
+    """To transformers: nothing of the files' quantisation is left in the model."""
+
+
+@register_quantizer(METHOD)
+class CodesQuantizer(PackingQuantizer):
+    """Hands all tensors of a parameter to the `CodesLoader`."""
+
+    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.pre_quantized = True
+        self._method = quantization_config.loader.checkpoint.settings.get("quant_method")
+        self.serialized_names = STACKS if self._method == "mxfp4" else {"weight": [*LEAVES]}
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        """Have the tensors of a parameter read together, before the model's own conversions."""
+        converters = HfQuantizer.update_weight_conversions(self, weight_conversions, model)
+        for converter in converters:
+            operations = getattr(converter, "operations", None) or [None]
+            if isinstance(operations[0], _Read):  # it runs the others itself
+                operations[0].rest, converter.operations = operations[1:], operations[:1]
+        return [*self._other_names(model), *converters]
+
+    def _other_names(self, model: Any) -> list[WeightRenaming]:
+        """Return other names of FP8 scales: of DeepSeek-V4, and of Mistral Large 4."""
+        if self._method != "fp8":
+            return []
+        renamings = [WeightRenaming(r"\.qscale_weight", ".weight_scale_inv")]
+        if not any(name.endswith(".scale") for name, _ in model.named_parameters()):
+            renamings.append(WeightRenaming(r"^(.+)\.scale", r"\1.weight_scale_inv"))
+        return renamings
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> None:
+        """Have a tensor read in its own dtype, and the parameter made of it taken by the loader.
+
+        transformers calls this, and not `param_needs_quantization`, for files that are quantised.
+        """
+        operations = getattr(converter, "operations", None) or [None]
+        if not isinstance(operations[0], _Read):
+            converter.quantization_operation = self.get_quantize_ops()
+        return None
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        model._weight_conversions = None  # it is saved as any model of its class
+        return model
+
+    def get_load_operations(self) -> dict[str, Any]:
+        return {"dequantize": _Read}
+
+
+class _Read(ConversionOps):
+    """Makes a parameter of a layer's serialized tensors, or a stack of those of its experts."""
+
+    def __init__(self, quantizer: CodesQuantizer) -> None:
+        self._config: Any = quantizer.quantization_config  # not copied with the converter
+        self.rest: list[ConversionOps] = []
+        """The operations of the model's own converter that follow: they stack experts, and join
+        gate and up. `CodesQuantizer.update_weight_conversions` moves them here."""
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        full_layer_name: str = "",
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Return the parameter, kept in its codes where it can be."""
+        loader: CodesLoader = self._config.loader
+        name = full_layer_name.replace("*.", "0.")
+        patterns = (source_patterns, target_patterns)
+        try:
+            if self.rest:
+                more = {**kwargs, "full_layer_name": full_layer_name}
+                return self._stacked(loader, name, input_dict, patterns, more)
+            tensors = {leaf: v[0] if isinstance(v, list) else v for leaf, v in input_dict.items()}
+            if set(tensors) == {"weight"}:  # norms, embeddings, layers that stayed dense
+                value = tensors["weight"]
+                return {name: loader.take(name, value) if loader.takes(name) else value}
+            return {name: loader.take_codes(name, loader.read_codes(name, tensors))}
+        except Exception as error:
+            raise Broken(error) from None
+
+    def _stacked(
+        self,
+        loader: CodesLoader,
+        name: str,
+        tensors: dict[str, Any],
+        patterns: tuple[list[str], list[str]],
+        kwargs: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Read every expert, then stack and join codes, scales and zeros, each by themselves.
+
+        Their rows have to be the rows of the model's parameter, in whole blocks; other experts are
+        dequantised and stacked.
+        """
+        parts: dict[str, dict[str, list[Tensor]]] = {}
+        for key, value in tensors.items():
+            path, _, leaf = key.rpartition(".")
+            parts.setdefault(path, {})[leaf] = value
+
+        def combined(by_name: dict[str, Any]) -> Tensor:
+            for operation in self.rest:
+                by_name = operation.convert(by_name, *patterns, **kwargs)
+            (stack,) = by_name.values()
+            return stack[0] if isinstance(stack, list) else stack
+
+        if all(set(leaves) == {"weight"} for leaves in parts.values()):
+            dense = {f"{path}.weight": leaves["weight"] for path, leaves in parts.items()}
+            return {name: loader.take(name, combined(dense))}
+        experts = {
+            path: [
+                loader.read_codes(f"{path}.{number}", dict(zip(leaves, each, strict=True)))
+                for number, each in enumerate(zip(*leaves.values(), strict=True))
+            ]
+            for path, leaves in parts.items()
+        }
+        codes = stacked_codes(experts, combined, loader.shape_of(name))
+        if codes is not None:
+            return {name: loader.take_codes(name, codes)}
+        if loader.request.settings.quantize == "none":
+            loader.dequantised.append(name)
+        values = {
+            f"{path}.weight": [unpacked(each, loader.request.dtype) for each in every]
+            for path, every in experts.items()
+        }
+        return {name: loader.take(name, combined(values))}
