@@ -34,8 +34,8 @@ from peftkit.recipe import Recipe
 from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.tokens import CausalLM, CausalLMConfig
-from peftkit.train.loop import new_run
 from peftkit.train.optim import STATE_BYTES
+from peftkit.train.start import new_run
 from peftkit.train.step import Trainer, trainable_parameters
 
 FAMILIES = ("smollm2-135m", "gpt2", "gpt_neox", "gemma2", "qwen3_moe")

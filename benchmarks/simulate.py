@@ -42,7 +42,7 @@ from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.loss import Head, token_loss
 from peftkit.train import blocks
-from peftkit.train.loop import new_run
+from peftkit.train.start import new_run
 from peftkit.train.step import Trainer, trainable_parameters
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card, CudaTensor, Kernels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -30,10 +30,10 @@ from peftkit.recipe import Recipe, check_settings
 from peftkit.record import RunRecord, facts_writer, metrics_before_training, save_result
 from peftkit.tasks.base import Reference, Task
 from peftkit.tasks.config import TaskConfig
-from peftkit.train.checkpoint import StartPolicy, locked
 from peftkit.train.checkpoint_files import Checkpoints, versions
-from peftkit.train.loop import check_output, new_run, train
+from peftkit.train.loop import train
 from peftkit.train.metrics import require_trackers
+from peftkit.train.start import locked, new_run, prepare_output
 
 
 def run(
@@ -63,13 +63,18 @@ def run(
         PeftkitError: What was asked, what was found, what to do.
         Interrupted: SIGINT or SIGTERM came; what was reached is saved.
     """
-    start = StartPolicy(resume, overwrite, allow_changes)
+    start: dict[str, Any] = {
+        "resume": resume,
+        "overwrite": overwrite,
+        "allow_changes": [*allow_changes],
+    }
     check_settings(recipe, world_size())
     folder = recipe.train.output_dir
     with joined_ranks() as world, ExitStack() as stack:
-        check_output(recipe.train, start)
+        prepare_output(folder, **start)
+        require_trackers(recipe.train.log_to)
         world.check_equal_across_ranks(
-            recipe=flat(recipe.model_dump(mode="json")), version=versions(), command=asdict(start)
+            recipe=flat(recipe.model_dump(mode="json")), version=versions(), command=start
         )
         world.check_shared(folder)
         stack.enter_context(locked(folder))
@@ -93,7 +98,7 @@ def run(
                 world=world,
             )
             weights, identity = record.adapter_folder(), record.identity()
-            result = train(training, start, weights=weights, identity=identity, watch=watch)
+            result = train(training, **start, weights=weights, identity=identity, watch=watch)
         if result.is_main or is_sharded(record.base.model):  # then all processes run the model
             with stop_requests() as stop:
                 result = replace(result, metrics={**base_metrics, **result.metrics})

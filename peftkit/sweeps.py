@@ -51,9 +51,9 @@ from peftkit.recipe import Recipe, check_settings, load
 from peftkit.report.history import is_run
 from peftkit.report.page import REPORT, LiveReport, write_report
 from peftkit.run import run
-from peftkit.train.checkpoint import StartPolicy, locked
 from peftkit.train.checkpoint_files import Checkpoints
-from peftkit.train.loop import check_output
+from peftkit.train.metrics import require_trackers
+from peftkit.train.start import locked, prepare_output
 
 SWEEP, BEST = "sweep.json", "best"
 MAX_MEMBERS = 256
@@ -205,7 +205,9 @@ def sweep(
     outcomes = _outcomes_in(out, members, resume)
     waiting = [member for member in members if outcomes[member.name].state != "done"]
     for member in waiting:
-        check_output(member.recipe.train, StartPolicy(resume and _has_checkpoints(member)))
+        settings = member.recipe.train
+        prepare_output(settings.output_dir, resume=resume and _has_checkpoints(member))
+        require_trackers(settings.log_to)
     _check_targets(waiting, purpose)
     base: Base | None = None
     with locked(out):

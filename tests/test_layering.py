@@ -83,8 +83,9 @@ MAIN_PATH = (
         "tasks/attention",
         "tasks/one_row",
     ),
-    *("train/loop", "train/step", "train/validation", "train/memory", "train/blocks"),
-    *("train/checkpoint", "train/checkpoint_files", "train/batches", "train/optim"),
+    *("train/start", "train/loop", "train/step", "train/validation", "train/memory"),
+    *("train/blocks", "train/checkpoint", "train/checkpoint_files"),
+    *("train/batches", "train/optim"),
     *("formats/peft/folder",),
 )
 """What a plain LoRA run goes through, besides tasks/tokens and methods/lora."""

@@ -62,13 +62,13 @@ def distill(
     from peftkit.report.page import LiveReport
     from peftkit.run import run
     from peftkit.tasks.distill_rows import read_prompt
-    from peftkit.train.checkpoint import StartPolicy, prepare_output
+    from peftkit.train.start import prepare_output
     from peftkit_cli.render import Renderer
 
     read_prompt(prompt)  # before anything heavy
     if data is not None:
         next(iterate_records(data))
-    prepare_output(out, StartPolicy(resume, overwrite))
+    prepare_output(out, resume=resume, overwrite=overwrite)
     with Renderer() as on_event:
         file = data or _questions_file(prompt, base, out / QUESTIONS, questions, on_event)
         recipe = _recipe(prompt, base, file, out, overrides or [])

@@ -2,125 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import platform
-import shutil
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from peftkit.base.sharding import is_sharded
 from peftkit.config.schema import flat
 from peftkit.data.pack import fingerprint
 from peftkit.errors import CheckpointError, OutputError, did_you_mean
 from peftkit.events import Notice, Saved
 from peftkit.execution import rng
-from peftkit.execution.environment import is_main_process
 from peftkit.execution.state import state_from_json
-from peftkit.files.disk import LOCKS, alone, read_json, writable_folder, write_json, write_text
+from peftkit.files.disk import read_json, write_json
 from peftkit.files.tensors import read_tensors, write_tensors
-from peftkit.settings import TrainConfig
+from peftkit.tasks.base import Run
 from peftkit.train import checkpoint_files
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.checkpoint_files import Checkpoint, Checkpoints, versions
 from peftkit.train.optim import STATE_BYTES, load_optimizer_state, optimizer_state
 from peftkit.train.step import Trainer
-
-HOLDER = "holder"
-"""File that names the process which has the lock of an output folder."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartPolicy:
-    """What to do with a run that is in the output folder already.
-
-    Attributes:
-        resume: Continue from its newest valid checkpoint.
-        overwrite: Delete its checkpoints, once the new run can begin.
-        allow_changes: Dotted keys of the identity, "train" or "rows" that may differ from it.
-
-    Raises:
-        CheckpointError: These contradict each other.
-    """
-
-    resume: bool = False
-    overwrite: bool = False
-    allow_changes: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        if self.resume and self.overwrite:
-            raise CheckpointError("a run is either resumed or overwritten, not both")
-        if self.allow_changes and not self.resume:
-            fix = "Add --resume, or leave out --allow-changes."
-            raise CheckpointError("changes can only be allowed to a run that is resumed", fix=fix)
-
-
-def prepare_output(output_dir: Path, start: StartPolicy) -> None:
-    """Check, before anything heavy, that a run can write its results and overwrites no others.
-
-    Raises:
-        OutputError: The folder cannot be written to, or holds a run.
-        CheckpointError: There is nothing to resume.
-    """
-    checkpoints = Checkpoints(output_dir)
-    results = [f"step-{step}" for step in checkpoints.steps()]
-    if start.resume and not results:
-        raise checkpoints.nothing_to_resume()
-    writable_folder(output_dir)
-    results += sorted(path.name for path in output_dir.glob("*.safetensors"))
-    if results and not (start.resume or start.overwrite):
-        raise OutputError(
-            f"{output_dir} already holds a run",
-            found=", ".join(results[-4:]),
-            fix="Go on with it (--resume), train into another folder (--out DIR), or start "
-            "again in this one (--overwrite).",
-        )
-    writable_folder(checkpoints.folder)
-
-
-@contextlib.contextmanager
-def locked(output_dir: Path) -> Iterator[None]:
-    """Lock a folder against other runs; the main process of a run does it.
-
-    Raises:
-        OutputError: Another run has it; names its process.
-    """
-    if not is_main_process():
-        yield
-        return
-    holder = output_dir / LOCKS / HOLDER
-
-    def refuse() -> None:
-        process = ""
-        with contextlib.suppress(OSError):
-            process = holder.read_text(encoding="utf-8").strip()
-        raise OutputError(
-            f"another process is training into {output_dir}",
-            found=process,
-            fix="Wait for its end, or train into another folder (--out DIR).",
-        )
-
-    with alone(output_dir / "run", on_wait=refuse):
-        began = time.strftime("%Y-%m-%d %H:%M:%S")
-        write_text(f"Process {os.getpid()} on {platform.node()}, since {began}.\n", holder)
-        try:
-            yield
-        finally:
-            holder.unlink(missing_ok=True)
-
-
-def delete_checkpoints(output_dir: Path) -> None:
-    """Delete the checkpoints of a run; OutputError if that fails."""
-    checkpoints = Checkpoints(output_dir)
-    shutil.rmtree(checkpoints.folder, ignore_errors=True)
-    if checkpoints.steps():
-        raise OutputError(f"cannot delete the run in {output_dir}", fix="Delete it by hand.")
-    writable_folder(checkpoints.folder)
 
 
 class Weights(Protocol):
@@ -336,25 +239,18 @@ UNBOUND = {
 Identity = Mapping[str, Any]
 
 
-def identity_of(
-    config: TrainConfig,
-    train_rows: Sequence[Any],
-    eval_rows: Sequence[Any],
-    world_size: int,
-    identity: Identity,
-    *,
-    sharded: bool = False,
-) -> dict[str, Any]:
+def identity_of(run: Run, identity: Identity) -> dict[str, Any]:
     """Return everything that the numbers of a run depend on, as plain JSON.
 
     Args:
         identity: What the caller adds: base, method, data.
-        sharded: Whether the base is sharded over the processes: its sums round differently.
     """
-    train = {name: value for name, value in config.model_dump().items() if name not in UNBOUND}
-    train["shard"] = "base" if sharded else "none"  # where the shards are is free
-    rows = {"train": fingerprint(train_rows), "eval": fingerprint(eval_rows)}
-    whole = {**identity, "train": train, "rows": rows, "num_processes": world_size}
+    train = run.config.model_dump(exclude=UNBOUND)
+    # sums of a sharded base round differently, wherever its shards are
+    train["shard"] = "base" if is_sharded(run.model) else "none"
+    rows = {"train": fingerprint(run.rows), "eval": fingerprint(run.eval_rows)}
+    num_processes = run.world.world_size
+    whole = {**identity, "train": train, "rows": rows, "num_processes": num_processes}
     plain: dict[str, Any] = json.loads(json.dumps(whole, default=str))
     return plain
 

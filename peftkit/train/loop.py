@@ -12,46 +12,38 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from peftkit.adapter import prepared_for_training, refresh_copies
-from peftkit.base.sharding import is_sharded
-from peftkit.errors import DataError, PeftkitError
-from peftkit.events import Listener, Notice, RunDone, RunStarted, RunStopped, StepDone, ignore
+from peftkit.errors import PeftkitError
+from peftkit.events import Listener, Notice, RunDone, StepDone, ignore
 from peftkit.execution import rng
-from peftkit.execution.parallel import Parallel
-from peftkit.execution.plan import ExecutionPlan, plan_of
-from peftkit.execution.signals import Interrupted, StopRequest, stop_requests
-from peftkit.execution.state import Result, State, StepFacts
-from peftkit.execution.world import World
+from peftkit.execution.signals import Interrupted, stop_requests
+from peftkit.execution.state import Result, StepFacts
 from peftkit.kernels.device import gpu_of, keep_freed_memory, trim_malloc
-from peftkit.model.blocks import STREAMED
 from peftkit.model.modes import begin_training, modes_kept
-from peftkit.quant.audit import audit
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Run, Task
 from peftkit.train.batches import StatelessSampler
-from peftkit.train.checkpoint import (
-    Saver,
-    StartPolicy,
-    TrainableWeights,
-    Weights,
-    delete_checkpoints,
-    identity_of,
-    locked,
-    prepare_output,
-)
+from peftkit.train.checkpoint import Saver, TrainableWeights, Weights, identity_of
 from peftkit.train.diagnosis import NonFiniteError, written_error
 from peftkit.train.memory import plan_memory_and_compile
 from peftkit.train.metrics import (
-    device_name,
-    execution_paths,
     peak_bytes,
     recording,
+    reporting_a_stop,
     require_trackers,
+    run_started,
 )
 from peftkit.train.optim import learning_rate
-from peftkit.train.step import Trainer, trainable_parameters
+from peftkit.train.start import (
+    delete_checkpoints,
+    locked,
+    new_run,
+    prepare_output,
+    shared_tensors,
+)
+from peftkit.train.step import Trainer
 from peftkit.train.validation import Validation
 
 if TYPE_CHECKING:
@@ -94,105 +86,27 @@ def fit(
         Interrupted: SIGINT or SIGTERM came; the run is saved.
     """
     config = config or TrainConfig()
-    start = StartPolicy(resume, overwrite, allow_changes)
-    check_output(config, start)
-    with locked(config.output_dir), stop_requests() as stop:
-        run = new_run(model, task, train_rows, eval_rows, config, stop=stop, on_event=on_event)
-        return train(run, start, weights=weights, identity=identity or {})
-
-
-def check_output(config: TrainConfig, start: StartPolicy) -> None:
-    """Make sure, before anything heavy, that a run can write its results where it is to.
-
-    Raises:
-        PeftkitError: As `prepare_output` and `require_trackers`.
-    """
-    prepare_output(config.output_dir, start)
+    folder = config.output_dir
+    prepare_output(folder, resume=resume, overwrite=overwrite, allow_changes=allow_changes)
     require_trackers(config.log_to)
-
-
-def new_run(
-    model: nn.Module,
-    task: Task,
-    rows: Sequence[Any],
-    eval_rows: Sequence[Any],
-    config: TrainConfig,
-    *,
-    stop: StopRequest,
-    on_event: Listener = ignore,
-    plan: ExecutionPlan | None = None,
-    world: World | None = None,
-) -> Run:
-    """Return a run at its beginning.
-
-    Args:
-        on_event: Receives the run's events, on the main process alone.
-        plan: By default that of a model that is loaded, as it is.
-        world: The processes that train together; by default those that were launched.
-
-    Raises:
-        DataError: There are no rows.
-        ConfigError: The model has nothing to train.
-    """
-    if not rows:
-        raise DataError("there are no rows to train on")
-    device = next(iter(trainable_parameters(model).values())).device
-    if world is None or world.device != device:  # a base may be on the CPU for want of memory
-        world = World(device)
-    parallel = _parallel_of(world, model, task, config.context_parallel, rows, eval_rows)
-    plan = plan or _plan_over(model, config, world)
-    return Run(
-        model=model,
-        task=parallel.adapt(task),
-        rows=rows,
-        eval_rows=eval_rows,
-        config=config,
-        world=world,
-        parallel=parallel,
-        state=State(replace(plan, autocast=world.precision or "")),
-        stop=stop,
-        listeners=[on_event] if world.is_main else [],
-    )
-
-
-def _plan_over(model: Any, config: TrainConfig, world: World) -> ExecutionPlan:
-    """Return how a loaded model goes through its rows, before anything is measured."""
-    return config.plan(
-        world.device.type,
-        world.world_size,
-        placement="stream" if hasattr(model, STREAMED) else "device",
-        shard="base" if is_sharded(model) else "none",
-        dtype=plan_of(model).dtype,
-        autocast=world.precision or "",
-    )
-
-
-def _parallel_of(
-    world: World, model: nn.Module, task: Task, context_parallel: int, *rows: Sequence[Any]
-) -> Parallel:
-    """Return how the processes of a run share rows and forward passes.
-
-    Args:
-        rows: All rows of the run, the same on every process.
-
-    Raises:
-        RunError: The number of processes is no multiple of `context_parallel`.
-    """
-    if context_parallel > 1:
-        from peftkit.train.context_parallel import ContextParallel
-
-        return ContextParallel(world, task, context_parallel, *rows)
-    if is_sharded(model):
-        from peftkit.train.lockstep import Lockstep
-
-        return Lockstep(world, task, *rows)
-    return Parallel(world)
+    with locked(folder), stop_requests() as stop:
+        run = new_run(model, task, train_rows, eval_rows, config, stop=stop, on_event=on_event)
+        return train(
+            run,
+            resume=resume,
+            overwrite=overwrite,
+            allow_changes=allow_changes,
+            weights=weights,
+            identity=identity or {},
+        )
 
 
 def train(
     run: Run,
-    start: StartPolicy,
     *,
+    resume: bool = False,
+    overwrite: bool = False,
+    allow_changes: Sequence[str] = (),
     weights: Weights | None = None,
     identity: Mapping[str, Any],
     watch: TextWatch | None = None,
@@ -200,15 +114,16 @@ def train(
     """Train a run to its end, in a locked folder.
 
     Args:
+        resume, overwrite, allow_changes: As `fit`.
         weights: What checkpoints hold of the model; by default its trainable parameters.
         identity: What a resumed run must have in common with the saved one, as plain JSON.
         watch: Generates samples and answers while it trains.
     """
-    if start.overwrite:
+    if overwrite:
         delete_checkpoints(run.config.output_dir)
     loop = Loop(run, weights or TrainableWeights(run.model), identity, watch)
     with loop.prepared():
-        return loop.train(start.allow_changes if start.resume else None)
+        return loop.train(allow_changes if resume else None)
 
 
 class Loop:
@@ -223,23 +138,13 @@ class Loop:
     ) -> None:
         self.run, self.config, self.world = run, run.config, run.world
         size = run.parallel.size
-        self.sampler = StatelessSampler(
-            len(run.rows), run.config.rows_per_step(size), run.config.seed
-        )
+        rows_per_step = run.config.rows_per_step(size)
+        self.sampler = StatelessSampler(len(run.rows), rows_per_step, run.config.seed)
         self.num_steps = run.config.num_steps(len(run.rows), size)
         self.trainer = Trainer(run)
         self.validation = Validation(self.trainer, self.num_steps, watch)
-        identity = identity_of(
-            run.config,
-            run.rows,
-            run.eval_rows,
-            run.world.world_size,
-            identity,
-            sharded=is_sharded(run.model),
-        )
-        self.saver = Saver(self.trainer, self.sampler, weights, identity)
+        self.saver = Saver(self.trainer, self.sampler, weights, identity_of(run, identity))
         self._agreed_stop = 0
-        self._is_going = False  # from its header to its end
         self._began = time.perf_counter()  # less what earlier parts of the run took
         self._resumed = (0, 0.0)  # steps and seconds of these
 
@@ -249,7 +154,7 @@ class Loop:
         trainer, model = self.trainer, self.run.model
         try:
             trainer.use(trainer.plan)
-            with self._recorded(), modes_kept(model), ExitStack() as stack:
+            with recording(self.run), modes_kept(model), ExitStack() as stack:
                 begin_training(model)
                 with self.world.autocast():  # layers are laid out for what they will compute in
                     stack.enter_context(prepared_for_training(model, trainer.requested))
@@ -258,21 +163,6 @@ class Loop:
         finally:
             trainer.prefetcher.close()
             trainer.blocks.restore()
-
-    @contextmanager
-    def _recorded(self) -> Iterator[None]:
-        """Let metrics.jsonl and the trackers hear of events meanwhile."""
-        with ExitStack() as stack:
-            for user in self.run.listeners[:1]:  # on the main process
-                self.run.listeners += stack.enter_context(recording(self.config, user))
-            try:
-                yield
-            except BaseException as error:
-                if self._is_going:
-                    is_asked = isinstance(error, Interrupted | KeyboardInterrupt | SystemExit)
-                    state = "stopped" if is_asked else "failed"
-                    self.run.say(RunStopped(self.run.state.step, state, str(error)))
-                raise
 
     def train(self, resume: Sequence[str] | None) -> Result:
         """Train to the end.
@@ -283,15 +173,18 @@ class Loop:
         self._start(resume)
         plan_memory_and_compile(self.trainer, self.num_steps)
         self._give_back()
-        self.run.say(self._header())
-        if resume is not None:
-            self._after_step()  # a run that was stopped during an evaluation owes it still
-        else:
-            self._before_steps()
-        while not self.validation.is_over:
-            self._step()
-            self._after_step()
-        return self._result()
+        with reporting_a_stop(self.run):
+            self.run.say(run_started(self.trainer, self.num_steps))
+            if resume is not None:
+                self._after_step()  # a run that was stopped during an evaluation owes it still
+            else:
+                self._before_steps()
+            while not self.validation.is_over:
+                self._step()
+                self._after_step()
+            result = self._result()
+        self.run.say(RunDone(result.step, result.seconds, result.metrics))
+        return result
 
     def _start(self, resume: Sequence[str] | None) -> None:
         """Seed the generators, or take up the newest checkpoint; see `train`."""
@@ -303,7 +196,7 @@ class Loop:
         self.world.wait()  # nobody writes before everybody has looked at the folder
         if resume is None:
             rng.seed_everything(self.config.seed, self.world.rank)
-            self.world.broadcast_parameters(_shared_tensors(run.model))
+            self.world.broadcast_parameters(shared_tensors(run.model))
         else:
             self.saver.resume(resume)
         refresh_copies(run.model)
@@ -426,25 +319,6 @@ class Loop:
         step = self.run.state.step
         return self.validation.is_over or (every is not None and step % every == 0)
 
-    def _header(self) -> RunStarted:
-        """Return the run's header; the run is going from here on."""
-        self._is_going = True
-        run, trainer = self.run, self.trainer
-        paths = dict(run.task.paths)
-        if self.world.precision is not None:
-            scaled = ", loss scaled" * trainer.scale.needed
-            paths["precision"] = f"{self.world.precision} by autocast{scaled}"
-        return RunStarted(
-            num_steps=self.num_steps,
-            start_step=run.state.step,
-            num_rows=len(run.rows),
-            num_trainable=sum(p.numel() for p in trainer.parameters.values()),
-            num_parameters=audit(run.model).num_parameters,
-            device=device_name(self.world.device, self.world.world_size),
-            paths=execution_paths(run.model, trainer.blocks, paths),
-            plan=trainer.plan.describe(),
-        )
-
     def _step_done(self, facts: StepFacts, rate: float, seconds: float) -> StepDone:
         state = self.run.state
         step_before, seconds_before = self._resumed
@@ -464,7 +338,6 @@ class Loop:
         )
 
     def _result(self) -> Result:
-        """Return the result, and emit RunDone."""
         seconds = time.perf_counter() - self._began
         state, folder = self.run.state, self.saver.checkpoints.folder
         metrics = {
@@ -478,16 +351,5 @@ class Loop:
             metrics["best_eval_loss"] = state.best_loss
         best = None if state.best_step is None else folder / f"step-{state.best_step}"
         last = folder / f"step-{state.step}"
-        self._is_going = False
-        self.run.say(RunDone(state.step, seconds, metrics))
         is_main = self.world.is_main
         return Result(state.step, seconds, metrics, last, state.best_step, best, is_main)
-
-
-def _shared_tensors(model: nn.Module) -> list[Tensor]:
-    """Return trainable parameters and the buffers next to them, such as PiSSA's start."""
-    tensors: list[Tensor] = []
-    for module in model.modules():
-        trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
-        tensors += [*trained, *(module.buffers(recurse=False) if trained else ())]
-    return tensors

@@ -20,7 +20,6 @@ from peftkit.errors import ConfigError
 from peftkit.events import (
     EvalDone,
     Event,
-    Listener,
     Notice,
     RolledOut,
     RunDone,
@@ -31,10 +30,13 @@ from peftkit.events import (
     StepDone,
 )
 from peftkit.execution.plan import Activations
+from peftkit.execution.signals import Interrupted
 from peftkit.kernels.device import gpu_of, peak_resident_bytes
 from peftkit.model.fused import num_fused
-from peftkit.settings import TrainConfig
+from peftkit.quant.audit import audit
+from peftkit.tasks.base import Run
 from peftkit.train.blocks import Blocks
+from peftkit.train.step import Trainer
 
 FILE, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
 RECORDED = (RunStarted, StepDone, EvalDone, Saved, Notice, RunDone, RunStopped)
@@ -125,23 +127,37 @@ class Trackers:
 
 
 @contextmanager
-def recording(config: TrainConfig, user: Listener) -> Iterator[list[Listener]]:
-    """Yield what writes a run's events to its files and the trackers of train.log_to.
-
-    Args:
-        user: Hears of those that fail.
-    """
+def recording(run: Run) -> Iterator[None]:
+    """Write a run's events to its files and the trackers of train.log_to, on the main process."""
+    if not run.world.is_main:
+        yield
+        return
+    config, listeners = run.config, [*run.listeners]
 
     def complain(text: str) -> None:
-        user(Notice(text))
+        for listener in listeners:
+            listener(Notice(text))
 
     settings = config.model_dump(mode="json", exclude={"log_to"})
     started = start_trackers(config.log_to, config.output_dir, settings, complain)
     trackers = Trackers(started, complain)
+    files = MetricsFiles(config.output_dir, complain)
+    run.listeners += [files.on_event, trackers.on_event]
     try:
-        yield [MetricsFiles(config.output_dir, complain).on_event, trackers.on_event]
+        yield
     finally:
         trackers.finish()
+
+
+@contextmanager
+def reporting_a_stop(run: Run) -> Iterator[None]:
+    """Emit RunStopped if the block ends with an error or a signal."""
+    try:
+        yield
+    except BaseException as error:
+        by_request = isinstance(error, Interrupted | KeyboardInterrupt | SystemExit)
+        run.say(RunStopped(run.state.step, "stopped" if by_request else "failed", str(error)))
+        raise
 
 
 def require_trackers(names: Iterable[str]) -> None:
@@ -192,7 +208,26 @@ def device_name(device: torch.device, num_processes: int) -> str:
     return f"{num_processes} x {name}" if num_processes > 1 else name
 
 
-def execution_paths(model: nn.Module, blocks: Blocks, task_paths: Mapping[str, str]) -> str:
+def run_started(trainer: Trainer, num_steps: int) -> RunStarted:
+    """Return the header of a run."""
+    run, world = trainer.run, trainer.world
+    paths = dict(run.task.paths)
+    if world.precision is not None:
+        scaled = ", loss scaled" * trainer.scale.needed
+        paths["precision"] = f"{world.precision} by autocast{scaled}"
+    return RunStarted(
+        num_steps=num_steps,
+        start_step=run.state.step,
+        num_rows=len(run.rows),
+        num_trainable=sum(p.numel() for p in trainer.parameters.values()),
+        num_parameters=audit(run.model).num_parameters,
+        device=device_name(world.device, world.world_size),
+        paths=_execution_paths(run.model, trainer.blocks, paths),
+        plan=trainer.plan.describe(),
+    )
+
+
+def _execution_paths(model: nn.Module, blocks: Blocks, task_paths: Mapping[str, str]) -> str:
     """Return "attention: grouped; LoRA: 2 groups of 5 layers; blocks: compiled".
 
     Args:

@@ -15,7 +15,7 @@ import torch
 from peftkit.errors import OutputError, RunError
 from peftkit.events import Event, Saved
 from peftkit.train import checkpoint_files
-from peftkit.train.checkpoint import StartPolicy, prepare_output
+from peftkit.train.start import prepare_output
 from tests.train.toy import Played, Toy, begin, go_on, names, play
 
 
@@ -145,4 +145,4 @@ def test_a_read_only_folder_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Path, "touch", refuse)
     with pytest.raises(OutputError, match="Permission denied"):
-        prepare_output(tmp_path, StartPolicy())
+        prepare_output(tmp_path)

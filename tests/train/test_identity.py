@@ -14,7 +14,7 @@ from peftkit.errors import CheckpointError
 from peftkit.execution import rng
 from peftkit.settings import TrainConfig
 from peftkit.train.checkpoint import UNBOUND, check_same_run, fingerprint, identity_of
-from tests.train.toy import Row, make_rows
+from tests.train.toy import Row, Toy, ToyTask, make_rows, trainer_of
 
 
 @pytest.mark.parametrize(
@@ -44,16 +44,13 @@ def test_a_fingerprint_depends_on_what_is_learnt_and_not_on_where_it_came_from()
     assert fingerprint(rows[::-1]) != fingerprint(rows)
 
 
-def test_every_setting_is_either_free_or_part_of_the_identity() -> None:
-    found = identity_of(TrainConfig(), [], [], 1, {})
-    assert set(found["train"]) | UNBOUND == set(TrainConfig.model_fields)
-    assert not set(found["train"]) & UNBOUND
-
-
-def test_what_the_caller_knows_is_part_of_the_identity_as_plain_json() -> None:
-    found = identity_of(TrainConfig(), [], [], 2, {"data": {"files": ("a", "b")}})
-    assert found["data"] == {"files": ["a", "b"]}
-    assert found["num_processes"] == 2
+def test_the_identity_has_the_settings_that_are_not_free_and_what_the_caller_adds() -> None:
+    run = trainer_of(Toy(), ToyTask()).run
+    identity = identity_of(run, {"data": {"files": ("a", "b")}})
+    assert set(identity["train"]) | UNBOUND == set(TrainConfig.model_fields)
+    assert not set(identity["train"]) & UNBOUND
+    assert identity["data"] == {"files": ["a", "b"]}
+    assert identity["num_processes"] == 1
 
 
 def test_nested_keys_are_named_by_dots() -> None:

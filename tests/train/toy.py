@@ -18,7 +18,8 @@ from peftkit.execution.signals import StopRequest
 from peftkit.execution.state import Result
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
-from peftkit.train.loop import fit, new_run
+from peftkit.train.loop import fit
+from peftkit.train.start import new_run
 from peftkit.train.step import Trainer
 
 VOCABULARY = 31

@@ -1,0 +1,200 @@
+"""What a run begins with: a folder of its own, its processes, and its plan."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from peftkit.base.sharding import is_sharded
+from peftkit.errors import CheckpointError, DataError, OutputError
+from peftkit.events import Listener, ignore
+from peftkit.execution.environment import is_main_process
+from peftkit.execution.parallel import Parallel
+from peftkit.execution.plan import ExecutionPlan, plan_of
+from peftkit.execution.signals import StopRequest
+from peftkit.execution.state import State
+from peftkit.execution.world import World
+from peftkit.files.disk import LOCKS, alone, writable_folder, write_text
+from peftkit.model.blocks import STREAMED
+from peftkit.settings import TrainConfig
+from peftkit.tasks.base import Run, Task
+from peftkit.train.checkpoint_files import Checkpoints
+from peftkit.train.step import trainable_parameters
+
+HOLDER = "holder"
+"""File that names the process which has the lock of an output folder."""
+
+
+def prepare_output(
+    output_dir: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    allow_changes: Sequence[str] = (),
+) -> None:
+    """Check, before anything heavy, that a run can write its results and overwrites no others.
+
+    Args:
+        resume: Continue from the newest valid checkpoint of the folder.
+        overwrite: Delete its checkpoints, once the new run can begin.
+        allow_changes: Dotted keys of the identity, "train" or "rows" that a resumed run may change.
+
+    Raises:
+        OutputError: The folder cannot be written to, or holds a run.
+        CheckpointError: There is nothing to resume, or the arguments contradict each other.
+    """
+    if resume and overwrite:
+        raise CheckpointError("a run is either resumed or overwritten, not both")
+    if allow_changes and not resume:
+        fix = "Add --resume, or leave out --allow-changes."
+        raise CheckpointError("changes can only be allowed to a run that is resumed", fix=fix)
+    checkpoints = Checkpoints(output_dir)
+    results = [f"step-{step}" for step in checkpoints.steps()]
+    if resume and not results:
+        raise checkpoints.nothing_to_resume()
+    writable_folder(output_dir)
+    results += sorted(path.name for path in output_dir.glob("*.safetensors"))
+    if results and not (resume or overwrite):
+        raise OutputError(
+            f"{output_dir} already holds a run",
+            found=", ".join(results[-4:]),
+            fix="Go on with it (--resume), train into another folder (--out DIR), or start "
+            "again in this one (--overwrite).",
+        )
+    writable_folder(checkpoints.folder)
+
+
+@contextlib.contextmanager
+def locked(output_dir: Path) -> Iterator[None]:
+    """Lock a folder against other runs; the main process of a run does it.
+
+    Raises:
+        OutputError: Another run has it; names its process.
+    """
+    if not is_main_process():
+        yield
+        return
+    holder = output_dir / LOCKS / HOLDER
+
+    def refuse() -> None:
+        process = ""
+        with contextlib.suppress(OSError):
+            process = holder.read_text(encoding="utf-8").strip()
+        raise OutputError(
+            f"another process is training into {output_dir}",
+            found=process,
+            fix="Wait for its end, or train into another folder (--out DIR).",
+        )
+
+    with alone(output_dir / "run", on_wait=refuse):
+        began = time.strftime("%Y-%m-%d %H:%M:%S")
+        write_text(f"Process {os.getpid()} on {platform.node()}, since {began}.\n", holder)
+        try:
+            yield
+        finally:
+            holder.unlink(missing_ok=True)
+
+
+def delete_checkpoints(output_dir: Path) -> None:
+    """Delete the checkpoints of a run; OutputError if that fails."""
+    checkpoints = Checkpoints(output_dir)
+    shutil.rmtree(checkpoints.folder, ignore_errors=True)
+    if checkpoints.steps():
+        raise OutputError(f"cannot delete the run in {output_dir}", fix="Delete it by hand.")
+    writable_folder(checkpoints.folder)
+
+
+def new_run(
+    model: nn.Module,
+    task: Task,
+    rows: Sequence[Any],
+    eval_rows: Sequence[Any],
+    config: TrainConfig,
+    *,
+    stop: StopRequest,
+    on_event: Listener = ignore,
+    plan: ExecutionPlan | None = None,
+    world: World | None = None,
+) -> Run:
+    """Return a run at its beginning.
+
+    Args:
+        on_event: Receives the run's events, on the main process alone.
+        plan: By default that of a model that is loaded, as it is.
+        world: The processes that train together; by default those that were launched.
+
+    Raises:
+        DataError: There are no rows.
+        ConfigError: The model has nothing to train.
+    """
+    if not rows:
+        raise DataError("there are no rows to train on")
+    device = next(iter(trainable_parameters(model).values())).device
+    if world is None or world.device != device:  # a base may be on the CPU for want of memory
+        world = World(device)
+    parallel = _parallel_of(world, model, task, config.context_parallel, rows, eval_rows)
+    plan = plan or _plan_over(model, config, world)
+    return Run(
+        model=model,
+        task=parallel.adapt(task),
+        rows=rows,
+        eval_rows=eval_rows,
+        config=config,
+        world=world,
+        parallel=parallel,
+        state=State(replace(plan, autocast=world.precision or "")),
+        stop=stop,
+        listeners=[on_event] if world.is_main else [],
+    )
+
+
+def _plan_over(model: Any, config: TrainConfig, world: World) -> ExecutionPlan:
+    """Return how a loaded model goes through its rows, before anything is measured."""
+    return config.plan(
+        world.device.type,
+        world.world_size,
+        placement="stream" if hasattr(model, STREAMED) else "device",
+        shard="base" if is_sharded(model) else "none",
+        dtype=plan_of(model).dtype,
+        autocast=world.precision or "",
+    )
+
+
+def _parallel_of(
+    world: World, model: nn.Module, task: Task, context_parallel: int, *rows: Sequence[Any]
+) -> Parallel:
+    """Return how the processes of a run share rows and forward passes.
+
+    Args:
+        rows: All rows of the run, the same on every process.
+
+    Raises:
+        RunError: The number of processes is no multiple of `context_parallel`.
+    """
+    if context_parallel > 1:
+        from peftkit.train.context_parallel import ContextParallel
+
+        return ContextParallel(world, task, context_parallel, *rows)
+    if is_sharded(model):
+        from peftkit.train.lockstep import Lockstep
+
+        return Lockstep(world, task, *rows)
+    return Parallel(world)
+
+
+def shared_tensors(model: nn.Module) -> list[Tensor]:
+    """Return trainable parameters and the buffers next to them, such as PiSSA's start."""
+    tensors: list[Tensor] = []
+    for module in model.modules():
+        trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        tensors += [*trained, *(module.buffers(recurse=False) if trained else ())]
+    return tensors
