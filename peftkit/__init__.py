@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from peftkit.errors import TargetError as TargetError
     from peftkit.events import Sample as Answer
     from peftkit.formats.exchange import export_adapter as export_adapter
-    from peftkit.formats.foreign import import_adapter as import_adapter
+    from peftkit.formats.exchange import import_adapter as import_adapter
     from peftkit.formats.hub import pull_adapter as pull_adapter
     from peftkit.formats.hub import push_adapter as push_adapter
     from peftkit.formats.open_adapter import Opened as Opened

@@ -92,7 +92,7 @@ MAIN_PATH = (
 
 LEAVES = (
     *("tasks/", "methods/", "serve/", "report/", "sweeps", "merging/", "cli/", "formats/gguf/"),
-    *("formats/mlx", "formats/foreign", "formats/exchange", "formats/hub", "inference/"),
+    *("formats/mlx", "formats/exchange", "formats/hub", "inference/"),
     *("train/lockstep", "train/context_parallel", "planning/"),
     *("base/published/", "base/gguf", "base/streaming", "base/transfer"),
 )

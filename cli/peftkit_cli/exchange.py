@@ -71,7 +71,7 @@ def import_(
     force: Replace = False,
 ) -> None:
     """Convert another program's adapter to an adapter folder. Prints the folder."""
-    from peftkit.formats.foreign import import_adapter
+    from peftkit.formats.exchange import import_adapter
     from peftkit_cli.render import Renderer
 
     with Renderer() as on_event:

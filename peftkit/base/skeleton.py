@@ -51,6 +51,21 @@ def skeleton(model: str, *, revision: str | None = None, purpose: Purpose = CAUS
         return on_meta(config, purpose)
 
 
+def hollow(model: nn.Module) -> nn.Module:
+    """Give a model on the meta device weights on the CPU, all of them zero, that take no memory.
+
+    An adapter loads onto it as onto any model. Tied weights stay tied.
+    """
+    zeros: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in zeros:
+                values = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                zeros[parameter] = nn.Parameter(values, requires_grad=False)
+            module._parameters[name] = None if parameter is None else zeros[parameter]
+    return model
+
+
 def read_config(model: str, revision: str | None, purpose: Purpose) -> Any:
     """Read a model's config; nothing else of it is downloaded.
 

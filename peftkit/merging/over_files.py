@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.base.load import local_folder
+from peftkit.base.skeleton import hollow
 from peftkit.errors import BaseError, RunError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.files import disk
@@ -137,7 +138,7 @@ def changes_of(
         return None  # the config, or the vocabulary, is another one too
     if getattr(method, "init", "") in ("pissa", "olora"):
         return None  # its initial value is computed from the base
-    adapter = load_adapter(_hollow(model), file.folder)
+    adapter = load_adapter(hollow(model), file.folder)
     check_all(adapter)
     entries, prefix, changes = shards.entries, getattr(model, "base_model_prefix", ""), {}
     for path, module in adapter.modules.items():
@@ -153,21 +154,6 @@ def changes_of(
             stored = dtype or FLOATS[entry.dtype]
             changes[stored_name] = partial(merged_tensor, module, name, dtype=stored, tally=tally)
     return changes
-
-
-def _hollow(model: nn.Module) -> nn.Module:
-    """Give a model on the meta device weights on the CPU, all of them zero, that take no memory.
-
-    An adapter loads onto it as onto any model. Tied weights stay tied.
-    """
-    hollow: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter not in hollow:
-                zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-                hollow[parameter] = nn.Parameter(zeros, requires_grad=False)
-            module._parameters[name] = None if parameter is None else hollow[parameter]
-    return model
 
 
 def write_over_files(

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from peftkit.errors import AdapterError
-from peftkit.formats.foreign import import_adapter, recognise
+from peftkit.formats.exchange import import_adapter, recognise
 from peftkit.formats.peft.folder import PREFIX, load_adapter, plain_name, save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.methods.lora import LoRA

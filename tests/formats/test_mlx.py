@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from peftkit.adapter import Adapter, attach
 from peftkit.errors import AdapterError
-from peftkit.formats.exchange import export_adapter
-from peftkit.formats.foreign import import_adapter
+from peftkit.formats.exchange import export_adapter, import_adapter
 from peftkit.formats.mlx import MLX_TENSORS, read_mlx
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank

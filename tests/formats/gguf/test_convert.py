@@ -19,7 +19,7 @@ from torch import Tensor
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, OutputError
 from peftkit.events import Event, Notice
-from peftkit.formats.foreign import import_adapter
+from peftkit.formats.exchange import import_adapter
 from peftkit.formats.gguf.convert import export_gguf
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank

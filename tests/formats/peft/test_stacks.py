@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError
-from peftkit.formats.foreign import import_adapter
+from peftkit.formats.exchange import import_adapter
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.methods.lora import LoRA
 from tests.families import ARCHITECTURES
