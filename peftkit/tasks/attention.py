@@ -15,6 +15,7 @@ Shapes: B rows, H heads, L queries, S keys, D head size.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -26,7 +27,6 @@ from torch.nn import functional
 from peftkit.execution.plan import ExecutionPlan, plan_of
 from peftkit.kernels import varlen
 from peftkit.kernels.attention import grouped_attention, is_short
-from peftkit.kernels.context import Context, context_attention
 from peftkit.kernels.device import is_before_ampere
 from peftkit.kernels.grid import Grid, into_grid, out_of_grid
 from peftkit.kernels.varlen import Spans, spans_attention
@@ -34,9 +34,21 @@ from peftkit.kernels.varlen import Spans, spans_attention
 PREFIX = "peftkit_"
 """Prefix of the names that attention is registered under."""
 
-Layout = Grid | Spans | Context | None
-"""Of documents in rows. None: each row is one. A context: each row is one, and this process
-has some of its tokens."""
+
+class SharedRows(ABC):
+    """A layout of rows, each one document, of which this process has some of the tokens."""
+
+    @abstractmethod
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
+        """Return causal attention over all tokens of the rows: (B, L, H, D).
+
+        Args:
+            query: (B, H, L, D). key, value: (B, K, L, D), of this process's tokens.
+        """
+
+
+Layout = Grid | Spans | SharedRows | None
+"""Of documents in rows. None: each row is one."""
 
 _taken: set[str] = set()
 
@@ -73,7 +85,7 @@ class TrainingAttention:
 
         Causal ones in rows of their own need none: they do not see the padding after them.
         """
-        return not (self.is_causal or isinstance(self.layout, Spans | Context))
+        return not (self.is_causal or isinstance(self.layout, Spans | SharedRows))
 
     @property
     def kernel(self) -> str:
@@ -304,7 +316,7 @@ class Call(NamedTuple):
     stated_causal: bool | None
     position_bias: Tensor | None
     softcap: float | None
-    layout: Spans | Context | None
+    layout: Spans | SharedRows | None
     more: dict[str, Any]
     grouped: bool = False
 
@@ -375,9 +387,13 @@ def _varlen(call: Call) -> Tensor:
     )
 
 
+def _takes_gathered(call: Call) -> bool:
+    return isinstance(call.layout, SharedRows) and is_bare(call)
+
+
 def _gathered(call: Call) -> Tensor:
-    assert isinstance(call.layout, Context)
-    return context_attention(call.query, call.key, call.value, call.layout, scale=call.scale)
+    assert isinstance(call.layout, SharedRows)
+    return call.layout.attention(call.query, call.key, call.value, scale=call.scale)
 
 
 def _takes_grouped(call: Call) -> bool:
@@ -422,7 +438,9 @@ def _sdpa(call: Call) -> Tensor:
 
 
 KERNELS = (
-    Kernel("gathered", lambda call: isinstance(call.layout, Context) and is_bare(call), _gathered),
+    Kernel(
+        "gathered", lambda call: isinstance(call.layout, SharedRows) and is_bare(call), _gathered
+    ),
     Kernel("varlen", lambda call: isinstance(call.layout, Spans) and takes_varlen(call), _varlen),
     Kernel("grouped", _takes_grouped, _grouped),
     Kernel("sdpa, heads repeated", _takes_repeated, _repeated),

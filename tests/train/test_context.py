@@ -16,13 +16,12 @@ from peftkit.adapter import attach
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError, PeftkitError
 from peftkit.formats.peft.folder import named_tensors
-from peftkit.kernels.context import Context
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM
-from peftkit.train.context_parallel import ContextParallelTask, own_part, unsuited
+from peftkit.train.context_parallel import Context, ContextParallelTask, own_part, unsuited
 from tests.families import ARCHITECTURES, FURTHER, tiny_tokenizer
 from tests.tasks.test_unpadding import a_row
 from tests.train.children import exit_code, start
