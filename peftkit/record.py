@@ -39,7 +39,7 @@ from peftkit.tasks.config import TaskConfig
 from peftkit.train.checkpoint_files import versions
 
 if TYPE_CHECKING:
-    from peftkit.formats.continued import Continued
+    from peftkit.formats.open_adapter import Continued
 
 FACTS, RECIPE = "run.json", "recipe.yaml"
 NUM_BARS = 24

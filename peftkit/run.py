@@ -192,7 +192,7 @@ def _adapter(
 ) -> tuple[Adapter, Any]:
     """Attach the adapter: a new one, or the one that the recipe continues, and its start."""
     if recipe.method.start_from:
-        from peftkit.formats.continued import continue_adapter
+        from peftkit.formats.open_adapter import continue_adapter
 
         continued = continue_adapter(
             base,
@@ -268,7 +268,7 @@ def _reference(recipe: Recipe, base: Base, adapter: Adapter, continued: Any) -> 
 def _add_other_adapters(task: Task, base: Base) -> None:
     """Give a task the adapters over the same base that it computes with."""
     for folder in task.other_adapters:
-        from peftkit.formats.continued import read_side_adapter
+        from peftkit.formats.open_adapter import read_side_adapter
 
         task.add_adapter(folder, read_side_adapter(folder, base))
 

@@ -125,7 +125,7 @@ def evaluate(
     _check_there(data)
     opened = _open(adapter, base, force)
     from peftkit.figures import metric
-    from peftkit.formats.continued import before_training
+    from peftkit.formats.open_adapter import before_training
     from peftkit.inference.evaluate import evaluate as measure
     from peftkit_cli.render import Renderer
 

@@ -57,7 +57,7 @@ def evaluate(
         task: The adapter's task, as in `Opened`; causal_lm by default.
         style: The adapter's prompt format; None: as the rows' format suggests.
         before: A context with the model as before training, for tasks with a reference model
-            (`peftkit.formats.continued.before_training`); None: the base without an adapter.
+            (`peftkit.formats.open_adapter.before_training`); None: the base without an adapter.
 
     Returns:
         loss (mean over the targets), the task's metrics, and num_rows. For causal_lm, image_text

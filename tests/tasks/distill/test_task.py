@@ -21,8 +21,7 @@ from peftkit.base.load import load_base
 from peftkit.data.pack import IGNORE, Row
 from peftkit.errors import AdapterError, BaseError, ConfigError
 from peftkit.events import ignore
-from peftkit.formats.continued import read_side_adapter
-from peftkit.formats.open_adapter import open_adapter
+from peftkit.formats.open_adapter import open_adapter, read_side_adapter
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.kernels.divergence import Divergence, reference_divergence

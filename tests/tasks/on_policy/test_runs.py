@@ -16,7 +16,7 @@ from peftkit.base.load import load_base
 from peftkit.data.load import Record
 from peftkit.errors import ConfigError, PeftkitError, RunError
 from peftkit.events import EvalDone, Event, Notice, RolledOut, StepDone
-from peftkit.formats.continued import read_side_adapter
+from peftkit.formats.open_adapter import read_side_adapter
 from peftkit.planning.plan import plan_run
 from peftkit.run import run as run_recipe
 from peftkit.settings import DataConfig

@@ -13,8 +13,7 @@ from peftkit.base.load import load_base
 from peftkit.errors import AdapterError, PeftkitError
 from peftkit.events import RunStarted, StepDone
 from peftkit.files.tensors import read_tensors
-from peftkit.formats.continued import before_training
-from peftkit.formats.open_adapter import open_adapter
+from peftkit.formats.open_adapter import before_training, open_adapter
 from peftkit.formats.peft.folder import START
 from peftkit.inference.evaluate import evaluate
 from peftkit.methods.base import Method
