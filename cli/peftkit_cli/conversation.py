@@ -17,7 +17,7 @@ from peftkit.errors import PeftkitError, did_you_mean
 from peftkit.formats.open_adapter import Opened
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.generate import stream
-from peftkit.inference.generate_media import MediaPrompt, inputs_of, media_task
+from peftkit.inference.predict import MediaPrompt, inputs_of, media_task
 from peftkit.tasks.media_text import MediaTextConfig
 from peftkit_cli.arguments import note
 

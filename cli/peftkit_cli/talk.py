@@ -64,7 +64,7 @@ def generate(
     opened = _open(adapter, base, force)
     from peftkit.data.media import KINDS
     from peftkit.inference.generate import generate as generate_text
-    from peftkit.inference.generate_media import generate_with_media
+    from peftkit.inference.predict import generate_with_media
     from peftkit.tasks.media_text import MediaTextConfig
 
     settings: dict[str, Any] = {

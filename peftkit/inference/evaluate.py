@@ -20,7 +20,7 @@ from peftkit.events import Listener, Notice, Progress, Sample, Stage, ignore
 from peftkit.execution.out_of_memory import is_out_of_memory, release_memory
 from peftkit.inference.engine import OnAnswer, room_left
 from peftkit.inference.generate import decoded, generate_ids
-from peftkit.inference.generate_media import MediaPrompt, complete
+from peftkit.inference.predict import MediaPrompt, complete
 from peftkit.model.modes import evaluating
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.base import Reference, Task

@@ -20,10 +20,10 @@ from torch.nn.functional import normalize
 
 from peftkit.data.format import full_text, read_each
 from peftkit.data.load import Record, read_records
-from peftkit.errors import AdapterError, DataError
+from peftkit.errors import DataError
 from peftkit.events import Listener, Progress, Stage, Table, ignore
 from peftkit.formats.open_adapter import Opened
-from peftkit.settings import DataConfig
+from peftkit.inference.predict import build_task
 from peftkit.tasks.embedding import Embedding
 from peftkit.tasks.reranker import RerankerConfig
 
@@ -82,16 +82,8 @@ def find_hard_negatives(
         AdapterError: The adapter makes no embeddings.
         DataError: The rows cannot be read, or no candidate is left for any of them.
     """
-    if opened.task.type != "embedding":
-        raise AdapterError(
-            f"{opened.file.folder} makes no embeddings",
-            found=f"it was trained for the task {opened.task.type}",
-            fix="Give an adapter that was trained with task: embedding.",
-        )
-    maker: Any = opened.task.on(
-        opened.base.model, opened.base.processor, DataConfig(train="", max_length=None)
-    )
-    assert isinstance(maker, Embedding)
+    fix = "Give an adapter that was trained with task: embedding."
+    maker = build_task(opened, ("embedding",), "makes no embeddings", fix)
     names = (maker.config.anchor, maker.config.positive)
     on_event(Stage(f"Reading {data}"))
     pairs = _texts(data, names)

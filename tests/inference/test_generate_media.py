@@ -26,7 +26,7 @@ from peftkit.formats.exchange import export_adapter
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.bank import open_bank
 from peftkit.inference.evaluate import evaluate
-from peftkit.inference.generate_media import (
+from peftkit.inference.predict import (
     MediaPrompt,
     complete,
     generate_with_media,
