@@ -64,7 +64,7 @@ def _write_hard_negatives(
     kind: Literal["embedding", "reranker"],
 ) -> None:
     from peftkit.formats.open_adapter import open_adapter
-    from peftkit.inference.hard_negatives import find_hard_negatives
+    from peftkit.inference.make_rows import find_hard_negatives
     from peftkit.inference.predict import write_rows
     from peftkit_cli.render import Renderer
 

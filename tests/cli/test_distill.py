@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peftkit.inference import questions
+from peftkit.inference import make_rows
 from peftkit.recipe import load
 from tests.command_line import Run, write_rows
 
@@ -68,7 +68,7 @@ def test_questions_that_are_not_there_are_told_before_anything_is_loaded(
 def test_without_questions_the_base_makes_some_and_shows_them(
     prompt: Path, peftkit: Run, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(questions, "MAX_TOKENS", 24)  # a base of random weights rambles
+    monkeypatch.setattr(make_rows, "MAX_TOKENS", 24)  # a base of random weights rambles
     more = ("--base", model_folder, "--out", "out", "--questions", 16, *FEW)
     done = peftkit("distill", prompt, *more)
     assert done.code == 0, done.err

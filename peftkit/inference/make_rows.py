@@ -1,6 +1,7 @@
-"""Hard negatives: wrong answers that an embedding adapter finds similar to their anchors.
+"""Training rows that a model makes: hard negatives, and questions for a teacher.
 
-For each anchor these are the closest candidates that are farther than its positive by a margin
+Hard negatives are wrong answers that an embedding adapter finds similar to their anchors. For each
+anchor these are the closest candidates that are farther than its positive by a margin
 (arXiv:2407.15831, "TopK-PercPos"), since closer ones may be right answers, too. Near duplicates of
 the positive, and other positives of the same anchor, are no negatives.
 
@@ -9,6 +10,7 @@ Shapes: n anchors of a chunk, M candidates, D width.
 
 from __future__ import annotations
 
+import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +20,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from peftkit.data.format import full_text, read_each
+from peftkit.base.load import Base
+from peftkit.data.encode import default_style, prompt_ids, stop_ids
+from peftkit.data.format import Message, full_text, read_each
 from peftkit.data.load import Record, read_records
 from peftkit.errors import DataError
 from peftkit.events import Listener, Progress, Stage, Table, ignore
 from peftkit.formats.open_adapter import Opened
+from peftkit.inference.generate import decoded, generate_ids
 from peftkit.inference.predict import build_task
+from peftkit.tasks.distill_rows import TeacherPrompt
 from peftkit.tasks.embedding import Embedding
 from peftkit.tasks.reranker import RerankerConfig
 
@@ -31,6 +37,17 @@ CHUNK = 1_024
 """Anchors whose similarities to all candidates exist at a time."""
 SLACK = 8
 """Extra candidates per anchor, of which near duplicates of the positive are dropped."""
+
+REQUEST = "Write one message that a user sends."
+INSTRUCTIONS = (
+    "You write messages that users send to an assistant which has these instructions:\n\n{}"
+)
+MAX_TOKENS, BATCH_SIZE, TEMPERATURE, TOP_P = 96, 16, 1.0, 0.95
+ROUNDS = 4
+"""Draws per requested question: some are drawn twice, or are empty."""
+SHOWN_EXAMPLES = 4
+"""Examples of the prompt that one draw sees, others each time."""
+FEWEST_QUESTIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +100,8 @@ def find_hard_negatives(
         DataError: The rows cannot be read, or no candidate is left for any of them.
     """
     fix = "Give an adapter that was trained with task: embedding."
-    maker = build_task(opened, ("embedding",), "makes no embeddings", fix)
-    names = (maker.config.anchor, maker.config.positive)
+    embedder = build_task(opened, ("embedding",), "makes no embeddings", fix)
+    names = (embedder.config.anchor, embedder.config.positive)
     on_event(Stage(f"Reading {data}"))
     pairs = _texts(data, names)
     texts = [positive for _, positive in pairs]
@@ -92,15 +109,15 @@ def find_hard_negatives(
     texts = list(dict.fromkeys(text.strip() for text in texts))
     anchors = list(dict.fromkeys(anchor.strip() for anchor, _ in pairs))
     model = opened.base.model
-    chosen, counts = _chosen(
+    chosen, counts = _closest_negatives(
         [(anchor.strip(), positive.strip()) for anchor, positive in pairs],
-        (anchors, embedded(maker, model, anchors, on_event)),
-        (texts, embedded(maker, model, texts, on_event)),
+        (anchors, embedded(embedder, model, anchors, on_event)),
+        (texts, embedded(embedder, model, texts, on_event)),
         number,
         margin,
         on_event,
     )
-    first, second, third = names[0], names[1], maker.config.negatives
+    first, second, third = names[0], names[1], embedder.config.negatives
     if task == "reranker":
         fields = RerankerConfig()
         first, second, third = fields.query, fields.positive, fields.negatives
@@ -136,7 +153,7 @@ def _texts(where: str, names: Sequence[str]) -> list[tuple[str, ...]]:
     return read_each(read_records(where), read, " and ".join(names), where)[0]
 
 
-def _chosen(
+def _closest_negatives(
     pairs: Sequence[tuple[str, str]],
     anchors: tuple[Sequence[str], Tensor],
     texts: tuple[Sequence[str], Tensor],
@@ -154,13 +171,13 @@ def _chosen(
     chosen: list[list[str]] = []
     for start in range(0, len(pairs), CHUNK):
         on_event(Progress("Searching", start, len(pairs)))
-        some = pairs[start : start + CHUNK]
-        queries = anchors[1][[anchor_at[anchor] for anchor, _ in some]]
-        positives = texts[1][[text_at[positive] for _, positive in some]]
+        chunk = pairs[start : start + CHUNK]
+        queries = anchors[1][[anchor_at[anchor] for anchor, _ in chunk]]
+        positives = texts[1][[text_at[positive] for _, positive in chunk]]
         similarity = (queries * positives).sum(-1)
         limit = similarity - margin * similarity.abs()
         scores = queries @ texts[1].T  # (n, M)
-        for row, (anchor, _) in enumerate(some):
+        for row, (anchor, _) in enumerate(chunk):
             right = [text_at[text] for text in {*answers[anchor], anchor} if text in text_at]
             scores[row, right] = -torch.inf
         above = scores > limit[:, None]
@@ -168,9 +185,65 @@ def _chosen(
         scores = scores.masked_fill(above, -torch.inf)
         scores, indices = scores.topk(min(number + SLACK, scores.shape[1]), dim=1)
         alike = (texts[1][indices] @ positives[:, :, None]).squeeze(-1) > 1 - margin
-        for row in range(len(some)):
+        for row in range(len(chunk)):
             allowed = scores[row] > -torch.inf
             counts["nearly the positive"] += int((allowed & alike[row]).sum())
             closest = indices[row][allowed & ~alike[row]][:number].tolist()
             chosen.append([texts[0][index] for index in closest])
     return chosen, counts
+
+
+def make_questions(
+    base: Base, prompt: TeacherPrompt, number: int, *, on_event: Listener = ignore
+) -> list[str]:
+    """Return different messages that users may send, as the base imagines them.
+
+    Args:
+        prompt: The examples in it, if any, are shown as messages of users.
+        number: The most that are returned.
+
+    Raises:
+        DataError: The base makes none, or has no chat template.
+    """
+    on_event(Stage(f"Making up to {number:,} questions"))
+    style, rng = default_style(base.tokenizer), random.Random(0)
+    stops = stop_ids(base.tokenizer, style)
+    questions = dict.fromkeys(prompt.examples)  # in order, without duplicates
+    num_examples = len(questions)
+    for draw in range(ROUNDS * -(-number // BATCH_SIZE)):
+        if len(questions) - num_examples >= number:
+            break
+        on_event(Progress("Making questions", len(questions) - num_examples, number))
+        requests = (_question_request(prompt, rng) for _ in range(BATCH_SIZE))
+        answers = generate_ids(
+            base.model,
+            base.tokenizer,
+            [prompt_ids(base.tokenizer, messages, style) for messages in requests],
+            stops=stops,
+            max_new_tokens=MAX_TOKENS,
+            temperature=TEMPERATURE,
+            top_p=TOP_P,
+            seed=draw,
+        )
+        lines = (decoded(base.tokenizer, ids).strip().splitlines() for ids in answers)
+        questions |= dict.fromkeys(line[0] for line in lines if line)
+    new_questions = list(questions)[num_examples:][:number]
+    if len(new_questions) < FEWEST_QUESTIONS:
+        raise DataError(
+            "the base makes no questions from this prompt.",
+            found=f"{len(new_questions)} different ones came of {ROUNDS * number} draws.",
+            fix='Write some yourself, one {"prompt": ...} a line, and give them: --data FILE.jsonl',
+        )
+    return new_questions
+
+
+def _question_request(prompt: TeacherPrompt, rng: random.Random) -> Sequence[Message]:
+    """Return a request for a question, with some of the prompt's examples as earlier answers."""
+    examples = rng.sample(prompt.examples, min(SHOWN_EXAMPLES, len(prompt.examples)))
+    turns = [
+        {"role": role, "content": text}
+        for example in examples
+        for role, text in (("user", REQUEST), ("assistant", example))
+    ]
+    system = {"role": "system", "content": INSTRUCTIONS.format(prompt.system)}
+    return [*([system] if prompt.system else []), *turns, {"role": "user", "content": REQUEST}]

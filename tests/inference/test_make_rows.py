@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from peftkit.base.load import load_base
 from peftkit.errors import AdapterError, DataError
 from peftkit.formats.open_adapter import Opened, open_adapter
-from peftkit.inference import hard_negatives
-from peftkit.inference.hard_negatives import HardNegatives, embedded, find_hard_negatives
+from peftkit.inference import make_rows
+from peftkit.inference.make_rows import HardNegatives, embedded, find_hard_negatives
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from peftkit_cli.app import app
@@ -33,19 +33,19 @@ PAIRS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained embedding adapter, run/, and its rows, rows.jsonl."""
-    made = tmp_path_factory.mktemp("embedding")
+    folder = tmp_path_factory.mktemp("embedding")
     torch.manual_seed(0)
-    BertModel(ARCHITECTURES["bert"]().config).save_pretrained(made / "base")
-    framing_tokenizer().save_pretrained(made / "base")
-    told: dict[str, Any] = {
+    BertModel(ARCHITECTURES["bert"]().config).save_pretrained(folder / "base")
+    framing_tokenizer().save_pretrained(folder / "base")
+    recipe: dict[str, Any] = {
         "task": "embedding",
-        "base": {"model": str(made / "base"), "dtype": "fp32"},
+        "base": {"model": str(folder / "base"), "dtype": "fp32"},
         "method": {"type": "lora", "rank": 2},
-        "data": {"train": write_rows(made / "rows.jsonl", PAIRS), "max_length": 64},
-        "train": {"output_dir": str(made / "run"), "max_steps": 2},
+        "data": {"train": write_rows(folder / "rows.jsonl", PAIRS), "max_length": 64},
+        "train": {"output_dir": str(folder / "run"), "max_steps": 2},
     }
-    run_recipe(Recipe(**told))
-    return made
+    run_recipe(Recipe(**recipe))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,10 @@ def opened(folder: Path) -> Opened:
     return open_adapter(folder / "run")
 
 
-def found(opened: Opened, folder: Path, rows: list[dict[str, str]], **asked: Any) -> HardNegatives:
-    return find_hard_negatives(opened, write_rows(folder / "asked.jsonl", rows), **asked)
+def negatives_of(
+    opened: Opened, folder: Path, rows: list[dict[str, str]], **settings: Any
+) -> HardNegatives:
+    return find_hard_negatives(opened, write_rows(folder / "pairs.jsonl", rows), **settings)
 
 
 def by_definition(
@@ -65,7 +67,7 @@ def by_definition(
     task: Any = opened.task.on(opened.base.model, opened.base.processor, DataConfig(train=""))
     texts = list(dict.fromkeys(row["positive"] for row in rows))
     ours = embedded(task, opened.base.model, texts, lambda event: None)
-    wanted = []
+    expected = []
     for row in rows:
         (query,) = embedded(task, opened.base.model, [row["anchor"]], lambda event: None)
         right = {other["positive"] for other in rows if other["anchor"] == row["anchor"]}
@@ -80,33 +82,33 @@ def by_definition(
                 and float(vector @ positive) <= 1 - margin
             )
         )
-        wanted.append([text for _, text in ranked][:number])
-    return wanted
+        expected.append([text for _, text in ranked][:number])
+    return expected
 
 
 @pytest.mark.parametrize(("chunk", "margin"), [(3, 0.0), (4_096, 0.02)])
 def test_they_are_the_closest_that_are_no_answers(
     chunk: int, margin: float, opened: Opened, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hard_negatives, "CHUNK", chunk)
+    monkeypatch.setattr(make_rows, "CHUNK", chunk)
     rows = [*PAIRS, {"anchor": PAIRS[0]["anchor"], "positive": "the fox jumps"}]
-    wanted = by_definition(opened, rows, 2, margin)
-    asked = found(opened, folder, rows, number=2, margin=margin)
-    full = [(row, some) for row, some in zip(rows, wanted, strict=True) if len(some) == 2]
-    assert asked.rows == [{**row, "negatives": some} for row, some in full]
-    assert asked.num_few == len(rows) - len(full)
-    reranked = found(opened, folder, rows, number=2, margin=margin, task="reranker")
-    assert [row["negatives"] for row in reranked.rows] == [some for some in wanted if some]
+    expected = by_definition(opened, rows, 2, margin)
+    mined = negatives_of(opened, folder, rows, number=2, margin=margin)
+    full = [(row, some) for row, some in zip(rows, expected, strict=True) if len(some) == 2]
+    assert mined.rows == [{**row, "negatives": some} for row, some in full]
+    assert mined.num_few == len(rows) - len(full)
+    reranked = negatives_of(opened, folder, rows, number=2, margin=margin, task="reranker")
+    assert [row["negatives"] for row in reranked.rows] == [some for some in expected if some]
     assert {*reranked.rows[0]} == {"query", "positive", "negatives"}
 
 
-def test_what_is_too_close_is_told_and_left_out() -> None:
+def test_what_is_too_close_is_counted_and_left_out() -> None:
     degrees = {"the positive": 20, "nearly it": 30, "closer": 5, "hard": 60, "easy": 120}
     angles = torch.deg2rad(torch.tensor([*degrees.values()], dtype=torch.float32))
     vectors = torch.stack([angles.cos(), angles.sin()], dim=1)
-    anchor = (["asked"], torch.tensor([[1.0, 0.0]]))
-    pairs = [("asked", "the positive")]
-    chosen, counts = hard_negatives._chosen(
+    anchor = (["the anchor"], torch.tensor([[1.0, 0.0]]))
+    pairs = [("the anchor", "the positive")]
+    chosen, counts = make_rows._closest_negatives(
         pairs, anchor, ([*degrees], vectors), 2, 0.05, lambda event: None
     )
     assert chosen == [["hard", "easy"]]
@@ -116,20 +118,20 @@ def test_what_is_too_close_is_told_and_left_out() -> None:
 def test_the_command_writes_rows_that_a_task_trains_on(folder: Path, tmp_path: Path) -> None:
     more = write_rows(tmp_path / "more.jsonl", [{"text": "the answer"}, {"text": "the question"}])
     out = tmp_path / "rows.jsonl"
-    asked = ["data", str(folder / "rows.jsonl"), "--hard-negatives", str(folder / "run")]
-    asked += ["--candidates", more, "--negatives", "1", "--margin", "0", "--out", str(out)]
-    done = CliRunner().invoke(app, [*asked, "--for", "reranker"])
+    command = ["data", str(folder / "rows.jsonl"), "--hard-negatives", str(folder / "run")]
+    command += ["--candidates", more, "--negatives", "1", "--margin", "0", "--out", str(out)]
+    done = CliRunner().invoke(app, [*command, "--for", "reranker"])
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {*rows[0]} == {"query", "positive", "negatives"}
-    assert CliRunner().invoke(app, asked[:4]).exit_code == 2  # where to?
+    assert CliRunner().invoke(app, command[:4]).exit_code == 2  # where to?
 
 
 def test_what_cannot_be_is_an_error(opened: Opened, folder: Path, model_folder: Path) -> None:
     with pytest.raises(DataError, match=r"No row of .* has 9 negatives"):
-        found(opened, folder, PAIRS, number=9)
-    with pytest.raises(DataError, match=r"asked\.jsonl:1: positive: missing"):
-        found(opened, folder, [{"anchor": "a"}])
+        negatives_of(opened, folder, PAIRS, number=9)
+    with pytest.raises(DataError, match=r"pairs\.jsonl:1: positive: missing"):
+        negatives_of(opened, folder, [{"anchor": "a"}])
     base = load_base(str(model_folder), dtype="fp32")
     from peftkit.tasks.tokens import CausalLMConfig
 
