@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,22 +25,23 @@ from torch.nn import functional
 from peftkit.base.purpose import ClassHead, Processor, Purpose
 from peftkit.data.load import iterate_records
 from peftkit.data.media import Audio
-from peftkit.data.rows import StoredRows, tokenizer_key
+from peftkit.data.rows import tokenizer_key
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.settings import DataConfig
 from peftkit.tasks.base import Task
-from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.loss import accepted, unwrapped
+from peftkit.tasks.labels import said_in, text_of
+from peftkit.tasks.loss import accepted, in_dtype_of, unwrapped
 from peftkit.tasks.metrics import heard_metrics, normalizer_of
 from peftkit.tasks.speech import (
     LENGTHS,
     Hearing,
+    SpeechConfig,
     SpeechEncoder,
     SpeechRow,
+    SpeechTask,
     Utterance,
     metadata_or_self,
-    read_utterances,
 )
 
 BLANK, UNKNOWN, SPACE = "<pad>", "<unk>", "|"
@@ -47,7 +49,7 @@ BLANK, UNKNOWN, SPACE = "<pad>", "<unk>", "|"
 MAX_CHARACTERS = 10_000
 
 
-class CTC(Task):
+class CTC(SpeechTask):
     """Rows from sounds and texts, a loss over the characters.
 
     Args:
@@ -57,49 +59,33 @@ class CTC(Task):
         BaseError: The processor hears nothing, or the model says nothing of its lengths.
     """
 
-    row_encoder: SpeechEncoder
-
-    def __init__(
-        self,
-        model: nn.Module,
-        processor: Any,
-        config: CTCConfig,
-        data: DataConfig,
-        **more: Any,
-    ) -> None:
+    def build(self, model: nn.Module) -> None:
         Audio.require()
-        super().__init__(model, processor, config, data, **more)
-        whole = unwrapped(model)
-        self.hearing = Hearing(whole, processor, config.max_seconds)
+        config, bare = self.config, unwrapped(model)
+        self.hearing = Hearing(model, self.processor, config.max_seconds)
         if not self.hearing.is_exact:
             raise BaseError(
-                f"{type(whole).__name__} does not say how many positions a sound takes.",
-                found=f"It has no {' and no '.join(LENGTHS)} for what it hears.",
+                f"{type(bare).__name__} does not say how many positions an audio clip takes.",
+                found=f"It has no {' and no '.join(LENGTHS)} for its features.",
                 fix="Give a base such as wav2vec2, HuBERT, WavLM or Parakeet.",
             )
         if config.tokens:
             self.tokenizer = tokenizer_of(config.tokens)
-        self._blank = int(whole.config.pad_token_id)
+        self._blank = int(bare.config.pad_token_id)
         self.row_encoder = SpeechEncoder(
             self.hearing,
             (config.audio, config.text),
             self._labels,
             (*tokenizer_key(self.tokenizer), config.case),
-            fits=self.hearing.fits,
-            too_many="texts longer than their sounds",
+            fits=_fits,
+            too_many="texts longer than their audio",
             has_decoder=False,
         )
-
-    def encode(self, where: str) -> StoredRows:
-        return super().encode(metadata_or_self(where))
-
-    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
-        return [("minutes of sound", f"{rows.counts['milliseconds'] / 60_000:,.1f}")]
 
     def collate(self, rows: Sequence[SpeechRow]) -> dict[str, Tensor]:
         """Return what is heard; positions (B,) of each; targets (n,) and how many each has (B,)."""
         return {
-            **self.hearing.features(self.hearing.decoded([row.sound for row in rows])),
+            **self.hearing.inputs([row.sound for row in rows]),
             "positions": torch.tensor([row.num_encoder_tokens for row in rows]),
             "targets": torch.tensor([label for row in rows for label in row.labels]),
             "target_lengths": torch.tensor([len(row.labels) for row in rows]),
@@ -114,9 +100,9 @@ class CTC(Task):
 
     def logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return what is said in each position (B, T, V), in fp32."""
-        own = ("positions", "targets", "target_lengths")
-        heard = {name: batch[name] for name in batch if name not in own}
-        logits: Tensor = model(**accepted(model, self.hearing.given(heard))).logits
+        targets = ("positions", "targets", "target_lengths")
+        features = {name: batch[name] for name in batch if name not in targets}
+        logits: Tensor = model(**accepted(model, in_dtype_of(model, features))).logits
         return logits.float()
 
     def _loss(self, logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -191,22 +177,19 @@ class CTC(Task):
         return tuple(found), 0
 
 
-class CTCConfig(TaskConfig):
-    """CTC: what is said in a sound, with wav2vec2, HuBERT, WavLM and others."""
+def _fits(labels: Sequence[int], positions: int) -> bool:
+    """Tell whether positions suffice for a text: equal neighbours need a blank between them."""
+    repeated = sum(a == b for a, b in pairwise(labels))
+    return len(labels) + repeated <= positions
 
-    task_type: ClassVar[None] = None
+
+class CTCConfig(SpeechConfig):
+    """CTC: transcripts of audio, with wav2vec2, HuBERT, WavLM and others."""
+
     auto_class: ClassVar[str] = "AutoModelForCTC"
     task: ClassVar[Callable[..., Task]] = CTC
-    processor: ClassVar[Processor] = "audio"
-    command: ClassVar[str] = "peftkit generate {folder} --audio FILE"
-    measures_before: ClassVar[bool] = True
-    data_fields: ClassVar[frozenset[str]] = frozenset({"max_dropped"})
 
     type: Literal["ctc"] = "ctc"
-    audio: str = "audio"
-    """Field with the sound: a path beside the file, or bytes; file_name is read too."""
-    text: str = "text"
-    """Field with what is said."""
     vocabulary: Literal["base", "data"] = "base"
     """Whose characters: base, those of its tokenizer; data, those of the texts, with a new head."""
     case: Literal["keep", "lower", "upper"] = "keep"
@@ -220,13 +203,12 @@ class CTCConfig(TaskConfig):
         Audio.require()
         if self.tokens or self.vocabulary == "base":
             return self
-        found = set[str]()
+        used = set[str]()
         for source in data.sources:
-            where = metadata_or_self(source.path)
-            records = list(iterate_records(where))
-            for one in read_utterances(records, (self.audio, self.text), where)[0]:
-                found.update(cased(one.text, self.case))
-        characters = sorted(c for c in found if not c.isspace() and c != SPACE)
+            records = iterate_records(metadata_or_self(source.path))
+            for text, _ in said_in(records, partial(text_of, name=self.text, setting="task.text")):
+                used.update(cased(text, self.case))
+        characters = sorted(c for c in used if not c.isspace() and c != SPACE)
         if not 0 < len(characters) <= MAX_CHARACTERS:
             raise DataError(
                 f"Cannot make a vocabulary of the texts of {data.train_name}.",

@@ -59,7 +59,7 @@ class EmbeddingEncoder(TextsEncoder):
     """Makes a row of each record with an anchor, a positive and maybe negatives."""
 
     kind: ClassVar[type[EmbeddingRow]] = EmbeddingRow
-    what: ClassVar[str] = "an anchor and a positive"
+    what = "an anchor and a positive"
 
     def rows(self, read: tuple[list[EmbeddingRow], tuple[str, ...]]) -> EncodedRows:
         encoded_rows = super().rows(read)
@@ -75,7 +75,7 @@ class EmbeddingEncoder(TextsEncoder):
         encoded_rows.agreed = {"number of negatives": str(len(first.lengths) - 2)}
         return encoded_rows
 
-    def row(self, record: Record) -> tuple[EmbeddingRow, Sequence[str]]:
+    def parse(self, record: Record, where: str) -> tuple[EmbeddingRow, Sequence[str]]:
         config, fields = self.config, record.fields
         texts = [full_text(fields, name) for name in (config.anchor, config.positive)]
         texts += texts_of(fields, config.negatives) if fields.get(config.negatives) else []

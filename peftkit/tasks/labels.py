@@ -1,13 +1,17 @@
-"""Labels out of rows: what a field of a row says, and which names there are."""
+"""Rows of single records: the fields of a record, and the labels in them."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar
 
-from peftkit.data.format import WrongField, full_text
+from peftkit.data.format import WrongField, full_text, read_each
 from peftkit.data.load import Record, iterate_records
+from peftkit.data.rows import EncodedRows, RowEncoder
 from peftkit.errors import ConfigError, DataError, did_you_mean, first_few
 from peftkit.files.strict_json import shown
 from peftkit.settings import DataConfig
@@ -17,6 +21,37 @@ MAX_LABELS = 10_000
 MAX_LISTED = 12
 FIX = "Mend the rows, or name the right fields in the recipe's task."
 Read = TypeVar("Read")
+
+
+class RecordEncoder(RowEncoder):
+    """Encoder that makes one row of each record.
+
+    Attributes:
+        what: The format of the records, in words.
+        counts: Counts by name, summed over the records at hand.
+    """
+
+    what: str
+
+    def read(self, records: Sequence[Record], where: str) -> tuple[list[Any], tuple[str, ...]]:
+        self.counts = Counter[str]()
+        return read_each(records, partial(self.parse, where=where), self.what, where, FIX)
+
+    def rows(self, read: tuple[list[Any], tuple[str, ...]]) -> EncodedRows:
+        parsed, unused = read
+        return EncodedRows([*map(self.row, parsed)], counts=self.counts, unused=unused)
+
+    @abstractmethod
+    def parse(self, record: Record, where: str) -> tuple[Any, Iterable[str]]:
+        """Return what a row is made of, and the fields of the record that were read.
+
+        Raises:
+            WrongField: A field is missing, or has another kind of value.
+        """
+
+    def row(self, parsed: Any) -> Any:
+        """Return the row, or `Dropped`, of what `parse` returned."""
+        return parsed
 
 
 def field_of(fields: Mapping[str, Any], name: str, setting: str) -> Any:

@@ -55,6 +55,12 @@ def accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def in_dtype_of(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return inputs of a model, floating-point ones in the dtype of its weights."""
+    dtype = unwrapped(model).dtype
+    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in inputs.items()}
+
+
 def target_logits(model: nn.Module, inputs: Mapping[str, Any], target_index: Tensor) -> Tensor:
     """Return the logits (n, V) at some positions of the flattened (B * T) tokens."""
     logits, rows = _through_head(model, inputs, target_index, num_logits=None)

@@ -17,34 +17,30 @@ from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from peftkit.base.purpose import ProblemType, Processor, labels_of
-from peftkit.data.format import WrongField, read_each
 from peftkit.data.load import Part, Record, iterate_records
-from peftkit.data.media import Audio, Media, MediaClass, Picture, media_of
-from peftkit.data.rows import EncodedRows, RowEncoder, StoredRows
+from peftkit.data.media import Audio, Media, MediaClass, Picture
+from peftkit.data.rows import StoredRows
 from peftkit.errors import DataError
 from peftkit.events import Listener, Progress, ignore
-from peftkit.files.strict_json import shown
 from peftkit.settings import DataConfig
 from peftkit.tasks.base import Task
-from peftkit.tasks.batches import BATCH_SIZE
-from peftkit.tasks.labels import FIX, field_of, label_of, number_of, said_in, sorted_names
-from peftkit.tasks.loss import unwrapped
+from peftkit.tasks.batches import BATCH_SIZE, equal_parts
+from peftkit.tasks.labels import RecordEncoder, label_of, number_of, said_in, sorted_names
+from peftkit.tasks.loss import in_dtype_of, unwrapped
 from peftkit.tasks.metrics import class_metrics
-from peftkit.tasks.speech import Hearing, metadata_or_self
+from peftkit.tasks.speech import Hearing, medium_in, metadata_or_self
 from peftkit.tasks.texts import Classifier, ClassifierConfig
 
 DATA_FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow"}
-NAMED_BY = "file_name"
-"""Field with the file where a folder has metadata.jsonl or metadata.csv."""
 
 
-class ClassifiedEncoder(RowEncoder):
-    """Makes a row of each image or sound with a label; each is decoded once, to show damage now.
+class ClassifiedEncoder(RecordEncoder):
+    """Encoder of labelled media; decodes each once, so that damage shows now.
 
     Args:
         config: Of the task. labels: In the order of the head's outputs.
-        made: Decodes one and makes its row, given the number of its label.
-        known: What rows depend on besides.
+        row_of: Decodes a medium and makes its row, given the number of its label.
+        decoding: What decoding depends on, for the key of the cache.
     """
 
     at_once: ClassVar[int] = 100
@@ -54,16 +50,17 @@ class ClassifiedEncoder(RowEncoder):
         kind: type[Any],
         config: ClassifiedMediaConfig,
         labels: Sequence[str],
-        made: Callable[[Any, int], Any],
-        known: object,
+        row_of: Callable[[Any, int], Any],
+        decoding: object,
     ) -> None:
         self.kind = kind  # type: ignore[misc]
-        self._config, self._made, self._known = config, made, known
+        self.what = f"{config.media.kind} and label"
+        self._config, self._row_of, self._decoding = config, row_of, decoding
         self._numbers = {label: number for number, label in enumerate(labels)}
 
     def key(self, where: str) -> object:
         fields = (self._config.field, self._config.label)
-        return (str(Path(where).absolute().parent), *fields, tuple(self._numbers), self._known)
+        return (str(Path(where).absolute().parent), *fields, tuple(self._numbers), self._decoding)
 
     def _in_folders(self, where: str) -> list[Record] | None:
         return class_folders(where, self._config.field, self._config.label)
@@ -77,32 +74,25 @@ class ClassifiedEncoder(RowEncoder):
         if records is None:
             yield from super().parts(where)
             return
-        for start in range(0, len(records), self.at_once):
-            yield partial(list, records[start : start + self.at_once])
+        for part in equal_parts(records, self.at_once):
+            yield partial(list, part)
 
-    def read(self, records: Sequence[Record], where: str) -> list[tuple[Media, int]]:
-        read = partial(self._labelled, where=where)
-        what = f"a {self._config.media.kind} and its label"
-        return read_each(records, read, what, where, FIX)[0]
-
-    def rows(self, read: list[tuple[Media, int]]) -> EncodedRows:
-        return EncodedRows([self._made(media, label) for media, label in read])
-
-    def _labelled(self, record: Record, where: str) -> tuple[tuple[Media, int], Sequence[str]]:
+    def parse(self, record: Record, where: str) -> tuple[tuple[Media, int], Sequence[str]]:
         label = number_of(label_of(record.fields, self._config.label), self._numbers)
-        return (self.media(record, where), label), ()
+        medium, name = self._medium_in(record, where)
+        return (medium, label), (name, self._config.label)
 
-    def media(self, record: Record, where: str) -> Media:
-        """Return the image or sound of a row."""
-        name, kind = self._config.field, self._config.media
-        if name not in record.fields and NAMED_BY in record.fields:
-            name = NAMED_BY
-        value = field_of(record.fields, name, f"task.{self._config.field_setting}")
-        found = media_of(kind, value, record, where)
-        if found is None:
-            words = f"expected a path or encoded bytes of a {kind.kind}, found {shown(value)}"
-            raise WrongField(name, words)
-        return found
+    def row(self, parsed: tuple[Media, int]) -> Any:
+        return self._row_of(*parsed)
+
+    def medium(self, record: Record, where: str) -> Media:
+        """Return the image or audio clip of a record."""
+        return self._medium_in(record, where)[0]
+
+    def _medium_in(self, record: Record, where: str) -> tuple[Media, str]:
+        config = self._config
+        setting = f"task.{config.field_setting}"
+        return medium_in(record, config.field, setting, config.media, where)
 
 
 class ClassifiedMedia(Classifier):
@@ -118,10 +108,6 @@ class ClassifiedMedia(Classifier):
     @abstractmethod
     def inputs(self, media: Sequence[Any]) -> dict[str, Tensor]:
         """Return what the model reads of images or sounds."""
-
-    @abstractmethod
-    def cast(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return inputs with floats as the model's weights are."""
 
     def encode(self, where: str) -> StoredRows:
         return super().encode(metadata_or_self(where))
@@ -140,25 +126,23 @@ class ClassifiedMedia(Classifier):
         return class_metrics(logits.argmax(-1), targets)
 
     def logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return logits (B, L) in fp32; what is read goes in as the weights are."""
-        read = {name: tensor for name, tensor in batch.items() if name != "targets"}
-        return super().logits(model, self.cast(model, read))
+        inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
+        return super().logits(model, in_dtype_of(model, inputs))
 
     @torch.no_grad()
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
         """Return the probabilities of each row's labels as `prediction`, the likeliest first."""
-        found, device = [], next(model.parameters()).device
-        for start in range(0, len(records), BATCH_SIZE):
-            on_event(Progress(self.progress, start, len(records)))
-            some = records[start : start + BATCH_SIZE]
-            media = [self.row_encoder.media(one, one.source.rpartition(":")[0]) for one in some]
+        predictions, device = list[dict[str, Any]](), next(model.parameters()).device
+        for part in equal_parts(records, BATCH_SIZE):
+            on_event(Progress(self.progress, len(predictions), len(records)))
+            media = [self.row_encoder.medium(one, one.source.rpartition(":")[0]) for one in part]
             batch = {name: tensor.to(device) for name, tensor in self.inputs(media).items()}
             for values in self.logits(model, batch).softmax(-1).tolist():
                 pairs = sorted(zip(self.labels, values, strict=True), key=lambda pair: -pair[1])
-                found.append({"prediction": dict(pairs)})
-        return found
+                predictions.append({"prediction": dict(pairs)})
+        return predictions
 
 
 class ClassifiedMediaConfig(ClassifierConfig):
@@ -276,20 +260,17 @@ class ImageClassification(ClassifiedMedia):
         channels = getattr(unwrapped(model).config, "num_channels", 3)
         mode = self._mode = "L" if channels == 1 else "RGB"
 
-        def made(media: Picture, label: int) -> ImageRow:
+        def row_of(media: Picture, label: int) -> ImageRow:
             media.decode(mode)
             return ImageRow(media, label, media.source)
 
-        self.row_encoder = ClassifiedEncoder(ImageRow, self.config, self.labels, made, mode)
+        self.row_encoder = ClassifiedEncoder(ImageRow, self.config, self.labels, row_of, mode)
 
     def inputs(self, media: Sequence[Picture]) -> dict[str, Tensor]:
         """Return pixel_values (B, C, H, W)."""
         images = [picture.decode(self._mode) for picture in media]
         pixels: Tensor = self.processor(images, return_tensors="pt")["pixel_values"]
         return {"pixel_values": pixels}
-
-    def cast(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.to(unwrapped(model).dtype) for name, tensor in inputs.items()}
 
     def spans(self, row: ImageRow) -> list[tuple[str, str]]:
         """Return an image's size as it is stored, and its label."""
@@ -343,21 +324,19 @@ class AudioClassification(ClassifiedMedia):
         super().build(model)
         hearing = self.hearing = Hearing(model, self.processor, self.config.max_seconds)
 
-        def made(media: Audio, label: int) -> SoundRow:
+        def row_of(media: Audio, label: int) -> SoundRow:
             (heard,) = hearing.decoded([media])
             number = len(heard)
             if (positions := hearing.positions(number)) < hearing.fewest:
                 raise media.error(f"It is short: {hearing.told(number)}.", "Remove it.")
             return SoundRow(media, number, positions, label, media.source)
 
-        self.row_encoder = ClassifiedEncoder(SoundRow, self.config, self.labels, made, hearing.key)
+        self.row_encoder = ClassifiedEncoder(
+            SoundRow, self.config, self.labels, row_of, hearing.key
+        )
 
     def inputs(self, media: Sequence[Audio]) -> dict[str, Tensor]:
-        """Return what the model hears."""
-        return self.hearing.features(self.hearing.decoded(media))
-
-    def cast(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self.hearing.given(inputs)
+        return self.hearing.inputs(media)
 
     def spans(self, row: SoundRow) -> list[tuple[str, str]]:
         """Return how long a sound lasts, and its label."""

@@ -71,13 +71,13 @@ class RerankEncoder(TextsEncoder):
     """Makes a row of each query and its texts."""
 
     kind: ClassVar[type[RerankRow]] = RerankRow
-    what: ClassVar[str] = "a query and its texts"
+    what = "a query and its texts"
 
     def __init__(self, texts: Texts, config: RerankerConfig) -> None:
         super().__init__(texts, config)
         self._before, _, self._after = (config.template or "").partition(TEXT)
 
-    def row(self, record: Record) -> tuple[RerankRow, Sequence[str]]:
+    def parse(self, record: Record, where: str) -> tuple[RerankRow, Sequence[str]]:
         query = full_text(record.fields, self.config.query)
         texts, relevance, used = self._ranked(record.fields)
         if self.config.loss != "pointwise" and not max(relevance) > min(relevance):

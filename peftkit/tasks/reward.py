@@ -54,7 +54,7 @@ class RewardEncoder(TextsEncoder):
     """Makes a row of each pair; of one that does not fit none: its value is read at its end."""
 
     kind: ClassVar[type[RewardRow]] = RewardRow
-    what: ClassVar[str] = PAIRS
+    what = PAIRS
     _agreed: Mapping[str, str] = {}
     drops: Mapping[str, str] = {
         **NOTHING_TO_COMPARE,
@@ -76,7 +76,7 @@ class RewardEncoder(TextsEncoder):
         found.agreed = {**self._agreed}
         return found
 
-    def row(self, record: Record) -> tuple[RewardRow | Dropped, Sequence[str]]:
+    def parse(self, record: Record, where: str) -> tuple[RewardRow | Dropped, Sequence[str]]:
         pair, used = read_pair(record, self.config.margin)
         if isinstance(pair, Dropped):
             return pair, used

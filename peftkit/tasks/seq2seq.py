@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from peftkit.data.format import Completion, Example, FieldNames, Instruction, ParsedRow, parse
 from peftkit.data.load import Record
-from peftkit.data.pack import padded_rows
+from peftkit.data.pack import padded_rows, tokens_of_each
 from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, StoredRows, tokenizer_key
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.base import Task
-from peftkit.tasks.batches import BATCH_SIZE
+from peftkit.tasks.batches import BATCH_SIZE, equal_parts
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.loss import unwrapped
+from peftkit.tasks.loss import in_dtype_of, unwrapped
 from peftkit.tasks.metrics import rouge_l
 from peftkit.tasks.rows import longest
 from peftkit.tasks.texts import SpecialTokens
@@ -124,16 +124,47 @@ class PairEncoder(RowEncoder):
 
 
 class EncoderDecoder(TokenTask):
-    """A task whose decoder writes down what the encoder takes in.
+    """A task whose decoder writes text from what the encoder reads.
 
     Attributes:
         max_target: Longest text in tokens.
+        max_positions: Positions that the decoder has.
+
+    Raises:
+        BaseError: The model has no encoder, or does not say what its decoder starts with.
     """
 
     is_padded: ClassVar[bool] = True
     max_target: int
+    max_positions: int = UNLIMITED
+
+    def build(self, model: nn.Module) -> None:
+        self._start = decoder_start(unwrapped(model), self.config.type)
+        super().build(model)
+
+    def decoder_batch(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """Return the decoder's part of a batch: each row's labels, shifted by its start token.
+
+        decoder_input_ids (B, T); target_index (n,), where in the flattened (B * T) decoder states
+        a token is predicted; targets (n,), those tokens.
+        """
+        shifted = [(self._start, *row.labels[:-1]) for row in rows]
+        decoder_input_ids, is_target = padded_rows(shifted, self._pad_id)
+        return {
+            "decoder_input_ids": decoder_input_ids,
+            "target_index": is_target.flatten().nonzero().flatten(),
+            "targets": torch.tensor([token for row in rows for token in row.labels]),
+        }
 
     @abstractmethod
+    def encoder_batch(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """Return the encoder's part of a batch."""
+
+    def decoder_prefix(self, row: Any) -> tuple[int, ...]:
+        """Return the tokens that the answer to a row is generated after."""
+        return (self._start,)
+
+    @torch.no_grad()
     def answers(
         self,
         model: nn.Module,
@@ -142,7 +173,54 @@ class EncoderDecoder(TokenTask):
         max_new_tokens: int | None = None,
         on_event: Listener = ignore,
     ) -> list[str]:
-        """Return what the model writes for each row, greedily."""
+        """Return the greedily generated answer to each row."""
+        from transformers import GenerationMixin  # slow to import
+
+        bare, answers = unwrapped(model), [""] * len(rows)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for number in tokens_of_each(rows).sort(stable=True).indices.tolist():
+            groups.setdefault(self.decoder_prefix(rows[number]), []).append(number)
+        parts = [
+            (prefix, part)
+            for prefix, group in groups.items()
+            for part in equal_parts(group, BATCH_SIZE)
+        ]
+        done, longest = 0, max_new_tokens or self.max_target
+        with generation_config_aside(bare) as config:
+            for prefix, part in parts:
+                on_event(Progress("Answering", done, len(rows)))
+                prefixes = torch.tensor([prefix] * len(part))
+                batch = self.encoder_batch([rows[n] for n in part])
+                batch = in_dtype_of(bare, {**batch, "decoder_input_ids": prefixes})
+                inputs: dict[str, Any] = {n: tensor.to(bare.device) for n, tensor in batch.items()}
+                room = max(min(longest, self.max_positions - len(prefix)), 1)
+                # not Whisper's own, which cuts long audio and guesses languages
+                ids = GenerationMixin.generate(
+                    bare,
+                    generation_config=self._greedy(config, room),
+                    **inputs,
+                )
+                for n, answer in zip(part, ids[:, len(prefix) :].tolist(), strict=True):
+                    answers[n] = self.text(answer, special=False).strip()
+                done += len(part)
+        return answers
+
+    def _greedy(self, config: Any, max_new_tokens: int) -> Any:
+        """Return greedy generation; of the model's own config the end and suppressed tokens."""
+        from transformers import GenerationConfig
+
+        end, ends = self.tokenizer.eos_token_id, config.eos_token_id
+        all_ends = {end, *(ends if isinstance(ends, list) else [ends])} - {None}
+        return GenerationConfig(
+            do_sample=False,
+            use_cache=True,
+            max_new_tokens=max_new_tokens,
+            decoder_start_token_id=self._start,
+            eos_token_id=sorted(all_ends),
+            pad_token_id=self._pad_id,
+            suppress_tokens=getattr(config, "suppress_tokens", None),
+            begin_suppress_tokens=getattr(config, "begin_suppress_tokens", None),
+        )
 
     @abstractmethod
     def shown(self, row: Any) -> str:
@@ -174,7 +252,6 @@ class Seq2Seq(EncoderDecoder):
     """The decoder needs no mask: no token attends to the padding on its right."""
 
     def build(self, model: nn.Module) -> None:
-        self._start = decoder_start(unwrapped(model), "seq2seq")
         super().build(model)
         tokenizer, config, data = self.tokenizer, self.config, self.data
         self.max_source = longest(model, tokenizer, data.max_length or UNLIMITED)
@@ -190,21 +267,12 @@ class Seq2Seq(EncoderDecoder):
         ]
 
     def collate(self, rows: Sequence[PairRow]) -> dict[str, Tensor]:
-        """Return a batch, padded on the right.
+        """Return input_ids and attention_mask (B, S), padded on the right, and `decoder_batch`."""
+        return self.encoder_batch(rows) | self.decoder_batch(rows)
 
-        input_ids and attention_mask (B, S); decoder_input_ids (B, T); target_index (n,), where in
-        the flattened (B * T) decoder states a token is learnt; targets (n,), those tokens.
-        """
+    def encoder_batch(self, rows: Sequence[PairRow]) -> dict[str, Tensor]:
         input_ids, attention_mask = padded_rows([row.input_ids for row in rows], self._pad_id)
-        shifted = [(self._start, *row.labels[:-1]) for row in rows]
-        decoder_input_ids, learnt = padded_rows(shifted, self._pad_id)
-        return {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "decoder_input_ids": decoder_input_ids,
-            "target_index": learnt.flatten().nonzero().flatten(),
-            "targets": torch.tensor([token for row in rows for token in row.labels]),
-        }
+        return {"input_ids": input_ids, "attention_mask": attention_mask}
 
     def spans(self, row: PairRow) -> list[tuple[str, str]]:
         source, target = self.tokenizer.decode(row.input_ids), self.tokenizer.decode(row.labels)
@@ -223,34 +291,6 @@ class Seq2Seq(EncoderDecoder):
             "rouge_l": sum(rouge_l(*pair) for pair in pairs) / len(pairs),
         }
 
-    def answers(
-        self,
-        model: nn.Module,
-        rows: Sequence[PairRow],
-        *,
-        max_new_tokens: int | None = None,
-        on_event: Listener = ignore,
-    ) -> list[str]:
-        """Return what the model writes for each row's source, greedily."""
-        whole, answers = unwrapped(model), [""] * len(rows)
-        settings = self._settings(whole)
-        settings.max_new_tokens = max_new_tokens or self.max_target
-        order = sorted(range(len(rows)), key=lambda n: len(rows[n].input_ids))
-        with own_settings_aside(whole):
-            for start in range(0, len(order), BATCH_SIZE):
-                on_event(Progress("Answering", start, len(rows)))
-                chosen = order[start : start + BATCH_SIZE]
-                sources = [rows[n].input_ids for n in chosen]
-                ids, mask = padded_rows(sources, self._pad_id)
-                made = whole.generate(
-                    ids.to(whole.device),
-                    attention_mask=mask.to(whole.device),
-                    generation_config=settings,
-                )
-                for n, text in zip(chosen, self._texts(made), strict=True):
-                    answers[n] = text
-        return answers
-
     def shown(self, row: PairRow) -> str:
         return str(self.tokenizer.decode(row.input_ids, skip_special_tokens=True))
 
@@ -265,26 +305,6 @@ class Seq2Seq(EncoderDecoder):
         if counts["cut sources"]:
             raise DataError("it is too long.", found=f"{self.max_source} tokens are read.")
         return replace(row, target="")
-
-    def _texts(self, ids: Tensor) -> list[str]:
-        texts: list[str] = self.tokenizer.batch_decode(
-            ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return texts
-
-    def _settings(self, model: Any) -> Any:
-        """Return greedy generation, with nothing of the model's own but how it starts and ends."""
-        from transformers import GenerationConfig  # slow to import
-
-        end, own = self.tokenizer.eos_token_id, model.generation_config.eos_token_id
-        ends = {end, *(own if isinstance(own, list) else [own])} - {None}
-        return GenerationConfig(
-            do_sample=False,
-            use_cache=True,
-            decoder_start_token_id=self._start,
-            eos_token_id=sorted(ends),
-            pad_token_id=self._pad_id,
-        )
 
 
 class Seq2SeqConfig(TaskConfig):
@@ -340,13 +360,13 @@ def decoder_start(model: Any, task: str) -> int:
 
 
 @contextmanager
-def own_settings_aside(model: Any) -> Iterator[Any]:
-    """Set the model's own generation settings aside, and yield them; else they are mixed in."""
+def generation_config_aside(model: Any) -> Iterator[Any]:
+    """Set the model's own generation config aside, and yield it; else it is mixed in."""
     from transformers import GenerationConfig
 
-    own = model.generation_config
+    config = model.generation_config
     model.generation_config = GenerationConfig()
     try:
-        yield own
+        yield config
     finally:
-        model.generation_config = own
+        model.generation_config = config

@@ -77,7 +77,7 @@ class LabelledEncoder(TextsEncoder):
     """Makes a row of each record with a text, or a pair of texts, and what is to be said of it."""
 
     kind: ClassVar[type[LabelledRow]] = LabelledRow
-    what: ClassVar[str] = "a text and its label"
+    what = "a text and its label"
 
     def __init__(self, texts: Texts, config: Any, labels: Sequence[str], problem: Problem) -> None:
         super().__init__(texts, config, labels)
@@ -86,7 +86,7 @@ class LabelledEncoder(TextsEncoder):
     def key(self, where: str) -> object:
         return (super().key(where), self._problem)
 
-    def row(self, record: Record) -> tuple[LabelledRow, Sequence[str]]:
+    def parse(self, record: Record, where: str) -> tuple[LabelledRow, Sequence[str]]:
         config, target = self.config, self._target(record.fields)
         text = self.texts.encode(*self.texts_of(record.fields))
         self.counts["cut"] += text.is_cut

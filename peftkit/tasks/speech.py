@@ -1,29 +1,33 @@
-"""What a model hears of sounds: its own feature extractor is asked, for each batch.
+"""Audio clips as rows with a text, and as features, which the base's own extractor makes.
 
-What is heard is not kept: 30 s of Whisper's are a megabyte, ten times the sound as it is stored.
+Features are made for each batch and not stored: 30 s of Whisper's are a megabyte, ten times the
+encoded clip.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from peftkit.data.format import WrongField, read_each, text_of
+from peftkit.base.purpose import Processor
+from peftkit.data.format import WrongField, text_of
 from peftkit.data.load import Record
-from peftkit.data.media import Audio, LongAudio, SilentAudio, media_of
-from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.media import Audio, LongAudio, Media, MediaClass, SilentAudio, media_of
+from peftkit.data.rows import Dropped, StoredRows, tokenizer_key
 from peftkit.errors import BaseError, DataError
-from peftkit.tasks.loss import unwrapped
+from peftkit.files.strict_json import shown
+from peftkit.settings import DataConfig
+from peftkit.tasks.base import Task
+from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.labels import RecordEncoder, field_of
+from peftkit.tasks.loss import in_dtype_of, unwrapped
 
 INPUTS = ("input_values", "input_features")
 """What transformers calls what a model hears."""
@@ -76,14 +80,6 @@ class Hearing:
         """Whether positions are known to the last sample, as CTC needs them."""
         return self._of_samples is not None or self._has_masks
 
-    def fits(self, labels: Sequence[int], positions: int) -> bool:
-        """Tell whether a text can be said in so many positions.
-
-        What stands twice in a row needs a blank between.
-        """
-        twice = sum(a == b for a, b in pairwise(labels))
-        return len(labels) + twice <= positions
-
     @property
     def fewest(self) -> int:
         """How many positions a sound needs to be trained on: a span of them may be masked."""
@@ -129,16 +125,15 @@ class Hearing:
         made = self.extractor(list(heard), sampling_rate=self.rate, return_tensors="pt", **more)
         return dict(made)
 
-    def given(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return inputs with floats as the model's weights are."""
-        dtype = self._model.dtype
-        return {n: t.to(dtype) if t.is_floating_point() else t for n, t in inputs.items()}
+    def inputs(self, clips: Sequence[Audio]) -> dict[str, Tensor]:
+        """Return the features of audio clips; see `decoded`."""
+        return self.features(self.decoded(clips))
 
     def example(self, seed: int = 0) -> dict[str, Tensor]:
         """Return what the model hears of half a second of noise."""
         noise = torch.randn(self.rate // 2, generator=torch.Generator().manual_seed(seed))
-        made = self.given(self.features([noise.numpy() / 10]))
-        return {name: value.to(self._model.device) for name, value in made.items()}
+        inputs = in_dtype_of(self._model, self.features([noise.numpy() / 10]))
+        return {name: tensor.to(self._model.device) for name, tensor in inputs.items()}
 
     def positions(self, num_samples: int) -> int:
         """Return how many positions of the encoder a sound takes."""
@@ -189,7 +184,9 @@ class Hearing:
 
 
 METADATA = ("metadata.jsonl", "metadata.csv")
-"""A folder of sounds says with one of these files what is said in them."""
+"""Files that list the media of a folder, with their texts or labels."""
+FILE_NAME = "file_name"
+"""Field of such a file with the path of the medium."""
 NO_TEXT, MANY, SILENT, LONG, SHORT = range(5)
 UNHEARD = {SilentAudio: SILENT, LongAudio: LONG, ShortSound: SHORT}
 TASKS = ("transcribe", "translate")
@@ -231,19 +228,21 @@ class Utterance:
     source: str
 
 
-class SpeechEncoder(RowEncoder):
-    """Makes a row of each sound and its text; each is decoded once, so that damage shows now.
+class SpeechEncoder(RecordEncoder):
+    """Encoder of audio clips with their texts; decodes each clip once, so that damage shows now.
 
     Args:
-        names: Of the fields with the sound and the text.
-        labels: Makes of an utterance all that is learnt, and how much of it is before the text.
+        names: Of the fields with the clip and the text.
+        labels: Makes all target tokens of an utterance, and how many of them precede the text.
         key: Of `labels`.
-        most: Of labels, given the encoder's positions. has_decoder: Whether a decoder reads them.
-        too_many: Why rows with more are dropped.
+        fits: Whether the encoder's positions suffice for the labels.
+        too_many: Why rows with more labels are dropped.
+        has_decoder: Whether a decoder reads the labels.
     """
 
     kind: ClassVar[type[SpeechRow]] = SpeechRow
     at_once: ClassVar[int] = 100
+    what = "an audio clip and its text"
 
     def __init__(
         self,
@@ -261,49 +260,42 @@ class SpeechEncoder(RowEncoder):
         self.drops = {
             "no text": "give these rows a text",
             too_many: "cut them into pieces",
-            "silent or empty sounds": "give these rows another sound",
-            f"sounds longer than {hearing.max_seconds:g} s": "cut them into pieces",
-            "sounds that are too short": "give these rows another sound",
+            "silent or empty audio": "give these rows another clip",
+            f"audio longer than {hearing.max_seconds:g} s": "cut it into pieces",
+            "audio that is too short": "give these rows another clip",
         }
         self._key = (names, key, hearing.key)
 
     def key(self, where: str) -> object:
         return (str(Path(where).absolute().parent), self._key)
 
-    def read(
-        self, records: Sequence[Record], where: str
-    ) -> tuple[list[Utterance], tuple[str, ...]]:
-        return read_utterances(records, self._names, where)
+    def parse(self, record: Record, where: str) -> tuple[Utterance, Sequence[str]]:
+        return utterance(record, self._names, where)
 
-    def rows(self, read: tuple[list[Utterance], tuple[str, ...]]) -> EncodedRows:
-        utterances, unused = read
-        counts = Counter[str]()
-        rows = [self._row(one, counts) for one in utterances]
-        return EncodedRows(rows, counts=counts, unused=unused)
-
-    def _row(self, one: Utterance, counts: Counter[str]) -> SpeechRow | Dropped:
-        if not one.text.strip():
-            return Dropped(one.source, NO_TEXT)
+    def row(self, parsed: Utterance) -> SpeechRow | Dropped:
+        if not parsed.text.strip():
+            return Dropped(parsed.source, NO_TEXT)
         try:
-            (heard,) = self._hearing.decoded([one.sound])
+            (heard,) = self._hearing.decoded([parsed.sound])
         except tuple(UNHEARD) as problem:
-            return Dropped(one.source, UNHEARD[type(problem)])
-        labels, num_prefix = self._labels(one)
+            return Dropped(parsed.source, UNHEARD[type(problem)])
+        labels, num_prefix = self._labels(parsed)
         positions = self._hearing.positions(len(heard))
         if positions < self._hearing.fewest:
-            return Dropped(one.source, SHORT)
+            return Dropped(parsed.source, SHORT)
         if not self._fits(labels, positions):
-            return Dropped(one.source, MANY)
-        counts.update(milliseconds=len(heard) * 1000 // self._hearing.rate, targets=len(labels))
+            return Dropped(parsed.source, MANY)
+        milliseconds = len(heard) * 1000 // self._hearing.rate
+        self.counts.update(milliseconds=milliseconds, targets=len(labels))
         return SpeechRow(
-            one.sound,
+            parsed.sound,
             len(heard),
             positions,
             labels,
             num_prefix,
             len(labels) if self._has_decoder else 0,
-            one.text,
-            one.source,
+            parsed.text,
+            parsed.source,
         )
 
 
@@ -387,38 +379,87 @@ def metadata_or_self(where: str) -> str:
     return next((str(folder / name) for name in METADATA if (folder / name).is_file()), where)
 
 
-def read_utterances(
-    records: Sequence[Record], names: tuple[str, str], where: str
-) -> tuple[list[Utterance], tuple[str, ...]]:
-    """Return what records say, and the fields that none of them needed.
+def medium_in(
+    record: Record, name: str, setting: str, kind: MediaClass, where: str
+) -> tuple[Any, str]:
+    """Return the medium of a record, and the field that it is in: `name`, or else FILE_NAME.
 
     Args:
-        names: Of the fields with the sound and the text.
+        setting: Names the field in a recipe.
+        where: The data file; paths are relative to its folder.
 
     Raises:
-        DataError: With file, line and field of the first few that cannot be used.
+        WrongField: There is none.
+        DataError: It is a web address.
     """
-    read = partial(_utterance, names=names, where=where)
-    return read_each(records, read, "a sound and its text", where)
+    if name not in record.fields and FILE_NAME in record.fields:
+        name = FILE_NAME
+    value = field_of(record.fields, name, setting)
+    medium: Media | None = media_of(kind, value, record, where)
+    if medium is None:
+        raise WrongField(name, f"expected a path or bytes ({kind.kind}), found {shown(value)}")
+    return medium, name
 
 
-def _utterance(
+def utterance(
     record: Record, names: tuple[str, str], where: str
-) -> tuple[Utterance, Iterable[str]]:
-    """Return what a record says, and the fields that it was looked for in."""
+) -> tuple[Utterance, Sequence[str]]:
+    """Return the clip and the text of a record, and the fields that were read.
+
+    Args:
+        names: Of the fields with the clip and the text.
+
+    Raises:
+        WrongField: One is missing or unusable.
+    """
     fields = record.fields
-    audio = names[0] if names[0] in fields else "file_name"
-    if audio not in fields:
-        raise WrongField(names[0], "missing")
-    sound = media_of(Audio, fields[audio], record, where)
-    if sound is None:
-        raise WrongField(audio, f"expected a path or bytes of a sound, found {fields[audio]!r:.40}")
+    clip, audio = medium_in(record, names[0], "task.audio", Audio, where)
     text = text_of(fields, names[1])
     if mark := re.search(r"<\|[^|]*\|>", text):
-        raise WrongField(names[1], f"holds {mark[0]}: timestamps and other marks are not learnt")
-    named = [name for name in ("language", "task") if fields.get(name)]
-    told = {name: text_of(fields, name) for name in named}
-    if told.get("task") not in (None, *TASKS):
-        raise WrongField("task", f"expected {' or '.join(TASKS)}, found {told['task']!r:.40}")
-    found = Utterance(sound, text, told.get("language"), told.get("task"), record.source)
-    return found, (audio, names[1], "language", "task")
+        raise WrongField(
+            names[1], f"holds {mark[0]}: timestamps and other marks are not trained on"
+        )
+    options = {name: text_of(fields, name) for name in ("language", "task") if fields.get(name)}
+    if options.get("task") not in (None, *TASKS):
+        raise WrongField("task", f"expected {' or '.join(TASKS)}, found {shown(options['task'])}")
+    parsed = Utterance(clip, text, options.get("language"), options.get("task"), record.source)
+    return parsed, (audio, names[1], "language", "task")
+
+
+# What tasks of audio and text share.
+
+
+class SpeechTask(Task):
+    """A task whose rows are audio clips and their texts.
+
+    Raises:
+        BaseError: The processor has no feature extractor.
+    """
+
+    row_encoder: SpeechEncoder
+    hearing: Hearing
+
+    def encode(self, where: str) -> StoredRows:
+        return super().encode(metadata_or_self(where))
+
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        return [("minutes of audio", f"{rows.counts['milliseconds'] / 60_000:,.1f}")]
+
+
+class SpeechConfig(TaskConfig):
+    """Base of the configs of tasks of audio and text."""
+
+    task_type: ClassVar[None] = None  # PEFT's class for SEQ_2_SEQ_LM gives models input_ids
+    processor: ClassVar[Processor] = "audio"
+    command: ClassVar[str] = "peftkit generate {folder} --audio FILE"
+    measures_before: ClassVar[bool] = True
+    data_fields: ClassVar[frozenset[str]] = frozenset({"max_dropped"})
+
+    audio: str = "audio"
+    """Field with the audio clip: a path beside the file, or bytes; file_name is read too."""
+    text: str = "text"
+    """Field with its transcript."""
+
+    def resolve(self, data: DataConfig) -> TaskConfig:
+        Audio.require()
+        return self

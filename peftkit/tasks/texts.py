@@ -6,7 +6,6 @@ Shapes: B texts, T tokens of the longest, n targets of the batch, L labels.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,16 +18,14 @@ from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, ProblemType, Purpose
 from peftkit.data.encode import special_tokens_around, tokens
-from peftkit.data.format import read_each
-from peftkit.data.load import Record
 from peftkit.data.pack import padded_rows, rounded_up
-from peftkit.data.rows import EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.rows import tokenizer_key
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.tasks.base import Task
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, equal_parts
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.labels import FIX
+from peftkit.tasks.labels import RecordEncoder
 from peftkit.tasks.loss import accepted, unwrapped
 from peftkit.tasks.rows import longest
 
@@ -191,42 +188,19 @@ class Texts:
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-class TextsEncoder(RowEncoder):
-    """Makes a row of each record by itself.
+class TextsEncoder(RecordEncoder):
+    """Encoder of records with texts.
 
     Args:
         config: Of the task; names the fields. labels: In the order of the head's outputs.
-
-    Attributes:
-        what: The rows' format, in words.
-        counts: What is added up over the records in hand.
     """
-
-    what: ClassVar[str]
 
     def __init__(self, texts: Texts, config: Any, labels: Sequence[str] = ()) -> None:
         self.texts, self.config = texts, config
         self.numbers = {label: number for number, label in enumerate(labels)}
-        self.counts = Counter[str]()
 
     def key(self, where: str) -> object:
         return (*self.texts.key, self.config.model_dump_json(), tuple(self.numbers))
-
-    def read(self, records: Sequence[Record], where: str) -> tuple[list[Any], tuple[str, ...]]:
-        self.counts = Counter[str]()
-        return read_each(records, self.row, self.what, where, FIX)
-
-    def rows(self, read: tuple[list[Any], tuple[str, ...]]) -> EncodedRows:
-        rows, unused = read
-        return EncodedRows(rows, counts=self.counts, unused=unused)
-
-    @abstractmethod
-    def row(self, record: Record) -> tuple[Any, Sequence[str]]:
-        """Return a record's row, and the fields that it was made of.
-
-        Raises:
-            WrongField: It cannot be made.
-        """
 
 
 def head_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

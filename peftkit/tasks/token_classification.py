@@ -56,9 +56,9 @@ class TaggedEncoder(TextsEncoder):
     """Makes a row of each record with words and their tags."""
 
     kind: ClassVar[type[TaggedRow]] = TaggedRow
-    what: ClassVar[str] = "words and their tags"
+    what = "words and their tags"
 
-    def row(self, record: Record) -> tuple[TaggedRow, Sequence[str]]:
+    def parse(self, record: Record, where: str) -> tuple[TaggedRow, Sequence[str]]:
         """Tokenise the words as one text; a token belongs to the word that its last letter is in.
 
         So the tokens are those of the text, whatever the tokenizer makes of the spaces.

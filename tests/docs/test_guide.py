@@ -27,7 +27,7 @@ from peftkit.recipe import Recipe
 from peftkit.settings import DataConfig
 from peftkit.tasks.labels import text_of
 from peftkit.tasks.media_classification import iterate_media
-from peftkit.tasks.speech import read_utterances
+from peftkit.tasks.speech import utterance
 from peftkit.tasks.table import TASKS
 from peftkit_cli.app import app
 
@@ -223,7 +223,8 @@ def read(block: Block, folder: Path, model: Any = None, tokenizer: Any = None) -
     elif task.type in ("image_text", "audio_text"):
         parse_with_media(records, "auto", where=where)
     elif task.type in ("transcription", "ctc"):
-        return len(read_utterances(records, (task.audio, task.text), where)[0])
+        names = (task.audio, task.text)
+        return len([utterance(record, names, where) for record in records])
     elif task.type in ("image_classification", "audio_classification"):
         task.resolve(DataConfig(train=where))
         return len(list(iterate_media(where, task.field, task.label)))

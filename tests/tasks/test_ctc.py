@@ -103,7 +103,7 @@ def test_what_cannot_be_said_is_named(tmp_path: Path) -> None:
         task.tokenizer("fox")["input_ids"]
     )
     path = write_rows(tmp_path, [{"audio": [440.0], "text": "fox " * 40}])
-    with pytest.raises(DataError, match="Texts longer than their sounds"):
+    with pytest.raises(DataError, match="Texts longer than their audio"):
         task.load(str(path))
 
 
@@ -113,7 +113,7 @@ def test_a_sound_too_short_for_its_model_is_told(family: str, tmp_path: Path) ->
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"audio": "a.wav", "text": "a"}) + "\n")
     made = made_of(family)
-    with pytest.raises(DataError, match=r"Sounds that are too short: 1 \(.*rows.jsonl:1"):
+    with pytest.raises(DataError, match=r"Audio that is too short: 1 \(.*rows.jsonl:1"):
         task_on(made).load(str(path))
     with pytest.raises(ShortSound, match=r"a.wav(.|\n)*0.00 s"):
         task_on(made).transcribe(made[0], [tmp_path / "a.wav"])

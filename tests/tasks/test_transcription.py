@@ -144,12 +144,12 @@ def _no_numbers() -> bytes:
 @pytest.mark.parametrize(
     ("audio", "text", "match"),
     [
-        (lambda: encoded(np.zeros(1_000, dtype="float32")), "a", "Silent or empty sounds: 1"),
-        (lambda: encoded(np.zeros(0, dtype="float32")), "a", "Silent or empty sounds: 1"),
+        (lambda: encoded(np.zeros(1_000, dtype="float32")), "a", "Silent or empty audio: 1"),
+        (lambda: encoded(np.zeros(0, dtype="float32")), "a", "Silent or empty audio: 1"),
         (lambda: b"this is a text" * 100, "a", r"a.wav(.|\n)*Format not recognised"),
         (lambda: b"", "a", r"a.wav"),
         (_eight_channels, "a", r"8 channels, more than 2"),
-        (_an_hour, "a", r"Sounds longer than 1 s: 1"),
+        (_an_hour, "a", r"Audio longer than 1 s: 1"),
         (_no_numbers, "a", "no numbers"),
         (lambda: encoded(tones(440.0)), "  ", "No text: 1"),
         (lambda: encoded(tones(440.0)), "a <|0.00|> b", r"text(.|\n)*<\|0.00\|>"),
