@@ -26,7 +26,7 @@ from benchmarks.workers import work
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.base.locate import locate
-from peftkit.base.processors import load_tokenizer
+from peftkit.base.pretrained import load_tokenizer
 from peftkit.events import ignore
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.methods.lora import LoRA

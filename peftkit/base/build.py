@@ -7,44 +7,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from peftkit.base.fingerprint import fingerprint
-from peftkit.base.locate import Location
-from peftkit.base.pack import Broken, PackingLoader, kept_in_float32
+from peftkit.base.pack import Broken, PackingLoader, folder_arguments, kept_in_float32
 from peftkit.base.pretrained import (
-    check_weights,
     download_progress,
     explained,
-    loader_arguments,
     published,
     quiet,
-    without_quantization,
 )
-from peftkit.base.processors import load_tokenizer
 from peftkit.base.purpose import (
-    CAUSAL_LM,
     Purpose,
     head_modules,
     owners,
     renew,
     start_from_words,
 )
-from peftkit.base.request import BaseRequest, request_of
-from peftkit.base.skeleton import on_meta
-from peftkit.errors import BaseError, OutputError, first_few
-from peftkit.events import Listener, Notice, Progress, Stage, ignore
-from peftkit.files.disk import alone, new_folder
+from peftkit.base.request import BaseRequest
+from peftkit.config.lazy import LazyTable
+from peftkit.errors import BaseError, first_few
+from peftkit.events import Listener, Notice, ignore
 from peftkit.quant.layers import Packing
 from peftkit.quant.quantize import adopt_bitsandbytes, quantize_model, tower_paths
-from peftkit.settings import BaseConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +96,27 @@ def build(
     return LoadedModel(model.to(request.device), identity, head)
 
 
+LOADERS = LazyTable[PackingLoader](
+    {
+        "safetensors": "peftkit.base.pack:PackingLoader",
+        "gguf": "peftkit.base.gguf:GGUFLoader",
+        "codes": "peftkit.base.published.loader:CodesLoader",
+    }
+)
+"""The loader of each kind of files."""
+
+
 def _loader_of(
     request: BaseRequest, put: Callable[[Tensor], Tensor] | None, on_event: Listener
 ) -> PackingLoader | None:
     """Return the loader of a base's files; None where transformers loads them as they are."""
-    checkpoint = published(request.config)
-    if checkpoint is None:
-        return PackingLoader(request, put=put, on_event=on_event)
-    checkpoint.check(request.location.name, request.settings.quantize)
-    if checkpoint.is_bitsandbytes:
-        return None
-    from peftkit.base.published.loader import CodesLoader
-
-    return CodesLoader(request, checkpoint, put=put, on_event=on_event)
+    kind = "gguf" if request.location.gguf else "safetensors"
+    if (checkpoint := published(request.config)) is not None:
+        checkpoint.check(request.location.name, request.settings.quantize)
+        if checkpoint.is_bitsandbytes:
+            return None
+        kind = "codes"
+    return LOADERS[kind](request, put=put, on_event=on_event)
 
 
 def load_model(
@@ -136,11 +134,9 @@ def load_model(
     """
     location, device = request.location, request.device
     with quiet(), explained(location):
-        if location.gguf:
-            cls, source, where = _gguf_arguments(request, loader)
-        else:
-            cls, source, where = _arguments(request, loader)
-            where |= {} if location.is_local else download_progress(on_event)
+        arguments = folder_arguments(request) if loader is None else loader.arguments()
+        cls, source, where = arguments
+        where |= {} if location.is_local else download_progress(on_event)
         if device.type != "cpu" or loader is None:  # bitsandbytes would go to a GPU by itself
             where["device_map"] = {"": str(device)}
         try:
@@ -159,44 +155,6 @@ def load_model(
         keys = first_few(sorted(info["unexpected_keys"]), 5, ", ")
         on_event(Notice(f"{type(model).__name__} does not use these weights of its files: {keys}"))
     return model, fresh
-
-
-def _arguments(
-    request: BaseRequest, loader: PackingLoader | None
-) -> tuple[Any, str | None, dict[str, Any]]:
-    """Return the class, the place and the arguments with which transformers loads a folder."""
-    location, config, dtype = request.location, request.config, request.dtype
-    where = loader_arguments(location) | {"config": config, "use_safetensors": True}
-    where["dtype"] = "auto" if dtype == torch.float16 else dtype
-    if loader is not None:
-        where["config"] = without_quantization(config)
-        where["quantization_config"] = loader.settings()
-    if location.is_local:
-        check_weights(Path(location.source))
-    return getattr(transformers, request.purpose.auto_class), location.source, where
-
-
-def parsed_once(location: Location) -> AbstractContextManager[None]:
-    """Return a context in which a GGUF file, if the base is one, is parsed only once."""
-    if not location.gguf:
-        return nullcontext()
-    from peftkit.base import gguf
-
-    return gguf.parsed_once(location)
-
-
-def _gguf_arguments(
-    request: BaseRequest, loader: PackingLoader | None
-) -> tuple[Any, str | None, dict[str, Any]]:
-    """Return the class and the arguments with which transformers loads a GGUF file's tensors."""
-    assert loader is not None, "a GGUF file is read through a PackingLoader"
-    bare = on_meta(request.config, request.purpose, torch.float32)
-    with parsed_once(request.location):
-        from peftkit.base.gguf import open_gguf
-
-        tensors, conversions = open_gguf(request.location.gguf_path, bare)
-    where = {"state_dict": tensors, "config": request.config, "dtype": torch.float32}
-    return type(bare), None, where | {"quantization_config": loader.settings(conversions)}
 
 
 @contextmanager
@@ -239,50 +197,6 @@ def _new_head(name: str, model: Any, purpose: Purpose, info: Mapping[str, Any]) 
     if purpose.head and purpose.head.word_ids:
         start_from_words(model, lacking, purpose.head.word_ids, name)
     return tuple(sorted(lacking))
-
-
-def convert(location: Location, on_event: Listener) -> Location:
-    """Convert a package's GGUF file into its folder in the cache.
-
-    Raises:
-        BaseError: The file cannot be read.
-        OutputError: The cache cannot be written.
-    """
-    target = location.convert_to
-    if target is None:
-        return location
-    waiting = Notice(f"Another process is writing {target}; this one waits for it.")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with alone(target, lambda: on_event(waiting)):
-            if not target.exists():
-                _convert_into(target, location, on_event)
-    except OSError as error:
-        raise OutputError(
-            f"cannot write {target}.", found=str(error), fix="Set PEFTKIT_CACHE to another folder."
-        ) from error
-    return replace(location, source=str(target), gguf=None, convert_to=None)
-
-
-def _convert_into(target: Path, location: Location, on_event: Listener) -> None:
-    on_event(Stage(f"Converting {location.gguf} into {target} (once)"))
-    doing = f"Converting {location.gguf}"
-    settings = BaseConfig(model=location.name, dtype="fp32")
-    with parsed_once(location):
-        tokenizer = load_tokenizer(location, on_event)
-        on_event(Progress(doing, 2, 4))
-        request = request_of(settings, CAUSAL_LM, location, torch.device("cpu"))
-        model, _ = load_model(request, PackingLoader(request, on_event=ignore), on_event)
-    on_event(Progress(doing, 3, 4))
-    forget_quantization(model)
-    with new_folder(target) as folder:
-        with quiet():
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-        mode = (folder / "config.json").stat().st_mode  # safetensors writes for its owner alone
-        for path in folder.iterdir():
-            path.chmod(mode)
-    on_event(Progress(doing, 4, 4))
 
 
 def forget_quantization(model: Any) -> None:

@@ -1,8 +1,8 @@
-"""The tensors of a GGUF file, each dequantised when it is read.
+"""GGUF files: their tensors, each dequantised when it is read, and their copies in the cache.
 
 transformers dequantises the whole file in float32 before it puts anything into a model. Here its
 loader is handed a mapping of names to tensors that are made when it reads them, by its own maps of
-names and its own turning of tensors: the values are those that it would have loaded.
+names and its own transposing of tensors: the values are those that it would have loaded.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,33 @@ import torch
 from torch import Tensor, nn
 from transformers import modeling_gguf_pytorch_utils as transformers_gguf
 
+from peftkit.base.build import forget_quantization, load_model
 from peftkit.base.locate import Location
+from peftkit.base.pack import LoaderArguments, PackingConfig, PackingLoader
+from peftkit.base.pretrained import load_tokenizer, quiet
+from peftkit.base.purpose import CAUSAL_LM
+from peftkit.base.request import request_of
+from peftkit.base.skeleton import on_meta
+from peftkit.errors import OutputError
+from peftkit.events import Listener, Notice, Progress, Stage, ignore
+from peftkit.files.disk import alone, new_folder
+from peftkit.settings import BaseConfig
 
 CHUNK = 1 << 22
 """Values that are dequantised at a time: their scratch takes several times their own memory."""
+
+
+class GGUFLoader(PackingLoader):
+    """Makes each parameter what the request says, out of a GGUF file."""
+
+    def arguments(self) -> LoaderArguments:
+        """Return the arguments with which transformers loads the file's tensors."""
+        request = self.request
+        bare = on_meta(request.config, request.purpose, torch.float32)
+        with parsed_once(request.location):
+            tensors, conversions = open_gguf(request.location.gguf_path, bare)
+        where = {"state_dict": tensors, "config": request.config, "dtype": torch.float32}
+        return type(bare), None, where | {"quantization_config": PackingConfig(self, conversions)}
 
 
 class LazyTensor:
@@ -94,6 +118,49 @@ def parsed_once(location: Location) -> Iterator[None]:
         yield
     finally:
         module.GGUFReader = plain
+
+
+def convert(location: Location, on_event: Listener) -> Location:
+    """Convert a package's GGUF file into a folder in the cache; return where that is.
+
+    Raises:
+        BaseError: The file cannot be read.
+        OutputError: The cache cannot be written.
+    """
+    target = location.convert_to
+    assert target is not None
+    waiting = Notice(f"Another process is writing {target}; this one waits for it.")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with alone(target, lambda: on_event(waiting)):
+            if not target.exists():
+                _convert_into(target, location, on_event)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {target}.", found=str(error), fix="Set PEFTKIT_CACHE to another folder."
+        ) from error
+    return replace(location, source=str(target), gguf=None, convert_to=None)
+
+
+def _convert_into(target: Path, location: Location, on_event: Listener) -> None:
+    on_event(Stage(f"Converting {location.gguf} into {target} (once)"))
+    doing = f"Converting {location.gguf}"
+    settings = BaseConfig(model=location.name, dtype="fp32")
+    with parsed_once(location):
+        tokenizer = load_tokenizer(location, on_event)
+        on_event(Progress(doing, 2, 4))
+        request = request_of(settings, CAUSAL_LM, location, torch.device("cpu"))
+        model, _ = load_model(request, GGUFLoader(request, on_event=ignore), on_event)
+    on_event(Progress(doing, 3, 4))
+    forget_quantization(model)
+    with new_folder(target) as folder:
+        with quiet():
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        mode = (folder / "config.json").stat().st_mode  # safetensors writes for its owner alone
+        for path in folder.iterdir():
+            path.chmod(mode)
+    on_event(Progress(doing, 4, 4))
 
 
 def _conversions(architecture: str, config: Any) -> list[Any] | None:

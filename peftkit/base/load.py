@@ -9,18 +9,24 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from peftkit.base.build import LoadedModel, build, convert, parsed_once
-from peftkit.base.locate import locate
+from peftkit.base.build import LoadedModel, build
+from peftkit.base.locate import Location, locate
 from peftkit.base.placement import place_of_weights
-from peftkit.base.pretrained import files_of, oom_as_error, published_codes, reachable
-from peftkit.base.processors import load_processors
+from peftkit.base.pretrained import (
+    Processors,
+    files_of,
+    load_tokenizer,
+    oom_as_error,
+    published_codes,
+    reachable,
+)
 from peftkit.base.purpose import CAUSAL_LM, Purpose, head_modules
 from peftkit.base.request import BaseRequest, compute_dtype, request_of
 from peftkit.base.skeleton import packed_skeleton, weight_bytes
@@ -190,10 +196,10 @@ def _open(
 ) -> Base:
     """Load a base for a device, or for processes that share it in main memory."""
     is_shared = sharing is not None
-    location = reachable(convert(locate(settings.model, settings.revision), on_event))
+    location = _find(settings.model, settings.revision, on_event)
     on_event(Stage(f"Loading the base {location.name}"))
-    with parsed_once(location), oom_as_error(location.name):
-        inputs = load_processors(location, purpose.processor, on_event)
+    with _parsed_once(location), oom_as_error(location.name):
+        inputs = _load_processors(location, purpose, on_event)
         dtype = compute_dtype(settings, device)
         request = request_of(settings, purpose, location, CPU if is_shared else device, dtype)
         request = request.with_tokens_of(inputs.tokenizer)
@@ -230,6 +236,34 @@ def _open(
         multimodal=inputs.multimodal,
         stored=checkpoint.description if checkpoint is not None else "",
     )
+
+
+def _find(model: str, revision: str | None, on_event: Listener) -> Location:
+    """Return where a base can be loaded from now."""
+    location = locate(model, revision)
+    if location.convert_to is not None:
+        from peftkit.base.gguf import convert
+
+        location = convert(location, on_event)
+    return reachable(location)
+
+
+def _parsed_once(location: Location) -> AbstractContextManager[None]:
+    """Return a context in which a GGUF file, if the base is one, is parsed only once."""
+    if not location.gguf:
+        return contextlib.nullcontext()
+    from peftkit.base.gguf import parsed_once
+
+    return parsed_once(location)
+
+
+def _load_processors(location: Location, purpose: Purpose, on_event: Listener) -> Processors:
+    """Load the tokenizer, or the processors that a task's inputs need."""
+    if purpose.processor == "tokenizer":
+        return Processors(load_tokenizer(location, on_event))
+    from peftkit.base.processors import load_processors
+
+    return load_processors(location, purpose.processor, on_event)
 
 
 def local_folder(model: str, revision: str | None = None) -> Path | None:
@@ -325,7 +359,7 @@ def pack_base(
     """
     given = {"model": model, "revision": revision, "quantize": quantize, "dtype": dtype}
     settings = from_dict(BaseConfig, given, "peftkit base pack")
-    location = reachable(convert(locate(model, revision), on_event))
+    location = _find(model, revision, on_event)
     request = request_of(settings, CAUSAL_LM, location, default_device())
     folder = folder_of(request)
     if folder is None:

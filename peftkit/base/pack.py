@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -23,6 +25,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from peftkit.base.fingerprint import sample
+from peftkit.base.pretrained import check_weights, loader_arguments, without_quantization
 from peftkit.base.purpose import head_modules
 from peftkit.base.request import BaseRequest, weights_to_pack
 from peftkit.events import Listener, Progress
@@ -33,6 +36,24 @@ from peftkit.quant.quantize import Job, install_packed, not_quantizable, stores_
 TRIM_BYTES = 1 << 26
 """After so much was loaded, the holes that it left between packed weights are given back."""
 METHOD = "peftkit"
+
+
+LoaderArguments = tuple[Any, str | None, dict[str, Any]]
+"""A class of transformers, and the arguments of its `from_pretrained`: where, and all others."""
+
+
+def folder_arguments(request: BaseRequest) -> LoaderArguments:
+    """Return the arguments with which transformers loads a folder, or files of the hub.
+
+    Raises:
+        BaseError: The folder holds no weights that can be read without running code.
+    """
+    location = request.location
+    if location.is_local:
+        check_weights(Path(location.source))
+    where = loader_arguments(location) | {"config": request.config, "use_safetensors": True}
+    where["dtype"] = "auto" if request.dtype == torch.float16 else request.dtype
+    return getattr(transformers, request.purpose.auto_class), location.source, where
 
 
 class _Loaded(NamedTuple):
@@ -68,9 +89,11 @@ class PackingLoader:
         self._problems: list[str] = []
         self._done = self._total = 0
 
-    def settings(self, conversions: list[Any] | None = None) -> PackingConfig:
-        """Return the argument with which transformers loads a model through here."""
-        return PackingConfig(self, conversions)
+    def arguments(self) -> LoaderArguments:
+        """Return the arguments with which transformers loads the model through here."""
+        cls, source, where = folder_arguments(self.request)
+        where["config"] = without_quantization(self.request.config)
+        return cls, source, where | {"quantization_config": PackingConfig(self)}
 
     def begin(self, model: Any) -> None:
         """Look at the model while it has no weights."""

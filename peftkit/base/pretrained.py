@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from logging import ERROR, getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
@@ -27,7 +27,7 @@ from transformers.utils.hub import cached_file
 from peftkit.base.locate import KNOWN, Location, hub_answers, suggest
 from peftkit.base.purpose import Purpose, scale_rope, set_head
 from peftkit.errors import BaseError, PeftkitError, first_few
-from peftkit.events import Listener, Progress
+from peftkit.events import Listener, Notice, Progress
 from peftkit.files.disk import read_json
 from peftkit.settings import BaseConfig
 
@@ -236,6 +236,56 @@ def loader_arguments(location: Location) -> dict[str, Any]:
     elif not location.is_local:
         arguments["revision"] = location.revision or "main"
     return arguments
+
+
+class Processors(NamedTuple):
+    """The processors of a model's inputs; None for those that its task does not need.
+
+    Attributes:
+        image_processor: Of images alone, or of audio alone.
+        multimodal: Of images or audio and text; its tokenizer is `tokenizer`.
+    """
+
+    tokenizer: Any = None
+    image_processor: Any = None
+    multimodal: Any = None
+
+
+def load_tokenizer(location: Location, on_event: Listener) -> Any:
+    """Load a tokenizer; one without a pad token pads with its end of sequence, and says so.
+
+    Raises:
+        BaseError: There is none, or it can neither end nor pad a text.
+    """
+    with quiet(), explained(location, "the tokenizer of "):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            location.source, **loader_arguments(location)
+        )
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise BaseError(
+            f"cannot load the tokenizer of {location.name}.",
+            found="It has no vocabulary: the model's folder has no tokenizer.",
+            fix="Put tokenizer.json and tokenizer_config.json into the folder.",
+        )
+    return with_padding(tokenizer, location, on_event)
+
+
+def with_padding(tokenizer: Any, location: Location, on_event: Listener) -> Any:
+    """Return a tokenizer that can pad: with its end of sequence, if it has nothing else.
+
+    Raises:
+        BaseError: It can neither end nor pad a text.
+    """
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise BaseError(
+                f"the tokenizer of {location.name} can neither end nor pad a text.",
+                found="It has no eos_token and no pad_token.",
+                fix="Name them in its tokenizer_config.json.",
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+        on_event(Notice(f"The tokenizer has no pad token; {tokenizer.eos_token} (eos) is used."))
+    return tokenizer
 
 
 def check_weights(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A model's tokenizer, its image processor, or a processor of both.
+"""What turns images and audio into a model's inputs, alone or with its tokenizer.
 
 transformers' classes for images and text also require a processor of videos, which needs
 torchvision. Without it, the class is made with no videos.
@@ -7,17 +7,24 @@ torchvision. Without it, the class is made with no videos.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, NamedTuple
+from typing import Any
 
 import transformers
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils.hub import PushToHubMixin, cached_file
 
 from peftkit.base.locate import Location
-from peftkit.base.pretrained import explained, load_config, loader_arguments, quiet
+from peftkit.base.pretrained import (
+    Processors,
+    explained,
+    load_config,
+    loader_arguments,
+    quiet,
+    with_padding,
+)
 from peftkit.base.purpose import Processor
 from peftkit.errors import BaseError
-from peftkit.events import Listener, Notice
+from peftkit.events import Listener
 
 PARTS = {
     "multimodal": (("image_processor", "feature_extractor", "audio_processor"), "media"),
@@ -26,23 +33,8 @@ PARTS = {
 """Parts of a processor, of which it needs one next to the tokenizer, and the media they read."""
 
 
-class Processors(NamedTuple):
-    """The processors of a model's inputs; None for those that its task does not need.
-
-    Attributes:
-        image_processor: Of images alone, or of audio alone.
-        multimodal: Of images or audio and text; its tokenizer is `tokenizer`.
-    """
-
-    tokenizer: Any = None
-    image_processor: Any = None
-    multimodal: Any = None
-
-
 def load_processors(location: Location, kind: Processor, on_event: Listener) -> Processors:
-    """Load the processors that a task's inputs need."""
-    if kind == "tokenizer":
-        return Processors(load_tokenizer(location, on_event))
+    """Load the processors of images or audio."""
     if kind == "image_processor":
         return Processors(image_processor=load_image_processor(location))
     if kind == "feature_extractor":
@@ -80,43 +72,6 @@ def load_image_processor(location: Location) -> Any:
             image_mean=[0.5] * channels,
             image_std=[0.5] * channels,
         )
-
-
-def load_tokenizer(location: Location, on_event: Listener) -> Any:
-    """Load a tokenizer; one without a pad token pads with its end of sequence, and says so.
-
-    Raises:
-        BaseError: There is none, or it can neither end nor pad a text.
-    """
-    with quiet(), explained(location, "the tokenizer of "):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            location.source, **loader_arguments(location)
-        )
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise BaseError(
-            f"cannot load the tokenizer of {location.name}.",
-            found="It has no vocabulary: the model's folder has no tokenizer.",
-            fix="Put tokenizer.json and tokenizer_config.json into the folder.",
-        )
-    return with_padding(tokenizer, location, on_event)
-
-
-def with_padding(tokenizer: Any, location: Location, on_event: Listener) -> Any:
-    """Return a tokenizer that can pad: with its end of sequence, if it has nothing else.
-
-    Raises:
-        BaseError: It can neither end nor pad a text.
-    """
-    if tokenizer.pad_token is None:
-        if tokenizer.eos_token is None:
-            raise BaseError(
-                f"the tokenizer of {location.name} can neither end nor pad a text.",
-                found="It has no eos_token and no pad_token.",
-                fix="Name them in its tokenizer_config.json.",
-            )
-        tokenizer.pad_token = tokenizer.eos_token
-        on_event(Notice(f"The tokenizer has no pad token; {tokenizer.eos_token} (eos) is used."))
-    return tokenizer
 
 
 def load_feature_extractor(location: Location) -> Any:

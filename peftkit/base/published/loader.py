@@ -17,8 +17,15 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 
 from peftkit.base.fingerprint import sample_positions, shown
-from peftkit.base.pack import Broken, PackingConfig, PackingLoader, PackingQuantizer
-from peftkit.base.published.checkpoint import PublishedCheckpoint, UnreadableError, scheme_of
+from peftkit.base.pack import (
+    Broken,
+    LoaderArguments,
+    PackingConfig,
+    PackingLoader,
+    PackingQuantizer,
+)
+from peftkit.base.pretrained import published
+from peftkit.base.published.checkpoint import UnreadableError, scheme_of
 from peftkit.base.published.codes import (
     LEAVES,
     STACKS,
@@ -48,17 +55,20 @@ class CodesLoader(PackingLoader):
     def __init__(
         self,
         request: BaseRequest,
-        checkpoint: PublishedCheckpoint,
         *,
         put: Callable[[Tensor], Tensor] | None = None,
         on_event: Listener,
     ) -> None:
         super().__init__(request, put=put, on_event=on_event)
+        checkpoint = published(request.config)
+        assert checkpoint is not None
         self.checkpoint = checkpoint
         self.dequantised: list[str] = []
 
-    def settings(self, conversions: list[Any] | None = None) -> PackingConfig:
-        return CodesConfig(self, conversions)
+    def arguments(self) -> LoaderArguments:
+        """Return the arguments with which transformers loads the model through here."""
+        cls, source, where = super().arguments()
+        return cls, source, where | {"quantization_config": CodesConfig(self)}
 
     def begin(self, model: Any) -> None:
         """Look at the model while it has no weights."""
