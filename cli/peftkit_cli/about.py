@@ -1,4 +1,4 @@
-"""`peftkit recipes`, `quickstart`, `env` and `schema`."""
+"""`peftkit recipes`, `quickstart`, `base`, `env` and `schema`: what is there to work with."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from peftkit.errors import ConfigError, OutputError, did_you_mean, neighbours
 from peftkit_cli.arguments import Json, note
 
 recipes = typer.Typer(help="Ready-made recipes: list, show or copy them.", no_args_is_help=False)
+base = typer.Typer(
+    help="Quantised bases in the cache: list, remove or add one.", no_args_is_help=True
+)
 LIBRARIES = (
     "torch", "transformers", "bitsandbytes", "accelerate", "datasets", "safetensors", "tokenizers",
     "pydantic", "PyYAML", "typer", "rich", "peft", "gguf", "triton", "flash-attn",
@@ -46,13 +49,19 @@ def recipe_file(name: str) -> Path:
     return files[stem]
 
 
-def unknown_recipe_file(path: Path) -> ConfigError:
-    """Return the error for a recipe's path that does not exist; it may be a recipe's name."""
-    names = [file.stem for file in recipes_folder().glob("*.yaml")]
+def check_recipe_exists(path: Path) -> None:
+    """Refuse the path of a recipe that does not exist; it may be a ready-made recipe's name.
+
+    Raises:
+        ConfigError: There is no such file.
+    """
+    if path.exists():
+        return
     fix = "Start from a ready-made one: peftkit recipes ls"
-    if (name := path.name.removesuffix(".yaml")) in names:
+    name = path.name.removesuffix(".yaml")
+    if (recipes_folder() / f"{name}.yaml").is_file():
         fix = f"To get the ready-made recipe of this name: peftkit recipes cp {name} {name}.yaml"
-    return ConfigError(
+    raise ConfigError(
         f"there is no recipe file '{path}'.", found=neighbours(path, "*.yaml"), fix=fix
     )
 
@@ -98,6 +107,68 @@ def copy_recipe(
         ) from None
     typer.echo(target)
     note(f"Next: peftkit check {target}")
+
+
+@base.command("ls")
+def list_bases(as_json: Json = False) -> None:
+    """List the packed bases: their sizes, and any problem with them."""
+    from peftkit.base.store import store_folder, stored_bases
+    from peftkit.figures import size
+    from peftkit_cli.render import print_table
+
+    stored = stored_bases()
+    if as_json:
+        names = ("model", "quantize", "dtype", "num_bytes", "problem")
+        facts = [{"name": e.folder.name, **{n: getattr(e, n) for n in names}} for e in stored]
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    rows = tuple(
+        (e.folder.name, e.model, e.quantize, e.dtype, size(e.num_bytes), e.problem) for e in stored
+    )
+    if rows:
+        columns = ("name", "model", "quantize", "dtype", "size", "problem")
+        print_table("", columns, rows)
+    total = size(sum(each.num_bytes for each in stored))
+    number = f"{len(stored)} packed base{'' if len(stored) == 1 else 's'}"
+    how = "" if stored else " Pack one with: peftkit base pack MODEL"
+    note(f"{number} in {store_folder()}, {total} in all.{how}")
+
+
+@base.command("rm")
+def remove_base(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name or model, as `base ls` shows it.")
+    ],
+) -> None:
+    """Remove packed bases. The original models stay."""
+    from peftkit.base.store import remove_stored
+    from peftkit.figures import size
+
+    for each in remove_stored(name):
+        note(f"Removed {each.folder.name} ({size(each.num_bytes)}).")
+
+
+@base.command("pack")
+def pack(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Hub id, folder or short name."),
+    ],
+    quantize: Annotated[str, typer.Option(metavar="KIND", help="nf4, fp4 or int8.")] = "nf4",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="bf16, fp16, fp32, auto.")] = "auto",
+    revision: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Branch, tag or commit.")
+    ] = None,
+) -> None:
+    """Quantise a base into the cache, so that runs on it start in seconds."""
+    from peftkit.base.load import pack_base
+    from peftkit_cli.render import Renderer
+
+    with Renderer() as listener:
+        folder = pack_base(
+            model, quantize=quantize, dtype=dtype, revision=revision, on_event=listener
+        )
+    typer.echo(str(folder))
 
 
 def quickstart() -> None:

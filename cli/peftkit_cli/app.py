@@ -25,8 +25,6 @@ import typer.core
 from peftkit.errors import PeftkitError, is_silent
 from peftkit_cli import (
     about,
-    base,
-    combining,
     data,
     distill,
     exchange,
@@ -35,9 +33,8 @@ from peftkit_cli import (
     inspect,
     merge,
     plan,
-    reporting,
+    runs,
     serving,
-    sweep,
     talk,
     train,
 )
@@ -77,7 +74,7 @@ app.command("import-recipe", rich_help_panel=TRAIN)(import_recipe.import_recipe)
 app.command(rich_help_panel=TRAIN)(train.train)
 app.command(rich_help_panel=TRAIN)(train.check)
 app.command(rich_help_panel=TRAIN)(distill.distill)
-app.command(rich_help_panel=TRAIN)(sweep.sweep)
+app.command(rich_help_panel=TRAIN)(runs.sweep)
 app.command(rich_help_panel=TRAIN)(plan.plan)
 app.command(rich_help_panel=TALK)(talk.generate)
 app.command(rich_help_panel=TALK)(talk.chat)
@@ -85,16 +82,16 @@ app.command(rich_help_panel=TALK)(talk.predict)
 app.command("eval", rich_help_panel=TALK)(talk.evaluate)
 app.command(rich_help_panel=TALK)(serving.serve)
 app.command(rich_help_panel=TALK)(merge.merge)
-app.command(rich_help_panel=TALK)(combining.combine)
+app.command(rich_help_panel=TALK)(merge.combine)
 app.command(rich_help_panel=TALK)(exchange.export)
 app.command("import", rich_help_panel=TALK)(exchange.import_)
 app.command(rich_help_panel=TALK)(exchange.push)
 app.command(rich_help_panel=TALK)(exchange.pull)
 app.command("inspect", rich_help_panel=LOOK)(inspect.inspect)
 app.command(rich_help_panel=LOOK)(data.data)
-app.command(rich_help_panel=LOOK)(reporting.report)
-app.command(rich_help_panel=LOOK)(reporting.runs)
-app.add_typer(base.base, name="base", rich_help_panel=LOOK)
+app.command(rich_help_panel=LOOK)(runs.report)
+app.command(rich_help_panel=LOOK)(runs.runs)
+app.add_typer(about.base, name="base", rich_help_panel=LOOK)
 app.add_typer(about.recipes, name="recipes", rich_help_panel=LOOK)
 app.command(rich_help_panel=LOOK)(about.env)
 app.command(rich_help_panel=LOOK)(about.schema)

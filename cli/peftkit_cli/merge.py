@@ -1,4 +1,4 @@
-"""`peftkit merge`: merge an adapter into its base."""
+"""`peftkit merge` and `combine`: adapters merged into their base, or into one another."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Annotated, Literal
 
 import typer
 
+from peftkit.errors import AdapterError
 from peftkit.formats.find_adapter import adapter_folder
-from peftkit_cli.arguments import Adapter, Base, Force, note
+from peftkit_cli.arguments import Adapter, Base, Force, OutFolder, Replace, note
+
+Combination = Literal["linear", "cat", "svd", "ties", "dare_linear", "dare_ties", "magnitude_prune"]
 
 
 def merge(
@@ -51,3 +54,70 @@ def merge(
         )
     typer.echo(out)
     note(f"Next: load '{out}' in transformers, vLLM or llama.cpp's converter, like any model.")
+
+
+def combine(
+    adapters: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ADAPTER[=WEIGHT]...",
+            help="Adapter folders and their weights: A=0.7 B=0.3. Without weights: equal shares.",
+        ),
+    ],
+    out: OutFolder,
+    method: Annotated[
+        Combination,
+        typer.Option(
+            metavar="NAME",
+            help="linear, cat: the exact sum. svd: its best approximation of --rank. ties, "
+            "dare_linear, dare_ties, magnitude_prune: prune each update, then add up.",
+        ),
+    ] = "linear",
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="R",
+            help="Rank for svd and the pruning methods; by default the adapters' largest.",
+        ),
+    ] = None,
+    density: Annotated[
+        float | None,
+        typer.Option(metavar="D", help="Fraction of entries that pruning keeps; by default 0.5."),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the DARE methods.")] = 0,
+    force: Replace = False,
+) -> None:
+    """Combine adapters of one base into one. Prints the new adapter's folder."""
+    weighted = _weighted(adapters)
+    from peftkit.merging.combine import combine as combine_adapters
+    from peftkit_cli.render import Renderer
+
+    settings = {"rank": rank, "density": density, "seed": seed, "force": force}
+    with Renderer() as on_event:
+        combine_adapters(weighted, method, out, **settings, on_event=on_event)  # type: ignore[arg-type]
+    typer.echo(out)
+    note(f"Next: peftkit chat '{out}'")
+
+
+def _weighted(adapters: list[str]) -> list[tuple[Path, float]]:
+    """Split each ADAPTER=WEIGHT at its last equals sign; without any, all are equal."""
+    bare = [text for text in adapters if "=" not in text or Path(text).exists()]
+    if len(bare) == len(adapters):
+        return [(adapter_folder(text), 1 / len(adapters)) for text in adapters]
+    if bare:
+        raise AdapterError(
+            f"'{bare[0]}' has no weight, and others have.",
+            fix=f"Write its weight after it: {bare[0]}=1. Or give none: all then count alike.",
+        )
+    weighted = []
+    for text in adapters:
+        name, _, number = text.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            raise AdapterError(
+                f"the weight '{number}' of {name} is not a number.", fix=f"Write it as: {name}=0.5"
+            ) from None
+        weighted.append((adapter_folder(name), weight))
+    return weighted

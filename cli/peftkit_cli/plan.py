@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peftkit_cli.about import unknown_recipe_file
+from peftkit_cli.about import check_recipe_exists
 from peftkit_cli.arguments import Json, Overrides, note
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Estimate a run's memory, time and disk, and what to change if it does not fit."""
-    if what.endswith((".yaml", ".yml")) and not Path(what).is_file():
-        raise unknown_recipe_file(Path(what))
+    if what.endswith((".yaml", ".yml")):
+        check_recipe_exists(Path(what))
     from peftkit.planning.plan import plan_run
 
     estimate = plan_run(what, memory=memory, overrides=overrides or (), link=link)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from peftkit.errors import ConfigError, neighbours
-from peftkit_cli.about import unknown_recipe_file
+from peftkit_cli.about import check_recipe_exists
 from peftkit_cli.arguments import Overrides, Overwrite, Quiet, Resume, note
 
 if TYPE_CHECKING:
@@ -111,8 +111,7 @@ def _recipe_file(recipe: Path | None, run_folder: Path | None) -> Path:
 
 
 def _load(path: Path, overrides: list[str] | tuple[str, ...]) -> Recipe:
-    if not path.exists():
-        raise unknown_recipe_file(path)
+    check_recipe_exists(path)
     from peftkit.recipe import load
 
     return load(path, overrides)
