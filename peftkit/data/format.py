@@ -513,8 +513,7 @@ def _messages(value: Any, field: str) -> tuple[list[Message], list[bool]]:
 def _message(turn: Any, path: str) -> tuple[Message, bool]:
     if not isinstance(turn, Mapping):
         raise WrongField(path, f"expected an object, found {kind_of(turn)}")
-    role_key = "from" if "from" in turn and "role" not in turn else "role"
-    text_key = "value" if role_key == "from" else "content"
+    role_key, text_key = turn_keys(turn)
     name = text_of(turn, role_key, f"{path}.{role_key}")
     role = _ROLES.get(name)
     if role is None:
@@ -537,6 +536,19 @@ def _message(turn: Any, path: str) -> tuple[Message, bool]:
         message["tool_calls"] = _calls(calls, role, f"{path}.tool_calls")
     message |= {k: v for k, v in turn.items() if k not in handled and v is not None}
     return message, _weight(turn, role, f"{path}.weight")
+
+
+def turn_keys(turn: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the keys of a turn's role and text: OpenAI's, or ShareGPT's."""
+    is_sharegpt = "from" in turn and "role" not in turn
+    return ("from", "value") if is_sharegpt else ("role", "content")
+
+
+def role_of(turn: Any) -> str:
+    """Return the role of a turn in a row, as templates name it; "" if it has none of these."""
+    if not isinstance(turn, Mapping):
+        return ""
+    return _ROLES.get(str(turn.get(turn_keys(turn)[0])), "")
 
 
 def _reasoning(turn: Mapping[str, Any], role: str, text_key: str, path: str) -> str:

@@ -53,7 +53,9 @@ from peftkit.data.format import (
     kind_of,
     parse,
     read_each,
+    role_of,
     text_of,
+    turn_keys,
 )
 from peftkit.data.load import Record
 from peftkit.data.media import ANY_MARK, KINDS, MARKS, Media, Picture, media_of
@@ -223,10 +225,10 @@ class _Row:
         return Record(fields, self._record.source)
 
     def _turn(self, turn: Any, path: str) -> Any:
-        key = "value" if isinstance(turn, Mapping) and "from" in turn else "content"
-        if not isinstance(turn, Mapping) or key not in turn:
+        if not isinstance(turn, Mapping):
             return turn  # `parse` raises what is wrong with it
-        value = turn[key]
+        _, key = turn_keys(turn)
+        value = turn.get(key)
         if isinstance(value, str):
             return {**turn, key: self._marked(value, f"{path}.{key}")}
         if not isinstance(value, list):
@@ -296,8 +298,8 @@ def _begun_with(lead: str, fields: dict[str, Any], field: str) -> dict[str, Any]
         return {**fields, question: lead + fields[question]}
     turns = list(fields[key])
     for number, turn in enumerate(turns):
-        text = "value" if isinstance(turn, Mapping) and "from" in turn else "content"
-        if isinstance(turn, Mapping) and turn.get("role", turn.get("from")) in ("user", "human"):
+        if role_of(turn) == "user":
+            _, text = turn_keys(turn)
             turns[number] = {**turn, text: lead + str(turn.get(text) or "")}
             return {**fields, key: turns}
     raise WrongField(key, f"there is no user turn that the {field} belong to")

@@ -169,12 +169,18 @@ def padded_rows(
     return ids, mask
 
 
-def last_answer(tokenizer: Any, row: Row) -> tuple[list[int], str]:
-    """Return the tokens before a document's last answer, and the answer's text."""
+def last_answer_span(row: Row) -> tuple[int, int]:
+    """Return where the last answer of a document begins and ends: [start, stop)."""
     stop = max(n for n, label in enumerate(row.labels) if label != IGNORE) + 1
     start = stop
     while start > 0 and row.labels[start - 1] != IGNORE:
         start -= 1
+    return start, stop
+
+
+def last_answer(tokenizer: Any, row: Row) -> tuple[list[int], str]:
+    """Return the tokens before a document's last answer, and the answer's text."""
+    start, stop = last_answer_span(row)
     answer = tokenizer.decode(row.input_ids[start:stop], skip_special_tokens=True)
     return list(row.input_ids[:start]), str(answer)
 

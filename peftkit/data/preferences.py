@@ -33,6 +33,7 @@ from peftkit.data.format import (
     parse_messages,
     read_each,
     refuse_fields,
+    role_of,
     text_of,
 )
 from peftkit.data.load import Record
@@ -43,8 +44,6 @@ SIDES = ("chosen", "rejected")
 PAIRS = "pairs of a chosen and a rejected answer"
 """The rows' format, in words."""
 LABEL = "label"
-ANSWERERS = ("assistant", "gpt", "model", "bot", "chatgpt", "function_call")
-"""Whose turn begins an answer that is given without its prompt."""
 USELESS = 0
 """Why a row is dropped: it has an empty answer, or two equal ones."""
 NOTHING_TO_COMPARE = {"an empty answer, or two equal ones": "give these rows two answers"}
@@ -204,7 +203,7 @@ def _of_messages(record: Record, key: str) -> tuple[Pair, set[str]]:
     examples = []
     for side in SIDES:
         answer = _as_list(fields[side])
-        if isinstance(answer[0], Mapping) and _role(answer[0]) not in ANSWERERS:
+        if isinstance(answer[0], Mapping) and role_of(answer[0]) != "assistant":
             if answer[: len(prompt)] != prompt:
                 raise WrongField(side, f"{key} is not what it begins with")
             answer = answer[len(prompt) :]
@@ -222,7 +221,7 @@ def _of_conversations(record: Record) -> tuple[Pair, set[str]]:
     sides = []
     for side in SIDES:
         answer = _as_list(fields[side])
-        if prompt is not None and _role(answer[0]) in ANSWERERS:
+        if prompt is not None and role_of(answer[0]) == "assistant":
             answer = [{"role": "user", "content": prompt}, *answer]
         messages, _ = parse_messages(answer, side)
         questions = [message.get("content") for message in messages if message["role"] == "user"]
@@ -259,10 +258,6 @@ def _as_list(value: Any) -> list[Any]:
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]
     return value if isinstance(value, list) else [value]
-
-
-def _role(turn: Any) -> str:
-    return str(turn.get("role", turn.get("from"))) if isinstance(turn, Mapping) else ""
 
 
 def _number(fields: Mapping[str, Any], name: str) -> float:

@@ -19,6 +19,8 @@ from peftkit.data.format import (
     Text,
     first_of,
     parse,
+    role_of,
+    turn_keys,
 )
 from peftkit.data.load import Record
 from peftkit.errors import DataError
@@ -108,6 +110,6 @@ def _with_turn(turns: Any) -> Any:
     last = turns[-1] if isinstance(turns, list) and turns else None
     if not isinstance(last, Mapping):
         return turns
-    role, content = ("from", "value") if "from" in last else ("role", "content")
-    answered = last.get(role) in ("assistant", "gpt")
-    return turns if answered else [*turns, {role: "assistant", content: OPEN}]
+    role, content = turn_keys(last)
+    has_answer = role_of(last) == "assistant"
+    return turns if has_answer else [*turns, {role: "assistant", content: OPEN}]

@@ -14,7 +14,7 @@ from typing import Any
 from peftkit.base.load import Base
 from peftkit.base.sharding import is_sharded
 from peftkit.data.encode import Style, prompt_ids, stop_ids
-from peftkit.data.pack import IGNORE, Row, last_answer
+from peftkit.data.pack import IGNORE, Row, last_answer, last_answer_span
 from peftkit.errors import DataError, RunError
 from peftkit.events import Listener, Notice, Progress, Sample, Stage, ignore
 from peftkit.execution.out_of_memory import is_out_of_memory, release_memory
@@ -97,7 +97,7 @@ def _rows(
 
 def _answers(base: Base, task: Task, rows: Sequence[Any], on_event: Listener) -> list[Sample]:
     on_event(Stage(f"Completing {len(rows)} rows"))
-    most = longest_answer(task, rows)
+    most = longest_answer(rows)
     return completions(
         base,
         task,
@@ -107,12 +107,9 @@ def _answers(base: Base, task: Task, rows: Sequence[Any], on_event: Listener) ->
     )
 
 
-def longest_answer(task: Any, rows: Sequence[Any]) -> int:
+def longest_answer(rows: Sequence[Row]) -> int:
     """Return the maximum length of an answer in tokens, by the longest reference."""
-    if isinstance(task, MediaText):
-        lengths = [task.answer_length(row) for row in rows]
-    else:
-        lengths = [len(row.input_ids) - len(last_answer(task.tokenizer, row)[0]) for row in rows]
+    lengths = [stop - start for start, stop in map(last_answer_span, rows)]
     return math.ceil(MARGIN * max(lengths))
 
 
@@ -185,7 +182,7 @@ class TextWatch:
         if not (watched := self._documents(self._config.eval_generate or 0)):
             return {}
         task, rows = self._task, [document for _, document in watched]
-        most = task.max_target if isinstance(task, EncoderDecoder) else longest_answer(task, rows)
+        most = task.max_target if isinstance(task, EncoderDecoder) else longest_answer(rows)
         answers = self._answers(rows, most)
         pairs = [(one.completion, one.reference or "") for one in answers]
         means = task.answer_metrics(pairs, [row for row, _ in watched])

@@ -20,7 +20,7 @@ from peftkit.base.purpose import Processor
 from peftkit.data.media import KINDS, Audio, Limits, Media, MediaClass, Picture
 from peftkit.data.media_processor import MediaProcessor, media_id
 from peftkit.data.media_text import MediaEncoder, MediaRow
-from peftkit.data.pack import IGNORE, collate, last_answer
+from peftkit.data.pack import IGNORE, collate
 from peftkit.data.rows import StoredRows
 from peftkit.errors import BaseError
 from peftkit.settings import CHAT, DataConfig
@@ -129,11 +129,6 @@ class MediaText(TokenTask):
     def prompt_row(self, text: str, where: str) -> MediaRow:
         """Return a prompt as a row; its answer is not known."""
         return self.encoder.prompt_row(text, self.prompt_style, where)
-
-    def answer_length(self, row: MediaRow) -> int:
-        """Return how many tokens a row's last learnt answer has."""
-        stop = max(n for n, label in enumerate(row.labels) if label != IGNORE) + 1
-        return stop - len(last_answer(self.tokenizer, row)[0])
 
     def _check_causal(self, row: MediaRow) -> None:
         """Ask the model, once, whether it learns to say what it is shown."""
