@@ -37,7 +37,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "datasets": ("data/load",),
     "pyarrow": ("data/rows",),  # datasets brings it; imported when rows are encoded
     "filelock": ("files/disk",),  # likewise
-    "transformers": ("base/", "tasks/", "methods/prefix", "methods/read_cache", "inference/"),
+    "transformers": ("base/", "tasks/", "methods/prefix", "inference/"),
     "gguf": ("formats/gguf/", "base/gguf"),  # the optional extra; imported when called
     "huggingface_hub": ("formats/hub",),
     "tqdm": ("base/pretrained",),  # what the hub tells of a download by; transformers brings it

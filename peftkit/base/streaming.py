@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from peftkit.base.transfer import CopyStream, DeviceBuffer, Unit, pinned
 from peftkit.errors import BaseError
 from peftkit.kernels.device import LARGE, trim_malloc
-from peftkit.kernels.packed_stack import Group, PackedExperts, PackedStack, has_apart
+from peftkit.kernels.stacked import Group, PackedExperts, PackedStack, has_apart
 from peftkit.model.blocks import STREAMED, recomputable_blocks
 from peftkit.quant.layers import Packing
 

@@ -36,7 +36,7 @@ from peftkit.formats.peft.folder import load_adapter, read_adapter, save_adapter
 from peftkit.formats.peft.low_rank import LowRank, misfits, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.peft.targets import shortest_endings
-from peftkit.methods.lora_format import check_layout
+from peftkit.methods.lora import check_layout
 from peftkit.model.places import is_conv1d, is_linear
 from peftkit.tasks.media_text import MediaTextConfig
 

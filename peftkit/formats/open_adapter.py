@@ -36,7 +36,7 @@ from peftkit.formats.peft.folder import (
 )
 from peftkit.formats.peft.low_rank import A, B, layers_of, read_low_rank
 from peftkit.methods.base import Method
-from peftkit.model.side_adapter import SideAdapter
+from peftkit.model.modes import SideAdapter
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.media_text import MediaTextConfig
 from peftkit.tasks.table import TASKS

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from peftkit.kernels.lora import adapted_row_norms, add_lora
 from peftkit.methods.base import MAGNITUDE, AdapterModule, Method
-from peftkit.methods.lora import LoRA
-from peftkit.methods.lora_format import LoRAFormat, trains_biases
+from peftkit.methods.lora import LoRA, LoRAFormat, trains_biases
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.model.targets import Site
 from peftkit.quant.layers import weight_of

@@ -11,25 +11,38 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
+import torch
 from pydantic import Field, model_validator
-from torch import nn
+from torch import Tensor, nn
 
-from peftkit.errors import ConfigError, TargetError
+from peftkit.errors import AdapterError, ConfigError, TargetError
 from peftkit.files.safe_regex import is_pattern, is_simple
 from peftkit.files.strict_json import shown
 from peftkit.methods.base import (
     ADAPTER_DTYPES,
+    LAYERS,
+    TARGETS,
     AdapterModule,
     Method,
+    PeftFormat,
 )
-from peftkit.methods.lora_init import DATA_INITS, SUBTRACTED, Init
-from peftkit.methods.lora_linear import LoRALinear
+from peftkit.methods.lora_linear import DATA_INITS, SUBTRACTED, Init, LoRALinear
 from peftkit.model.places import is_linear, linear_shape, stacked_shape, unwrap_adapter
 from peftkit.model.targets import Site
 from peftkit.quant.layers import is_quantized
+
+EXPERTS_SINCE = (0, 19)
+"""The version of PEFT whose layout of stacked experts is read and written here."""
+IGNORED = (
+    "init_lora_weights", "loftq_config", "eva_config", "megatron_core", "qalora_group_size",
+    "ensure_weight_tying",
+)  # fmt: skip
+"""Fields of PEFT's LoRA config that say how A and B were made, or nothing about them."""
+SCALES = ("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern")
 
 
 class LoRA(Method):
@@ -223,3 +236,140 @@ def _check_rank(rank: int, path: str, shape: tuple[int, ...]) -> None:
             found=f"its shape is {' x '.join(map(str, shape))}",
             fix=f"Use a rank of at most {min(shape)}, or leave this layer out of the targets.",
         )
+
+
+class LoRAFormat(PeftFormat[LoRA]):
+    """LoRA on linear layers and on stacked experts."""
+
+    peft_type: ClassVar[str] = "LORA"
+    method_class: type[LoRA] = LoRA
+    known_fields: ClassVar[Collection[str]] = (
+        *TARGETS, *LAYERS, *SCALES, *IGNORED, "fan_in_fan_out", "target_parameters",
+    )  # fmt: skip
+
+    def describes(self, fields: Mapping[str, Any]) -> bool:
+        return super().describes(fields) and not (fields.get("use_dora") or trains_biases(fields))
+
+    def method(self, fields: Mapping[str, Any]) -> LoRA:
+        return self.method_class(**_settings(fields))
+
+    def fields(
+        self, method: LoRA, model: nn.Module, modules: Mapping[str, AdapterModule]
+    ) -> dict[str, Any]:
+        from peftkit.methods.experts import LoRAExperts
+
+        ranks, scalings = {}, {}
+        for path, module in modules.items():
+            if isinstance(module, LoRAExperts):
+                for name, stack in module.parts().items():
+                    ranks[f"{path}.{name}"] = stack.lora_A.shape[1]
+                    scalings[f"{path}.{name}"] = stack.scaling
+                continue
+            assert isinstance(module, LoRALinear)
+            ranks[path] = module.state_shapes()["lora_A.weight"][0]
+            scalings[path] = module.scaling
+        # a subtracted start is part of the tensors, so what is on disk is a plain LoRA
+        init = "gaussian" if method.init == "gaussian" else True
+        fields = {"lora_dropout": method.dropout, "init_lora_weights": init}
+        if any(module.stacked for module in modules.values()):
+            fields["peft_version"] = ".".join(map(str, (*EXPERTS_SINCE, 0)))
+        return fields | peft_scales(ranks, scalings, rslora=method.rslora)
+
+    def with_missing(
+        self,
+        fields: Mapping[str, Any],
+        modules: Mapping[str, AdapterModule],
+        tensors: Mapping[str, Tensor],
+    ) -> Mapping[str, Tensor]:
+        """Add what PEFT's PiSSA and OLoRA subtract: they make it from the base's weights."""
+        if fields.get("init_lora_weights") not in SUBTRACTED:
+            return tensors
+        complete = dict(tensors)
+        for path, module in modules.items():
+            names = f"{path}.lora_A.weight", f"{path}.lora_B.weight"
+            if not isinstance(module, LoRALinear) or not complete.keys() >= {*names}:
+                continue
+            a, b = (complete[name] for name in names)
+            start_a, start_b = module.subtracted_values(exact=True)
+            complete[names[0]] = torch.cat([a, start_a.to(a)])
+            complete[names[1]] = torch.cat([b, -start_b.to(b)], dim=1)
+        return complete
+
+
+def trains_biases(fields: Mapping[str, Any]) -> bool:
+    """Return whether a LoRA config trains biases too."""
+    return fields.get("bias") not in (None, "none")
+
+
+def _settings(fields: Mapping[str, Any]) -> dict[str, Any]:
+    check_layout(fields)
+    init = fields.get("init_lora_weights", True)
+    if str(init).startswith(("pissa_niter", "corda")):
+        raise AdapterError(
+            "the adapter's start cannot be made again",
+            found=f"init_lora_weights: {shown(init)}; PEFT took a random or measured start out of "
+            "the base's weights, and the file does not hold it",
+            fix="Save it with PEFT's path_initial_model_for_weight_conversion.",
+        )
+    if init not in ("pissa", "olora"):
+        # every other start is a value of A and B that the file replaces
+        init = "gaussian" if init == "gaussian" else "default"
+    return {
+        "rank": fields.get("r", 8),
+        "alpha": fields.get("lora_alpha", 8),
+        "dropout": fields.get("lora_dropout", 0.0),
+        "rslora": fields.get("use_rslora", False),
+        "init": init,
+        "rank_pattern": fields.get("rank_pattern") or {},
+        "alpha_pattern": fields.get("alpha_pattern") or {},
+    }
+
+
+def check_layout(fields: Mapping[str, Any]) -> None:
+    """Refuse stacked experts in the layout of older PEFT, which shapes may not tell apart.
+
+    Raises:
+        AdapterError: `target_parameters`, and a version before `EXPERTS_SINCE` or none.
+    """
+    version = re.match(r"(\d+)\.(\d+)", str(fields.get("peft_version")))
+    named = fields.get("target_parameters") or ()  # a linear layer's weight has one layout
+    if any(not name.endswith(".weight") for name in named) and not (
+        version and (int(version[1]), int(version[2])) >= EXPERTS_SINCE
+    ):
+        raise AdapterError(
+            "cannot tell the layout of the adapter's stacked experts",
+            found=f"peft_version: {shown(fields.get('peft_version'))}; before 0.19 rows and "
+            "columns were swapped, which the file does not say",
+            fix="Merge it with the PEFT that it was made with.",
+        )
+
+
+def peft_scales(
+    ranks: Mapping[str, int], scalings: Mapping[str, float], *, rslora: bool
+) -> dict[str, Any]:
+    """Return the config fields for the ranks and alphas of modules.
+
+    Args:
+        ranks, scalings: By the path of a module or of a stack of experts.
+        rslora: Whether a scaling is alpha / sqrt(rank).
+    """
+    alphas = {
+        path: _integer_if_whole(scaling * (math.sqrt(ranks[path]) if rslora else ranks[path]))
+        for path, scaling in scalings.items()
+    }
+    rank, rank_pattern = _majority(ranks)
+    alpha, alpha_pattern = _majority(alphas)
+    patterns = {"rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern, "use_rslora": rslora}
+    used = {name: value for name, value in patterns.items() if value}
+    return {"r": rank, "lora_alpha": alpha, **used}
+
+
+def _integer_if_whole(value: float) -> int | float:
+    nearest = round(value)
+    return nearest if math.isclose(value, nearest, rel_tol=1e-9) else value
+
+
+def _majority(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the commonest value, and the exceptions by path."""
+    common = Counter(values.values()).most_common(1)[0][0]
+    return common, {path: value for path, value in values.items() if value != common}

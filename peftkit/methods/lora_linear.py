@@ -1,4 +1,11 @@
-"""The LoRA layer, y = W x + s B A x, and layers of one input computed together.
+"""The LoRA layer, y = W x + s B A x, its initial values, and layers of one input computed together.
+
+The initial values of A and B, by `method.init`:
+
+    default, gaussian   A is drawn, B is zero
+    pissa               the largest part of the weight's SVD (Meng et al., 2024, arXiv:2404.02948)
+    olora               the first columns of its QR (Buyukakyuz, 2024, arXiv:2406.01775)
+    eva, loftq          computed before attach() from data or other weights: data_init.py
 
 A layer computes by itself, unless `form_groups` has put it into a `LoRAGroup` with the others that
 read the same input (q, k and v; gate and up). The first layer of a group that is called computes
@@ -16,19 +23,26 @@ M rows of input; `...` is any leading shape.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from peftkit.kernels import svd
 from peftkit.kernels.lora import Layer, add_lora, grouped_lora_linear, low_rank
 from peftkit.methods.base import AdapterModule
-from peftkit.methods.lora_init import SUBTRACTED, Init, drawn, of_weight
 from peftkit.model.places import find_places, linear_shape
 from peftkit.model.targets import RowSlice, Site
 from peftkit.quant.layers import QuantizedLinear, frozen_weight, weight_of
+
+Init = Literal["default", "gaussian", "pissa", "olora", "eva", "loftq"]
+SUBTRACTED = ("pissa", "olora")
+"""Initialisations whose values are subtracted, so that the update starts at zero."""
+DATA_INITS = {"eva": "eva_starts", "loftq": "loftq_starts"}
+"""Initialisations whose values are passed to attach(), and the functions that compute these."""
 
 SHARING = ({"q", "k", "v"}, {"gate", "up"})
 """Last parts of roles whose layers read the same input when they are in one module."""
@@ -164,6 +178,38 @@ class LoRALinear(AdapterModule):
             elif group is not None:
                 groups.append(group)
         _copy_to_groups(groups)
+
+
+def drawn(init: Init, shape: torch.Size, rank: int, generator: torch.Generator) -> Tensor:
+    """Return a random A, drawn on the CPU in float32: the same on every device."""
+    if init == "gaussian":
+        return torch.empty(shape).normal_(std=1 / rank, generator=generator)
+    bound = 1 / math.sqrt(shape[-1])  # kaiming_uniform_(a=sqrt(5)), as nn.Linear itself
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def of_weight(
+    init: Init, weight: Tensor, rank: int, scaling: float, *, exact: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the initial A (r, in) and B (out, r) of a weight (out, in), float32.
+
+    Args:
+        exact: Decompose the whole weight, as PEFT does, for PEFT files without the initial values.
+            Otherwise use a faster randomised SVD or QR of r columns: any values that are subtracted
+            again give the same function, and these are nearly the best.
+    """
+    if init == "pissa" and exact:
+        u, s, vh = torch.linalg.svd(weight, full_matrices=False)
+        root = (s[:rank] / scaling).sqrt()
+        return root[:, None] * vh[:rank], u[:, :rank] * root
+    if init == "pissa":
+        largest = svd.of_matrix(weight, rank)
+        return largest.a / math.sqrt(scaling), largest.b / math.sqrt(scaling)
+    if exact:
+        q, upper = torch.linalg.qr(weight)
+        return upper[:rank], q[:, :rank]
+    q, _ = torch.linalg.qr(weight[:, :rank])  # Q's columns depend on those of the weight before
+    return q.t() @ weight, q
 
 
 class LoRAGroup:

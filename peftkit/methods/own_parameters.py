@@ -27,7 +27,7 @@ from peftkit.methods.base import (
     Method,
     PeftFormat,
 )
-from peftkit.methods.lora_format import IGNORED, SCALES, trains_biases
+from peftkit.methods.lora import IGNORED, SCALES, trains_biases
 from peftkit.methods.modules_to_save import TunedModule
 from peftkit.model.places import find_places, is_conv1d, is_linear, linear_shape, walk
 from peftkit.model.targets import Site, matches, resolve

@@ -9,13 +9,14 @@ Shapes: B rows, V virtual tokens, L layers, K key-value heads, D size of one hea
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import DynamicCache, EncoderDecoderCache
 
 from peftkit.errors import AdapterError, TargetError
 from peftkit.methods.base import AdapterModule
@@ -208,10 +209,6 @@ class _Hooks(StackInputs):
         self, stack: Any, cache: Any, use_cache: bool | None, num_rows: int
     ) -> dict[str, Any]:
         """Return a cache that begins with the prefix, and `use_cache` for the stack."""
-        from transformers import DynamicCache, EncoderDecoderCache  # slow to import
-
-        from peftkit.methods.read_cache import read_cache
-
         pairs = [
             (
                 keys.to(stack.dtype).expand(num_rows, -1, -1, -1),
@@ -233,8 +230,6 @@ class _Hooks(StackInputs):
         return {"past_key_values": cache, "use_cache": use_cache or self.only_used}
 
     def after(self, stack: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        from peftkit.methods.read_cache import ReadCache  # slow to import
-
         if self.recomputed:
             _let_pass(stack, False)
             self.recomputed = False
@@ -277,9 +272,52 @@ def keys_and_values(stack: Any, ids: Tensor, *, use_cache: bool = True) -> list[
     Args:
         use_cache: Passed to the stack; with False some stacks pass no cache to their blocks.
     """
-    from peftkit.methods.read_cache import read_cache  # slow to import
-
     recorded, cache = read_cache(stack, [])
     with evaluating(stack):
         stack(input_ids=ids, past_key_values=cache, use_cache=use_cache)
     return [recorded.given[layer] for layer in sorted(recorded.given)]
+
+
+class ReadCache(DynamicCache):
+    """A read-only cache: returns the prefix with the new keys and values, and stores nothing.
+
+    So a block can be recomputed in the backward pass, and no memory is held after a step.
+
+    Attributes:
+        given: Keys and values of the last call, by layer.
+    """
+
+    def __init__(self, config: Any, pairs: Sequence[Pair]) -> None:
+        super().__init__(config=config)
+        self.given: dict[int, Pair] = {}
+        for index, (keys, values) in enumerate(pairs):
+            super().update(keys, values, index)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Pair:
+        self.given[layer_idx] = key_states, value_states
+        held: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if held is None or not held.is_initialized:
+            return key_states, value_states
+        return (
+            torch.cat([held.keys, key_states], dim=-2),
+            torch.cat([held.values, value_states], dim=-2),
+        )
+
+
+class _Never(dict[int, bool]):
+    """EncoderDecoderCache.is_updated of a read-only cache: never set."""
+
+    def __setitem__(self, key: int, value: bool) -> None:
+        return None
+
+
+def read_cache(stack: Any, pairs: Sequence[Pair]) -> tuple[ReadCache, Any]:
+    """Return a cache of the pairs, and the cache object to pass to the stack."""
+    decoder_cache = ReadCache(stack.config, pairs)
+    if not stack.config.is_encoder_decoder:
+        return decoder_cache, decoder_cache
+    both = EncoderDecoderCache(decoder_cache, ReadCache(stack.config, []))
+    both.is_updated = _Never()
+    return decoder_cache, both

@@ -28,7 +28,7 @@ METHODS = LazyTable[Method](
 
 FORMATS = LazyTable[PeftFormat[Any]](
     {
-        "lora": "peftkit.methods.lora_format:LoRAFormat",
+        "lora": "peftkit.methods.lora:LoRAFormat",
         "dora": "peftkit.methods.dora:DoRAFormat",
         "ia3": "peftkit.methods.ia3:IA3Format",
         "vera": "peftkit.methods.vera:VeRAFormat",

@@ -28,8 +28,7 @@ from peftkit.execution.plan import ExecutionPlan, plan_of
 from peftkit.kernels import varlen
 from peftkit.kernels.attention import grouped_attention, is_short
 from peftkit.kernels.device import is_before_ampere
-from peftkit.kernels.grid import Grid, into_grid, out_of_grid
-from peftkit.kernels.varlen import Spans, spans_attention
+from peftkit.kernels.varlen import Grid, Spans, into_grid, out_of_grid, spans_attention
 
 PREFIX = "peftkit_"
 """Prefix of the names that attention is registered under."""

@@ -36,7 +36,7 @@ from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.rows import NO_TEMPLATE, check_dropped, check_vocabulary, named, off_prompt
 
 if TYPE_CHECKING:
-    from peftkit.model.side_adapter import SideAdapter
+    from peftkit.model.modes import SideAdapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,8 @@ from peftkit.kernels.divergence import (
     chunked_divergence,
     reference_divergence,
 )
-from peftkit.model.modes import evaluating
+from peftkit.model.modes import SideAdapter, evaluating
 from peftkit.model.places import unwrap_adapter
-from peftkit.model.side_adapter import SideAdapter
 from peftkit.settings import CHAT
 from peftkit.tasks.base import Run
 from peftkit.tasks.distill_rows import Distilled, DistillEncoder, TeacherPrompt, read_prompt

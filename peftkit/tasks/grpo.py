@@ -29,7 +29,7 @@ from peftkit.errors import AdapterError
 from peftkit.events import Listener, ScoredAnswer, ignore
 from peftkit.execution.rng import seed_of
 from peftkit.inference.generate import ModelSampler, SampledAnswer
-from peftkit.model.side_adapter import SideAdapter
+from peftkit.model.modes import SideAdapter
 from peftkit.settings import CHAT
 from peftkit.tasks.base import Run
 from peftkit.tasks.documents import Rollout, RolloutTask

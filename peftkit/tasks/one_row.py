@@ -3,7 +3,7 @@
 Padding costs all layers as much as tokens do; in one row it is but the few tokens that round its
 length. And what several documents begin with, a system prompt or the same question, is the same to
 a causal model: it is there once, and learns from all of them. Attention takes the documents apart
-(`peftkit.kernels.grid`; on a GPU `peftkit.kernels.varlen`, where that serves the model). A model
+(`peftkit.kernels.varlen`: a grid; on a GPU spans, where the kernel supports the model). A model
 may mix tokens elsewhere too (convolutions, states), or count positions its own way; transformers
 isolates packed documents for some architectures, attention implementations and batch sizes. No
 table is trusted: the model in hand is probed with a few tokens, and where documents change each
@@ -23,8 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from peftkit.errors import BaseError, DataError
 from peftkit.kernels.device import forked_generators
-from peftkit.kernels.grid import Grid, grid_of, one_of_few
-from peftkit.kernels.varlen import Spans, spans_of
+from peftkit.kernels.varlen import Grid, Spans, grid_of, one_of_few, spans_of
 from peftkit.model.modes import evaluating
 from peftkit.tasks.attention import Layout, TrainingAttention
 from peftkit.tasks.loss import accepted, unwrapped

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from peftkit.adapter import attach
 from peftkit.data.pack import Row
 from peftkit.errors import PeftkitError
-from peftkit.kernels.grid import one_of_few
+from peftkit.kernels.varlen import one_of_few
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning

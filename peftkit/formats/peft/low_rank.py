@@ -30,8 +30,7 @@ from peftkit.formats.peft.targets import LAYERS, shortest_endings, unmatched
 from peftkit.kernels import svd
 from peftkit.methods.base import MAGNITUDE
 from peftkit.methods.dora import DoRA
-from peftkit.methods.lora import LoRA
-from peftkit.methods.lora_format import peft_scales
+from peftkit.methods.lora import LoRA, peft_scales
 from peftkit.methods.table import SHARED_FIELDS, method_from_peft
 from peftkit.model.places import is_linear, linear_shape, walk
 from peftkit.model.roles import linear_role
