@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from peftkit.base.purpose import Processor, Purpose
+from peftkit.base.purpose import ClassHead, Processor, Purpose
 from peftkit.config.schema import Config
 from peftkit.data.encode import Style
 from peftkit.events import Listener, ignore
@@ -92,9 +93,14 @@ class TaskConfig(Config, ABC):
         return Purpose(self.type, self.auto_class, self.processor)
 
     @property
+    def head(self) -> ClassHead | None:
+        """The head that the base gets, after `resolve`; None: the one it has."""
+        return None
+
+    @property
     def purpose(self) -> Purpose:
-        """What the base is loaded for. A task with a head of classes says it here, resolved."""
-        return self.plain_purpose
+        """What the base is loaded for, with its head."""
+        return replace(self.plain_purpose, head=self.head)
 
     def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:
         """Write what a merged model needs beside its weights to be used for the task.

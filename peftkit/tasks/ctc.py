@@ -218,11 +218,13 @@ class CTCConfig(SpeechConfig):
         return self.model_copy(update={"tokens": (BLANK, UNKNOWN, SPACE, *characters)})
 
     @property
+    def head(self) -> ClassHead:
+        return ClassHead(self.tokens, fresh=self.vocabulary == "data", is_vocabulary=True)
+
+    @property
     def purpose(self) -> Purpose:
-        fresh = self.vocabulary == "data"
-        head = ClassHead(self.tokens, fresh=fresh, is_vocabulary=True)
-        processor: Processor = "feature_extractor" if fresh else "audio"
-        return Purpose(self.type, self.auto_class, processor, head)
+        processor: Processor = "audio" if self.vocabulary == "base" else "feature_extractor"
+        return replace(super().purpose, processor=processor)
 
     def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:
         """Write the tokenizer of a vocabulary that the data had."""

@@ -24,7 +24,6 @@ from peftkit.data.pack import Row
 from peftkit.data.rows import StoredRows, row_digest
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, Notice, ScoredAnswer, ignore
-from peftkit.execution.rng import seed_of
 from peftkit.execution.signals import Interrupted
 from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.kernels.device import free_bytes
@@ -88,6 +87,7 @@ class Distill(RolloutTask):
             limit=exact_length(model, self.tokenizer, None),
             room=None if config.answers == "data" else config.max_new_tokens,
         )
+        self.stops = stop_ids(self.tokenizer, self.row_encoder.style)
         self._adapter: SideAdapter | None = None
         self._other: OtherModel | None = None
         self._answers: Answers = {}
@@ -156,11 +156,10 @@ class Distill(RolloutTask):
     def _ask(self, rows: Sequence[Distilled], run: Run) -> None:
         model, longest = run.model, self.config.max_new_tokens
         sampler = self.sampler(model)
-        stops = stop_ids(self.tokenizer, self.row_encoder.style)
 
         def answer(prompts: Sequence[Sequence[int]]) -> list[SampledAnswer]:
             self.forget_layout()
-            options = {"max_new_tokens": longest, "stops": stops}
+            options = {"max_new_tokens": longest, "stops": self.stops}
             if self._other is not None:
                 answers = sampler.answers(prompts, None, **options, model=self._other.model)
             else:
@@ -169,7 +168,7 @@ class Distill(RolloutTask):
             return [one for (one,) in answers]
 
         who = self.config.teacher.model or (self._adapter.key if self._adapter else "")
-        key = f"{self.reference.key} {who} {longest} {stops}"
+        key = f"{self.reference.key} {who} {longest} {self.stops}"
         text = partial(self.text, special=False)
         self._answers = teacher_answers(rows, key, answer, text, longest, run)
 
@@ -185,13 +184,8 @@ class Distill(RolloutTask):
         self, prompts: Sequence[Distilled], seeds: Sequence[int] | None, sampler: ModelSampler
     ) -> Rollout:
         """Have the student answer rows, to compare it with the teacher on its own answers."""
-        self.forget_layout()
-        sampled = sampler.answers(
-            [row.documents[0].input_ids for row in prompts],
-            None if seeds is None else [[seed_of(seed, 0)] for seed in seeds],
-            max_new_tokens=self.config.max_new_tokens,
-            stops=stop_ids(self.tokenizer, self.row_encoder.style),
-        )
+        ids = [row.documents[0].input_ids for row in prompts]
+        sampled = self.sample(ids, seeds, sampler)
         rows, answers = [], []
         for row, (one,) in zip(prompts, sampled, strict=True):
             rows.append(row.answered(one.ids[: self.max_length - row.lengths[0]]))
@@ -228,7 +222,7 @@ class Distill(RolloutTask):
                     raise Interrupted(run.stop.signum, "stopped before the first step.")
                 hidden[start : start + len(computed)] = computed
                 for row in map(self.answered, some):
-                    places[_key(row)] = (start, start + row.num_targets // 2)
+                    places[row_digest(row)] = (start, start + row.num_targets // 2)
                     start += row.num_targets // 2
         self._hidden, self._places = hidden, places
 
@@ -245,7 +239,7 @@ class Distill(RolloutTask):
         students, teachers = zip(*(row.documents for row in answered), strict=True)
         batch = super().collate(students)
         if self._hidden is not None:
-            places = [self._places.get(_key(row)) for row in answered]
+            places = [self._places.get(row_digest(row)) for row in answered]
             if None not in places:
                 hidden = [self._hidden[slice(*place)] for place in places if place is not None]
                 return {**batch, HIDDEN: torch.cat(hidden)}
@@ -314,10 +308,6 @@ class Distill(RolloutTask):
         compute = target_logits if self._head is None else target_rows
         with self.model_inputs(model, batch) as inputs:
             return compute(model, inputs, batch["target_index"])
-
-
-def _key(row: Distilled) -> int:
-    return row_digest(row)
 
 
 def _check_head(model: nn.Module) -> None:

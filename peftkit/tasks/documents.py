@@ -23,7 +23,7 @@ from peftkit.errors import ConfigError, RunError
 from peftkit.events import Listener, RolledOut, ScoredAnswer, ignore
 from peftkit.execution import rng
 from peftkit.inference.engine import MAX_ROWS
-from peftkit.inference.generate import ModelSampler
+from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.model.modes import adapters_off, evaluating
 from peftkit.tasks.base import Reference, Run
 from peftkit.tasks.batches import OnDevice
@@ -119,8 +119,10 @@ class RolloutTask(DocumentTask):
     Attributes:
         updates: Optimizer steps with the same answers.
         needs_log_probs: Whether a step needs `log_probs`.
+        stops: Tokens that end an answer.
     """
 
+    stops: Sequence[int]
     updates: int = 1
     needs_log_probs: bool = False
     _empty_steps = 0
@@ -144,6 +146,24 @@ class RolloutTask(DocumentTask):
 
     def remember(self, rows: Sequence[Any], values: Mapping[str, Tensor]) -> None:
         """Keep with the rows of a batch what `log_probs` returned of them."""
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int] | None,
+        sampler: ModelSampler,
+        number: int = 1,
+    ) -> list[list[SampledAnswer]]:
+        """Return `number` answers to each prompt; greedy ones where there are no seeds."""
+        self.forget_layout()
+        return sampler.answers(
+            prompts,
+            None
+            if seeds is None
+            else [[rng.seed_of(seed, n) for n in range(number)] for seed in seeds],
+            max_new_tokens=self.config.max_new_tokens,
+            stops=self.stops,
+        )
 
     def sampler(self, model: nn.Module) -> ModelSampler:
         """Return what has a model answer prompts."""

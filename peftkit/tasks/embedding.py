@@ -30,12 +30,12 @@ from peftkit.data.rows import EncodedRows, StoredRows
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.files.disk import write_json, write_text
-from peftkit.tasks.base import Run, Task
+from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.labels import said_in
 from peftkit.tasks.loss import accepted, unwrapped
 from peftkit.tasks.texts import TextsEncoder, TextsRow, TextTask, joined_texts
-from peftkit.tasks.whole_step import INDEX, WholeStep
+from peftkit.tasks.whole_step import INDEX, WholeStepTask
 
 RECALL_AT = (1, 5, 10)
 BITS = 23
@@ -93,7 +93,7 @@ def _name(text: str) -> tuple[int, int]:
     return number % (1 << BITS), (number >> BITS) % (1 << BITS)
 
 
-class Embedding(TextTask):
+class Embedding(WholeStepTask, TextTask):
     """Rows from texts, batches of all texts of each, a loss over a whole step.
 
     Args:
@@ -102,8 +102,6 @@ class Embedding(TextTask):
 
     metric_names = ("accuracy", "masked")
     """Share of anchors whose own positive is nearest; texts left out, as no false answers."""
-    collates_ahead: ClassVar[bool] = False
-    _step: WholeStep | None = None
 
     def build(self, model: nn.Module) -> None:
         super().build(model)
@@ -118,18 +116,10 @@ class Embedding(TextTask):
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
         return [("negatives of each", rows.agreed["number of negatives"])]
 
-    def collate(self, rows: Sequence[EmbeddingRow]) -> dict[str, Tensor]:
+    def row_batch(self, rows: Sequence[EmbeddingRow]) -> dict[str, Tensor]:
         """Return a batch of tokens (B * m, T), and names (B, m, 2)."""
-        return self._batch(rows) if self._step is None else self._step.batch(rows)
-
-    def _batch(self, rows: Sequence[EmbeddingRow]) -> dict[str, Tensor]:
         names = torch.tensor([row.names for row in rows], dtype=torch.float32)
         return {**self.tokens(rows), "names": names}
-
-    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
-        """Compute the vectors of the whole step, among which each anchor finds its own."""
-        self._step = WholeStep(self, rows, run, self._batch, self.row_values)
-        return [rows]
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         return len(batch["names"])

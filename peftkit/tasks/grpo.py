@@ -27,7 +27,6 @@ from peftkit.data.prompts import PromptExample, read_prompts
 from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import AdapterError
 from peftkit.events import Listener, ScoredAnswer, ignore
-from peftkit.execution.rng import seed_of
 from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.model.modes import SideAdapter
 from peftkit.settings import CHAT
@@ -66,7 +65,7 @@ class GRPO(RolloutTask):
         self.row_encoder = PromptEncoder(tokenizer, self._style, room)
         self._rewards: Rewards | None = None
         self._adapters: dict[str, SideAdapter] = {}
-        self._stops = stop_ids(tokenizer, self._style)
+        self.stops = stop_ids(tokenizer, self._style)
 
     @property
     def paths(self) -> dict[str, str]:
@@ -156,14 +155,8 @@ class GRPO(RolloutTask):
         self, prompts: Sequence[Prompt], seeds: Sequence[int] | None, sampler: ModelSampler
     ) -> Rollout:
         """Have the model answer prompts; groups whose rewards are equal teach nothing."""
-        self.forget_layout()
-        numbers = range(self.config.answers)
-        sampled = sampler.answers(
-            [prompt.input_ids for prompt in prompts],
-            None if seeds is None else [[seed_of(seed, n) for n in numbers] for seed in seeds],
-            max_new_tokens=self.config.max_new_tokens,
-            stops=self._stops,
-        )
+        ids = [prompt.input_ids for prompt in prompts]
+        sampled = self.sample(ids, seeds, sampler, self.config.answers)
         pairs = [(p, one) for p, group in zip(prompts, sampled, strict=True) for one in group]
         texts = [self.text(one.ids, special=False) for _, one in pairs]
         totals, parts = self._judged([prompt for prompt, _ in pairs], texts)

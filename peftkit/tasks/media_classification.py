@@ -196,21 +196,22 @@ def class_folders(where: str, media: str, label: str) -> list[Record] | None:
         DataError: The folders are empty.
     """
     folder = Path(where).expanduser()
-    if not _has_class_folders(folder):
+    entries = _visible(folder) if folder.is_dir() else []
+    classes = [entry for entry in entries if entry.is_dir()]
+    if not classes or any(entry.suffix.lower() in DATA_FILES for entry in entries):
         return None
-    found = [
-        Record({media: path, label: kind.name}, str(path))
-        for kind in _shown(folder)
-        if kind.is_dir()
-        for path in _shown(kind)
+    records = [
+        Record({media: path, label: each.name}, str(path))
+        for each in classes
+        for path in _visible(each)
     ]
-    if not found:
+    if not records:
         raise DataError(
             f"Cannot use {where}.",
             found="It holds folders, and no files in them.",
             fix="Give a folder with one folder of files for each class.",
         )
-    return found
+    return records
 
 
 def iterate_media(where: str, media: str, label: str) -> Iterator[Record]:
@@ -222,17 +223,7 @@ def iterate_media(where: str, media: str, label: str) -> Iterator[Record]:
     yield from class_folders(where, media, label) or iterate_records(metadata_or_self(where))
 
 
-def _has_class_folders(folder: Path) -> bool:
-    """Tell whether a folder holds folders, and no files that a data set is made of."""
-    if not folder.is_dir():
-        return False
-    entries = _shown(folder)
-    return any(entry.is_dir() for entry in entries) and not any(
-        entry.suffix.lower() in DATA_FILES for entry in entries
-    )
-
-
-def _shown(folder: Path) -> list[Path]:
+def _visible(folder: Path) -> list[Path]:
     return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
 
 

@@ -21,7 +21,6 @@ from peftkit.data.pack import IGNORE, LazyRows, Row, cut_document, labelled_segm
 from peftkit.data.preferences import Pair, Verdict, check_both_labels, read_pairs_of, read_verdicts
 from peftkit.data.rows import Dropped, EncodedRows, StoredRows
 from peftkit.errors import ConfigError
-from peftkit.events import Listener, ignore
 from peftkit.settings import CHAT, DataConfig
 from peftkit.tasks.base import Run
 from peftkit.tasks.documents import DocumentTask
@@ -44,7 +43,7 @@ from peftkit.tasks.preference_rows import (
     compared,
 )
 from peftkit.tasks.tokens import AnswerConfig
-from peftkit.tasks.whole_step import INDEX, WholeStep
+from peftkit.tasks.whole_step import INDEX, WholeStepTask
 
 
 class Preference(DocumentTask):
@@ -125,18 +124,17 @@ def whole_answers(row: Row) -> Row:
     return Row(row.input_ids, (IGNORE, *row.input_ids[1:]), row.lengths, row.source)
 
 
-Read = tuple[list[Pair | Dropped], tuple[str, ...]]
-
-
 class ComparedEncoder(AnswerEncoder):
     """Makes a row of each pair; of one whose difference is cut away none."""
 
     kind: ClassVar[type[Compared]] = Compared
 
-    def read(self, records: Sequence[Record], where: str) -> Read:
+    def read(
+        self, records: Sequence[Record], where: str
+    ) -> tuple[list[Pair | Dropped], tuple[str, ...]]:
         return read_pairs_of(records, where)
 
-    def rows(self, read: Read) -> EncodedRows:
+    def rows(self, read: tuple[list[Pair | Dropped], tuple[str, ...]]) -> EncodedRows:
         pairs, unused = read
         rows, counts = list[Any](), Counter[str]()
         for pair in pairs:
@@ -222,18 +220,17 @@ OTHER = "other_"
 """How the names of a batch begin that are of the prompts with other prompts' answers."""
 
 
-ReadVerdicts = tuple[list[Verdict], tuple[str, ...], str]
-
-
 class JudgedEncoder(AnswerEncoder):
     """Makes a row of each judged answer; of one that is cut away none."""
 
     kind: ClassVar[type[Judged]] = Judged
 
-    def read(self, records: Sequence[Record], where: str) -> ReadVerdicts:
+    def read(
+        self, records: Sequence[Record], where: str
+    ) -> tuple[list[Verdict], tuple[str, ...], str]:
         return read_verdicts(records, where)
 
-    def rows(self, read: ReadVerdicts) -> EncodedRows:
+    def rows(self, read: tuple[list[Verdict], tuple[str, ...], str]) -> EncodedRows:
         verdicts, unused, name = read
         rows, counts = list[Any](), Counter[str]()
         for verdict in verdicts:
@@ -272,7 +269,7 @@ class WithOtherAnswers(LazyRows):
         return row.beside(before, self._max_length)
 
 
-class KTO(Preference):
+class KTO(WholeStepTask, Preference):
     """An answer is learnt by whether it is wanted.
 
     A row's second document is its prompt with another row's answer: what these gain on average,
@@ -283,8 +280,6 @@ class KTO(Preference):
         *("wanted", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected"),
         *("accuracy", "z", "cut"),
     )
-    collates_ahead: ClassVar[bool] = False
-    _step: WholeStep | None = None
 
     encoder_type: ClassVar[type[AnswerEncoder]] = JudgedEncoder
 
@@ -331,29 +326,18 @@ class KTO(Preference):
         """Return the log-probabilities of each answer, and of the other one (B, 2)."""
         return torch.stack([self._own(model, batch), self._others(model, batch)], dim=1)
 
-    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
-        """Compute what the answers of other prompts gain, over the whole step."""
-        self._step = WholeStep(self, rows, run, super().collate, self.gains)
-        return [rows]
-
-    def collate(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
-        return super().collate(rows) if self._step is None else self._step.batch(rows)
-
-    def metrics(
-        self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
-    ) -> dict[str, float]:
-        self._step = None
-        return super().metrics(model, rows, on_event=on_event)
+    def row_batch(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
+        return Preference.collate(self, rows)
 
     @torch.no_grad()
-    def gains(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def row_values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return what another prompt's answer gains over the reference (B, 1)."""
         reference = self.reference_of(model, batch)[:, 1]
         return (self._others(model, batch) - reference)[:, None]
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         shared = self._step.values if self._step is not None and INDEX in batch else None
-        gains = self.gains(model, batch) if shared is None else shared
+        gains = self.row_values(model, batch) if shared is None else shared
         z = gains.mean().clamp(min=0)
         reference = self.reference_of(model, batch)[:, 0]
         log_probs, wanted = self._own(model, batch), batch["wanted"]

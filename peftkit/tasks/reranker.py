@@ -26,7 +26,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.base.purpose import ClassHead, Purpose
+from peftkit.base.purpose import ClassHead
 from peftkit.data.format import WrongField, full_text, texts_of
 from peftkit.data.load import Record
 from peftkit.data.rows import StoredRows
@@ -298,6 +298,5 @@ class RerankerConfig(TaskConfig):
         return self
 
     @property
-    def purpose(self) -> Purpose:
-        head = ClassHead((OUTPUT,), "regression", words=self.answers)
-        return Purpose(self.type, self.auto_class, self.processor, head)
+    def head(self) -> ClassHead:
+        return ClassHead((OUTPUT,), "regression", words=self.answers)

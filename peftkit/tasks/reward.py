@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.base.purpose import ClassHead, Purpose
+from peftkit.base.purpose import ClassHead
 from peftkit.data.chat import Chat
 from peftkit.data.encode import Encoder
 from peftkit.data.format import Completion, Conversation, Example, Instruction, Text, parse
@@ -193,6 +193,5 @@ class RewardConfig(TaskConfig):
     """Weight of the square of both rewards' sum, which keeps rewards around 0; 0.01 is usual."""
 
     @property
-    def purpose(self) -> Purpose:
-        head = ClassHead((OUTPUT,), "regression")
-        return Purpose(self.type, self.auto_class, self.processor, head)
+    def head(self) -> ClassHead:
+        return ClassHead((OUTPUT,), "regression")

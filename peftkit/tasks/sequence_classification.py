@@ -15,7 +15,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.base.purpose import ClassHead, ProblemType, Purpose, labels_of
+from peftkit.base.purpose import ClassHead, ProblemType, labels_of
 from peftkit.data.load import Record
 from peftkit.data.rows import StoredRows
 from peftkit.errors import BaseError, ConfigError, DataError
@@ -135,18 +135,15 @@ class SequenceClassification(Classifier, TextTask):
         self.row_encoder = LabelledEncoder(self.texts, self.config, self.labels, self.problem)
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
-        return [self._of_each(rows)]
-
-    def _of_each(self, rows: StoredRows) -> tuple[str, str]:
         values = rows.values("target")
         if self.problem == "regression":
-            return "numbers", f"{values.min():g} to {values.max():g}"
+            return [("numbers", f"{values.min():g} to {values.max():g}")]
         if self.problem == "multi_label":
             counts = values.view(-1, len(self.labels)).sum(0).long()
         else:
             counts = values.long().bincount(minlength=len(self.labels))
         pairs = zip(self.labels, counts.tolist(), strict=True)
-        return "of each label", ", ".join(f"{name} {count:,}" for name, count in pairs)
+        return [("rows per label", ", ".join(f"{name} {count:,}" for name, count in pairs))]
 
     def collate(self, rows: Sequence[LabelledRow]) -> dict[str, Tensor]:
         """Return a batch of tokens, and targets: (B,), or (B, L) for several labels a row."""
@@ -210,17 +207,20 @@ class SequenceClassification(Classifier, TextTask):
         self, model: nn.Module, texts: Sequence[str | tuple[str, str]]
     ) -> list[dict[str, float]]:
         """Return the probability of each label, or the "value", of each text."""
-        rows = self.predict(model, texts).tolist()
-        named = [zip(self.labels, row, strict=True) for row in rows]
+        return self._by_label(self.predict(model, texts))
+
+    def _by_label(self, values: Tensor) -> list[dict[str, float]]:
+        named = [zip(self.labels, row, strict=True) for row in values.tolist()]
         return [dict(sorted(row, key=lambda pair: -pair[1])) for row in named]
 
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
         """Return the probabilities of each row's text, or its value, as `prediction`."""
-        found = [texts for texts, _ in said_in(records, self.row_encoder.texts_of)]
-        given = [text if pair is None else (text, pair) for text, pair in found]
-        return [{"prediction": found} for found in self.predict_texts(model, given)]
+        pairs = (texts for texts, _ in said_in(records, self.row_encoder.texts_of))
+        texts = [text if pair is None else (text, pair) for text, pair in pairs]
+        predictions = self._by_label(self.predict(model, texts, on_event))
+        return [{"prediction": prediction} for prediction in predictions]
 
     def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
         if self.problem == "regression":
@@ -276,10 +276,9 @@ class SequenceClassificationConfig(ClassifierConfig):
         return None if self.problem == "auto" else PROBLEM_TYPES[self.problem]
 
     @property
-    def purpose(self) -> Purpose:
+    def head(self) -> ClassHead:
         labels = (NUMBER,) if self.problem == "regression" else self.labels
-        head = ClassHead(labels, self.problem_type, self.fresh_head)
-        return Purpose(self.type, self.auto_class, self.processor, head)
+        return ClassHead(labels, self.problem_type, self.fresh_head)
 
 
 def _problem(settings: Any, num_labels: int) -> Problem:

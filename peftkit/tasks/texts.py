@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.base.purpose import ClassHead, ProblemType, Purpose
+from peftkit.base.purpose import ClassHead, ProblemType
 from peftkit.data.encode import special_tokens_around, tokens
 from peftkit.data.pack import padded_rows, rounded_up
 from peftkit.data.rows import tokenizer_key
@@ -325,6 +325,5 @@ class ClassifierConfig(TaskConfig):
         return None
 
     @property
-    def purpose(self) -> Purpose:
-        head = ClassHead(self.labels, self.problem_type, self.fresh_head)
-        return Purpose(self.type, self.auto_class, self.processor, head)
+    def head(self) -> ClassHead:
+        return ClassHead(self.labels, self.problem_type, self.fresh_head)

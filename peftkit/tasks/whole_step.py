@@ -8,12 +8,14 @@ Shapes: N rows of the step on all processes, K values of a row.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from peftkit.events import Listener, ignore
 from peftkit.execution import rng
 from peftkit.execution.parallel import Part
 from peftkit.execution.world import World
@@ -120,3 +122,33 @@ def _of_all(values: Tensor, world: World) -> tuple[Tensor, int]:
     if len(values):
         table[first : first + len(values)] = values
     return world.sum(table), first
+
+
+class WholeStepTask(Task):
+    """A task whose row losses depend on values of all rows of the step."""
+
+    collates_ahead: ClassVar[bool] = False
+    _step: WholeStep | None = None
+
+    @abstractmethod
+    def row_batch(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """Return rows as a batch, without their places in the step."""
+
+    @abstractmethod
+    def row_values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the values (rows, K) that other rows' losses depend on."""
+
+    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+        """Compute the values of all rows of the step, without gradients."""
+        self._step = WholeStep(self, rows, run, self.row_batch, self.row_values)
+        return [rows]
+
+    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """Return `row_batch`, with the places of the rows where the loss needs other rows."""
+        return self.row_batch(rows) if self._step is None else self._step.batch(rows)
+
+    def metrics(
+        self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        self._step = None
+        return super().metrics(model, rows, on_event=on_event)

@@ -129,7 +129,7 @@ def test_long_texts_keep_their_frame_and_are_counted(tmp_path, bert) -> None:
     assert ends == {base.tokenizer.eos_token_id}
     (table,) = (event for event in seen if isinstance(event, Table))
     assert ("cut at 6 tokens", "3") in table.rows
-    assert ("of each label", "a 1, b 2") in table.rows
+    assert ("rows per label", "a 1, b 2") in table.rows
 
 
 def test_a_length_beyond_the_model_is_the_models(bert, tmp_path) -> None:
