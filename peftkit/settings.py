@@ -241,12 +241,12 @@ class TrainConfig(Config):
 
     @property
     def evaluates(self) -> tuple[str, ...]:
-        """The settings that are of no use without eval rows, as far as they are set."""
+        """The settings in use that need eval rows."""
         names = ("eval_before", "eval_generate", "early_stopping", "keep_best")
-        asked = [name for name in names if getattr(self, name)]
+        names_in_use = [name for name in names if getattr(self, name)]
         if self.sample_every is not None and not self.sample_prompts:
-            asked.append("sample_every, without sample_prompts,")
-        return tuple(asked)
+            names_in_use.append("sample_every, without sample_prompts,")
+        return tuple(names_in_use)
 
     def tokens_at_once(self, device_type: str) -> int | None:
         """Return `tokens_per_batch` as a number, for a device."""

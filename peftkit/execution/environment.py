@@ -1,7 +1,7 @@
-"""What there is to work with: a device, its memory, and the processes that were launched together.
+"""The machine: a device, its memory, and the processes that were launched together.
 
-The only place that asks the machine. An `Environment` can also be made by hand, for a machine that
-is not here. Sizes are in bytes.
+The only place that asks the machine. An `Environment` can also describe another machine. Sizes are
+in bytes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from peftkit.errors import ConfigError
 from peftkit.kernels.device import free_bytes, gpu_here, gpu_of, resident_bytes
 
 GPU_SHARE = 0.95
-"""Of a GPU's memory so much can be allocated."""
+"""Share of a GPU's memory that can be allocated."""
 PROCESS_BYTES = {"cpu": 700_000_000, "cuda": 450_000_000}
-"""What a process takes before any model: Python with torch and transformers; CUDA's context."""
+"""Memory of a process before any model: Python with torch and transformers; CUDA's context."""
 
 ALLOCATOR = "pinned_max_round_threshold_mb:1" + (
     ",expandable_segments:True" if sys.platform == "linux" else ""
 )
-"""How CUDA's allocators work, unless the user says so: pinned memory is else rounded up to powers
-of two, nearly twice what packed weights take; and batches of many lengths leave holes in segments
-that do not grow, which Windows cannot."""
+"""Default of PYTORCH_CUDA_ALLOC_CONF. Without it pinned memory is rounded up to powers of two,
+nearly twice the packed weights; and batches of many lengths fragment segments that cannot grow.
+Windows has no growing segments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class Environment:
 
     Attributes:
         kind: Of the device: cpu, cuda or mps.
-        memory: All of a GPU's, or what is free; None where the system does not say.
-        share: Of it so much can be had.
-        process: What the process itself takes; 0 where that is gone already.
+        memory: Total of a GPU, free main memory of a CPU; None where the system does not say.
+        share: Usable share of the memory.
+        process: Memory of the process itself; 0 if `memory` is already without it.
         world_size: Processes of the run.
     """
 
@@ -53,27 +53,27 @@ class Environment:
 
     @property
     def room(self) -> int:
-        """What the process may take in all."""
+        """Maximum memory of the process."""
         return int(self.share * (self.memory or 0))
 
     @property
     def usable(self) -> int:
-        """What is left of that for tensors."""
+        """Maximum memory of tensors."""
         return max(self.room - self.process, 0)
 
     def at_most(self, num_bytes: int) -> Environment:
-        """Return it with no more memory than so much."""
-        least = num_bytes if self.memory is None else min(self.memory, num_bytes)
-        return replace(self, memory=max(least, 0))
+        """Return the environment with its memory limited."""
+        memory = num_bytes if self.memory is None else min(self.memory, num_bytes)
+        return replace(self, memory=max(memory, 0))
 
 
 def gpu_of_size(memory: int) -> Environment:
-    """Return a CUDA GPU with so much memory, which need not be here."""
+    """Return a CUDA GPU with that many bytes of memory."""
     return Environment("cuda", memory, GPU_SHARE, PROCESS_BYTES["cuda"])
 
 
 def this_machine() -> Environment:
-    """Return what a run on this machine would have.
+    """Return the environment of a run on this machine.
 
     Raises:
         ConfigError: The system does not say how much memory is free.
@@ -92,18 +92,18 @@ def this_machine() -> Environment:
 
 
 def free_now(device: torch.device | None = None) -> Environment:
-    """Return what this process may still take; main memory is shared by all processes of a run."""
+    """Return the memory that is free for this process; a run's processes share main memory."""
     device = default_device() if device is None else device
     if (gpu := gpu_of(device)) is not None:
         left = int(GPU_SHARE * gpu.total(device)) - gpu.used(device)
         return Environment(device.type, max(left, 0), world_size=world_size())
-    there = free_bytes()
-    share = None if there is None else there // world_size()
+    free = free_bytes()
+    share = None if free is None else free // world_size()
     return Environment("cpu", share, world_size=world_size())
 
 
 def used_bytes(device: torch.device) -> int:
-    """Return the memory in use: of a GPU by all, but what torch could give back; else by us."""
+    """Return the memory in use: of a GPU by all processes, less torch's cache; else by this one."""
     gpu = gpu_of(device)
     return resident_bytes() if gpu is None else gpu.used(device)
 
@@ -124,10 +124,9 @@ def is_main_process() -> bool:
 
 
 def default_device() -> torch.device:
-    """Return a GPU, where there is one: of several processes on a machine each has its own.
+    """Return this process's device: a GPU if there is one, and make it the current one.
 
-    As accelerate counts them: where every process sees one GPU alone, all have number 0. It is also
-    made the current one, on which libraries put what they make without being told where.
+    GPUs are numbered as accelerate does: where every process sees one GPU alone, all have number 0.
     """
     here = gpu_here()
     if here is None:
@@ -138,7 +137,7 @@ def default_device() -> torch.device:
 
 
 def as_current(device: torch.device) -> torch.device:
-    """Return a device with its number, made the current one of its kind."""
+    """Make a device the current one of its kind; return it with its number."""
     if device.type != "cuda":
         return device
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first one asks a run to save and stop, the second ends it at once."""
+"""SIGINT and SIGTERM: the first lets a run save and stop, the second ends it at once."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from types import FrameType
 
 from peftkit.execution.environment import world_size
 
-# torchrun passes on a signal that its workers, being in its process group, got already.
 RELAY_SECONDS = 2.0
+"""torchrun relays a signal that its workers, in its process group, got already: within this time
+the second one does not count."""
 
 
 class Interrupted(Exception):
-    """A run was asked to stop, and did; nothing that it had reached is lost.
+    """A signal stopped the run; its progress is saved.
 
     Args:
-        signum: The signal that asked; the process should exit with `exit_code`.
+        signum: The signal; the process should exit with `exit_code`.
         where: What was reached and saved.
     """
 
@@ -29,7 +30,7 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """Whether somebody asked to stop; `signum` is 0 until then.
+    """A signal to stop, `signum`; 0 until one comes.
 
     Args:
         at_once: Raise on the first signal already.
@@ -40,7 +41,7 @@ class StopRequest:
         self._at = 0.0
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
-        """Take a signal: note the first, raise on the second."""
+        """Handle a signal: record the first, raise on the second."""
         launched = world_size() > 1
         if not self.signum:
             self.signum, self._at = signum, time.monotonic()
@@ -48,13 +49,13 @@ class StopRequest:
                 return
         elif launched and time.monotonic() - self._at < RELAY_SECONDS:
             return
-        # No Exception: nothing on the way out may take it for an error that can be survived.
+        # not an Exception: no handler on the way out may survive it
         raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
 
 
 @contextmanager
 def stop_requests(at_once: bool = False) -> Iterator[StopRequest]:
-    """Take SIGINT and SIGTERM for as long as the block runs; in the main thread only.
+    """Handle SIGINT and SIGTERM within the context; in the main thread only.
 
     A signal that is ignored, as `nohup` and a script's `&` have it, stays ignored.
     """
@@ -63,7 +64,7 @@ def stop_requests(at_once: bool = False) -> Iterator[StopRequest]:
         yield request  # python gives signals to the main thread, and its handlers are not ours
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    before = {number: known for number, known in before.items() if known is not signal.SIG_IGN}
+    before = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN}
     try:
         for number in before:
             signal.signal(number, request.receive)
@@ -76,15 +77,15 @@ def stop_requests(at_once: bool = False) -> Iterator[StopRequest]:
 
 @contextmanager
 def stopping_at_once(where: str) -> Iterator[None]:
-    """End the block with Interrupted as soon as a signal comes: there is nothing to save yet.
+    """Raise Interrupted on the first signal within the context: there is nothing to save yet.
 
     Args:
-        where: What the message says of the moment.
+        where: Message of the exception.
     """
     with stop_requests(at_once=True) as request:
         try:
             yield
-        except BaseException:  # a library may have made another error of it, or none
+        except BaseException:  # a library may have replaced or swallowed the exception
             if not request.signum:
                 raise
     if request.signum:

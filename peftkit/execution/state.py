@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,19 @@ class State:
 
     Attributes:
         step: Optimizer steps done.
-        plan: How rows go through the model, as was asked for or as fits.
-        measured: Whether the plan follows from what the run's own rows take (memory/prepare.py).
+        plan: How rows go through the model now.
+        measured: Whether the plan is refined by the run's own rows (train/memory.py).
         loss: Of the last step.
-        num_tokens: Put through the model so far, on all processes.
-        seconds: Spent in all, resumed parts together.
-        step_seconds: Spent in optimizer steps.
+        num_tokens: Trained on so far, on all processes.
+        seconds: Wall-clock time of the run, including the parts before a resume.
+        step_seconds: Time in optimizer steps.
         evaluated_step: The last step that was evaluated.
-        eval_loss: What came out, None if it was not finite.
+        eval_loss: Of that evaluation; None if it was not finite.
         best_step: The step with the lowest eval loss, which is `best_loss`.
-        patience_loss: The lowest eval loss that early stopping has counted as such.
+        patience_loss: The lowest eval loss, as early stopping counts it.
         worse_evals: Evaluations since then.
         is_ended: Whether the task has ended the run early (`Task.stop_reason`).
-        loss_scale: See LossScale.
-        good_steps: Likewise.
+        loss_scale, good_steps: State of LossScale.
     """
 
     plan: ExecutionPlan
@@ -53,21 +52,17 @@ class State:
     loss_scale: float = 1.0
     good_steps: int = 0
 
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """A step that was done; all but `notice` the same on every process.
+    """The figures of one step; all but `notice` are equal on every process.
 
     Attributes:
         loss: Mean over the targets of all processes.
-        figures: What else the task tells, by name.
-        num_tokens: Put through the model, all processes together.
+        figures: The task's metrics, by name.
+        num_tokens: Trained on, all processes together.
         stop: A signal that some process got, or 0.
-        notice: What the user should know of memory or compiling, if anything.
+        notice: A change of the plan in words, or "".
     """
 
     loss: float
@@ -80,11 +75,11 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A run that came to its end.
+    """A completed run.
 
     Attributes:
-        step: Optimizer steps, those before a resume included.
-        seconds: Likewise.
+        step: Optimizer steps, including those before a resume.
+        seconds: Wall-clock time, likewise.
         metrics: loss (of the last step), num_tokens, tokens_per_second, peak_bytes; with eval rows
             eval_loss, best_eval_loss and, of a task that predicts tokens, eval_perplexity.
         checkpoint: The last one; the model has its weights.
@@ -103,10 +98,10 @@ class Result:
 
 
 def state_from_json(values: Mapping[str, Any]) -> State:
-    """Return a saved state; what it lacks has its default.
+    """Return a saved state; missing fields have their defaults.
 
     Raises:
-        CheckpointError: It is of a version that this one cannot go on from.
+        CheckpointError: It has unknown fields or lacks required ones.
     """
     required = {field.name: field.default is MISSING for field in fields(State)}
     names = {name for name in values if name not in RETIRED}
@@ -115,5 +110,5 @@ def state_from_json(values: Mapping[str, Any]) -> State:
         raise CheckpointError(
             "cannot resume: state.json is not of this version", found=", ".join(sorted(values))
         )
-    kept = {"is_ended": values.get("is_sure", False)} | {name: values[name] for name in names}
-    return State(**{**kept, "plan": plan_from(values["plan"])})
+    current = {"is_ended": values.get("is_sure", False)} | {name: values[name] for name in names}
+    return State(**{**current, "plan": plan_from(values["plan"])})

@@ -1,8 +1,7 @@
 """The processes of a run, over accelerate: one alone, or several under `accelerate launch`.
 
-Before a run they compare what they were told. A process that is gone ends the others: the launcher
-stops those of its machine, and who waits in a collective hears of the lost connection, or of
-nothing more than PATIENCE.
+Before a run they compare their settings. When a process dies, the launcher stops those of its
+machine; others fail in their next collective, on the lost connection or after PATIENCE.
 
 The model is not wrapped in DistributedDataParallel: adapters are small, so their gradients are
 summed once per step, in one buffer. A process may then take its own number of micro-batches (after
@@ -27,8 +26,8 @@ from peftkit.execution.environment import default_device, local_rank, world_size
 from peftkit.files.disk import writable_folder
 
 PATIENCE = timedelta(hours=4)
-"""Of a process that waits for others: the main one may generate, or pack a base, for longer than
-NCCL's ten minutes."""
+"""Timeout of a collective: the main process may generate, or pack a base, for longer than NCCL's
+default of ten minutes."""
 
 
 class World:
@@ -58,37 +57,37 @@ class World:
         self._check(launched)
 
     def _check(self, launched: int) -> None:
-        own = self._accelerator.device
+        device = self._accelerator.device
         if self.world_size != launched:
             raise RunError(
                 f"{launched} processes were launched, and accelerate has joined {self.world_size}",
                 fix="Launch with: accelerate launch --num_processes N -m peftkit_cli train ...",
             )
-        same = own.type == self.device.type and (own.type == "cpu" or own == self.device)
+        same = device.type == self.device.type and (device.type == "cpu" or device == self.device)
         if self.world_size > 1 and not same:
             raise RunError(
                 f"process {self.rank} of {self.world_size} has its model on the wrong device",
-                found=f"It is on {self.device}; accelerate gives this process {own}.",
+                found=f"It is on {self.device}; accelerate gives this process {device}.",
             )
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that writes and speaks."""
+        """Whether this is the process that writes files and emits events."""
         return self.rank == 0
 
     @property
     def is_first_here(self) -> bool:
-        """Whether it is the first of its machine."""
+        """Whether this is the first process of its machine."""
         return local_rank() == 0
 
     @property
     def precision(self) -> str | None:
-        """The mixed precision that the launcher was told, "bf16" or "fp16"; None if none."""
-        told = str(self._accelerator.mixed_precision)
-        return None if told == "no" else told
+        """The launcher's mixed precision, "bf16" or "fp16"; None without."""
+        precision = str(self._accelerator.mixed_precision)
+        return None if precision == "no" else precision
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Return the mixed precision that the launcher was told; nothing otherwise."""
+        """Return a context with the launcher's mixed precision, if any."""
         return self._accelerator.autocast()
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -107,15 +106,13 @@ class World:
             gradient.copy_(part.view_as(gradient))
 
     def broadcast_parameters(self, tensors: Iterable[Tensor]) -> None:
-        """Give every process the main one's values."""
+        """Copy the main process's values into the tensors of all processes."""
         if self.world_size > 1:
-            from accelerate.utils import broadcast
-
             for tensor in tensors:
-                broadcast(tensor.data, from_process=0)
+                tensor.data.copy_(self.from_main(tensor.data))
 
     def from_main(self, tensor: Tensor) -> Tensor:
-        """Return the main process's tensor, of the same shape on all, where this one's is."""
+        """Return the main process's tensor on this tensor's device; shapes are equal on all."""
         if self.world_size == 1:
             return tensor
         from accelerate.utils import broadcast
@@ -125,7 +122,7 @@ class World:
         return sent.to(tensor.device)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return a vector of every process, on the CPU: (world_size, length)."""
+        """Return the vectors of all processes on the CPU: (world_size, length)."""
         if self.world_size == 1:
             return tensor.cpu()[None]
         gathered: Tensor = self._accelerator.gather(tensor.to(self.device))
@@ -135,26 +132,26 @@ class World:
         """Return the largest value of all processes."""
         return int(self.gather(torch.tensor([value], device=self.device)).max())
 
-    def all_gather(self, own: Any) -> list[Any]:
-        """Return every process's value, in their order; waits for all."""
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return every process's value, in the order of ranks; waits for all."""
         if self.world_size == 1:
-            return [own]
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, own)
-        return found
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
-    def check_equal_across_ranks(self, **own: Mapping[str, Any]) -> None:
-        """Make sure that every rank has the same values under all names.
+    def check_equal_across_ranks(self, **settings: Mapping[str, Any]) -> None:
+        """Check that every rank has the same settings.
 
         Raises:
-            ConfigError: They do not; lists what differs.
+            ConfigError: Lists what differs.
         """
-        first, *others = self.all_gather(own)
+        first, *others = self.all_gather(settings)
         differing = [
             f"{kind}: {name} is {_short(first[kind].get(name))} in process 0 and "
             f"{_short(other[kind].get(name))} in process {rank}"
             for rank, other in enumerate(others, 1)
-            for kind in own
+            for kind in settings
             for name in sorted(first[kind].keys() | other[kind].keys())
             if first[kind].get(name) != other[kind].get(name)
         ]
@@ -167,7 +164,7 @@ class World:
             raise self._of_all(error)
 
     def check_shared(self, folder: Path) -> None:
-        """Make sure that all processes see one folder.
+        """Check that all processes see the same folder.
 
         Raises:
             OutputError: They do not, or it is not writable.
@@ -200,7 +197,7 @@ class World:
         return error
 
     def wait(self) -> None:
-        """Wait until every process has come here.
+        """Wait for all processes.
 
         By a sum on this process's device: accelerate's barrier names a device by its LOCAL_RANK,
         which is not there where each process sees one GPU alone.
@@ -215,14 +212,14 @@ def joined_ranks() -> Iterator[World]:
     Raises:
         RunError: They do not find each other, or one is gone.
     """
-    ranks = World(default_device())
+    world = World(default_device())
     try:
-        yield ranks
-        ranks.wait()  # who leaves first may cut off what others still read
+        yield world
+        world.wait()  # others may still read from a process that leaves first
     except PeftkitError:
         raise
     except Exception as error:
-        if ranks.world_size == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        if world.world_size == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
         raise RunError(
             "another process terminated unexpectedly.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -151,7 +152,7 @@ class Saver:
             checkpoint_files.failpoint("optimizer")
             write_tensors(generators, folder / RANDOM)
             checkpoint_files.failpoint("rng")
-            write_json({"run": state.as_json(), "optimizer": numbers}, folder / STATE)
+            write_json({"run": asdict(state), "optimizer": numbers}, folder / STATE)
             checkpoint_files.failpoint("state")
         self.last, self.last_step = self.checkpoints.path(state.step), state.step
         self.run.say(Saved("checkpoint", self.last))

@@ -1,10 +1,10 @@
-"""Causal language modelling of rows whose tokens lie on several processes (`Context`).
+"""Context parallelism: causal language modelling of rows split across processes (`Context`).
 
-A process has its part of each row's tokens, their absolute positions, and those of the targets that
-they predict. Everything but attention takes each token alone; whether that is so, the model is
-asked before it is trained, on one short row.
+A process has its part of each row's tokens, their absolute positions, and the targets that they
+predict. This is right for models in which attention alone mixes tokens: one short row tests that
+before training.
 
-Shapes: B rows, T tokens, L of them here, n learnt tokens here.
+Shapes: B rows, T tokens, L of them on this process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BY_LENGTH = ("dynamic", "longrope")
 """Rotations that depend on the longest position a process sees."""
 
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}
-"""How far logits may be from those of a row in one piece, as a part of them; 0.05 in 16 bits."""
+"""Maximum relative difference of logits to those of an unsplit row; 0.05 in 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class _Gather(torch.autograd.Function):
 
 
 class ContextParallel(Lockstep):
-    """Groups of processes that each have the tokens of the same rows in parts.
+    """Groups of processes; the rows of a group are split across its processes.
 
     Args:
         size: Processes of a group.
@@ -155,7 +155,7 @@ class ContextParallel(Lockstep):
 
 
 class ContextParallelTask(Task):
-    """A task on rows of which this process has a part of the tokens."""
+    """A causal language model's task on this process's part of each row."""
 
     predicts_tokens = True
 
@@ -205,16 +205,16 @@ class ContextParallelTask(Task):
         return token_loss(model, self._head, inputs, batch["target_index"], targets)[None]
 
     def _check(self, model: nn.Module, attention: TrainingAttention | None) -> None:
-        """Make sure, on all processes, that a row in parts is to the model what it is in one."""
-        found = unsuited(model)
+        """Check, on all processes together, that splitting a row does not change its logits."""
+        reason = unsuited(model)
         if attention is None:
-            found = "It does not leave its attention to torch's (SDPA)."
-        elif not found:
-            found = _difference(model, attention, self._context)
-        if found:
+            reason = "It does not leave its attention to torch's (SDPA)."
+        elif not reason:
+            reason = _difference(model, attention, self._context)
+        if reason:
             raise ConfigError(
                 f"train.context_parallel does not go with {type(unwrapped(model)).__name__}",
-                found=found,
+                found=reason,
                 fix="Set train.context_parallel: 1, and train.gradient_checkpointing: true.",
             )
 
@@ -223,11 +223,10 @@ def own_part(batch: Mapping[str, Tensor], context: Context) -> dict[str, Tensor]
     """Return this process's part of a batch that is padded on the right.
 
     Args:
-        batch: input_ids (B, T); target_index, places in the flattened (B * T) tokens; targets.
+        batch: input_ids (B, T); target_index into the flattened (B * T) tokens; targets.
 
     Returns:
-        input_ids, position_ids (B, L); target_index, places in the flattened (B * L) tokens, and
-        targets, of those that the tokens here predict.
+        input_ids, position_ids (B, L); target_index into the flattened (B * L) tokens; targets.
     """
     ids = batch["input_ids"]
     length = ids.shape[1]
@@ -239,7 +238,7 @@ def own_part(batch: Mapping[str, Tensor], context: Context) -> dict[str, Tensor]
     here = place >= 0
     return {
         "input_ids": pad(ids, (0, padding))[:, places],
-        # what pads is seen by nobody, and some models have no position for it
+        # no token attends to padding, and some models have no position for it
         "position_ids": places.clamp(max=length - 1).expand(len(ids), -1).contiguous(),
         "target_index": (row * len(places) + place)[here],
         "targets": batch["targets"][here],
@@ -247,7 +246,7 @@ def own_part(batch: Mapping[str, Tensor], context: Context) -> dict[str, Tensor]
 
 
 def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what the model is called with; by the mask no documents are looked for."""
+    """Return the model's arguments; the mask says that a row is one document."""
     return {
         "input_ids": batch["input_ids"],
         "position_ids": batch["position_ids"],
@@ -257,31 +256,30 @@ def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def unsuited(model: nn.Module) -> str:
-    """Return why a model cannot have its rows in parts, as far as it shows; "" if nothing does."""
+    """Return why a model's rows cannot be split, by its modules alone; "" if no module objects."""
     if num_virtual(model):
         return "Its adapter puts virtual tokens before each row."
     for module in model.modules():
-        told = getattr(module, "rope_type", None)
-        kinds = told.values() if isinstance(told, dict) else (told,)
-        for kind in kinds:
+        rope = getattr(module, "rope_type", None)
+        for kind in rope.values() if isinstance(rope, dict) else (rope,):
             if kind in BY_LENGTH:
-                return f"Its rotary embedding ({kind}) depends on the length of what it is given."
+                return f"Its rotary embedding ({kind}) depends on the length of the row."
     return ""
 
 
 def _difference(model: nn.Module, attention: TrainingAttention, context: Context) -> str:
-    """Run a short row in one piece and in parts; return why they differ, or "" if they do not."""
+    """Run a short row unsplit and split; return why the logits differ, or "" if they do not."""
     bare = unwrapped(model)
     length = 4 * context.size + 1
     vocab = bare.config.get_text_config().vocab_size
     ids = torch.arange(3, 3 + length).mul(7).remainder(vocab)[None]
     nothing = torch.zeros(0, dtype=torch.long)
-    own = own_part({"input_ids": ids, "target_index": nothing, "targets": nothing}, context)
-    inputs = {name: tensor.to(bare.device) for name, tensor in own.items()}
+    part = own_part({"input_ids": ids, "target_index": nothing, "targets": nothing}, context)
+    inputs = {name: tensor.to(bare.device) for name, tensor in part.items()}
     real = context.places(length + -length % (2 * context.size)) < length
     with evaluating(model):
         with attention.observing():
-            whole = logits_of(model, ids.to(bare.device), {})[0, own["position_ids"][0][real]]
+            whole = logits_of(model, ids.to(bare.device), {})[0, part["position_ids"][0][real]]
         if not context.all_agree(attention.takes_context, bare.device):
             return "A layer sees not just all tokens before: a window, a bias, capped scores."
         attention.layout = context
@@ -293,4 +291,4 @@ def _difference(model: nn.Module, attention: TrainingAttention, context: Context
     is_same = rms_difference([parts], [whole]) <= close
     if context.all_agree(is_same, bare.device):
         return ""
-    return "It computes something else of a row whose tokens lie apart."
+    return "Its logits for a row change when the row is split."

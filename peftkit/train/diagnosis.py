@@ -1,4 +1,4 @@
-"""Where the first non-finite number of a step came from."""
+"""The source of the first non-finite number of a step."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ DIAGNOSIS = "diagnosis.json"
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What diagnosis.json holds.
+    """The content of diagnosis.json.
 
     Attributes:
-        step: The step that was stopped, counted from 1; its weights were not touched.
+        step: Counted from 1; the weights are those before it.
         loss: As text, since JSON knows no NaN.
         grad_norm: Likewise.
         rows: Sources of the step's rows.
         module: Path of the first module whose output is not finite; None if all were.
         module_type: Its class.
-        module_rows: Sources of the rows that it happened on.
+        module_rows: Sources of the rows in its batch.
         gradients: Names of parameters with non-finite gradients.
         parameters: Names of parameters that are not finite themselves, frozen ones included.
     """
@@ -44,10 +44,6 @@ class Diagnosis:
     module_rows: list[str]
     gradients: list[str]
     parameters: list[str]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
 
     def summary(self) -> str:
         """Return the lines for an error message."""
@@ -82,21 +78,21 @@ def diagnose(
     grad_norm: float,
     to_the_end: bool = False,
 ) -> Diagnosis:
-    """Run a step's rows once more, watching every module.
+    """Run a step's rows once more, with a hook on every module.
 
     Args:
-        run_batch: Computes the summed loss of rows; the generators are where they were at first.
-        passes: The rows of the step, as they were run.
-        to_the_end: Run them all again, as other processes wait for this one's part of each.
+        run_batch: Computes the summed loss of rows. The generators are restored already.
+        passes: The rows of the step, as `Parallel.align` returned them.
+        to_the_end: Run all passes: other processes wait for this one in each.
     """
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    module, guilty = None, list[Any]()
+    module, module_rows = None, list[Any]()
     for rows, is_real in passes:
         with _first_non_finite(model) as seen, torch.no_grad():
             total = run_batch(rows)
         if is_real and module is None and (seen or not torch.isfinite(total)):
             module = seen[0] if seen else ("the loss", "of the task")
-            guilty = list(rows)
+            module_rows = list(rows)
             if not to_the_end:
                 break
     return Diagnosis(
@@ -106,30 +102,30 @@ def diagnose(
         rows=sources([row for rows, is_real in passes if is_real for row in rows]),
         module=module[0] if module else None,
         module_type=module[1] if module else None,
-        module_rows=sources(guilty),
+        module_rows=sources(module_rows),
         gradients=non_finite(gradients),
         parameters=non_finite(dict(model.named_parameters())),
     )
 
 
 def sources(rows: Sequence[Any]) -> list[str]:
-    """Return where rows came from, as far as they say."""
+    """Return each row's source, such as train.jsonl:7."""
     return [str(getattr(row, "source", f"row {row!r:.40}")) for row in rows]
 
 
 @contextlib.contextmanager
 def _first_non_finite(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
-    """Yield a list that fills with (path, class) of modules, innermost first, in their order."""
+    """Yield a list that gets the (path, class) of the first module with a non-finite output."""
     seen: list[tuple[str, str]] = []
 
-    def watch(path: str) -> Callable[[nn.Module, Any, Any], None]:
+    def hook_of(path: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             if not seen and not all(_is_finite(tensor) for tensor in _tensors(output)):
                 seen.append((path or "(the model)", type(module).__name__))
 
         return hook
 
-    handles = [m.register_forward_hook(watch(path)) for path, m in model.named_modules()]
+    handles = [m.register_forward_hook(hook_of(path)) for path, m in model.named_modules()]
     try:
         yield seen
     finally:
@@ -161,12 +157,12 @@ def written_error(diagnosis: Diagnosis, folder: Path, rank: str, last: Path | No
     """Write diagnosis.json and return the error that ends the run.
 
     Args:
-        rank: What stands before the file's name.
+        rank: Prefix of the file's name.
         last: The newest checkpoint.
     """
     path = folder / f"{rank}{DIAGNOSIS}"
     try:
-        write_json(diagnosis.as_json(), path)
+        write_json(asdict(diagnosis), path)
         details = f"Details: {path}"
     except PeftkitError as problem:
         details = f"The details could not be written: {problem}"

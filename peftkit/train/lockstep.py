@@ -1,9 +1,9 @@
-"""Passes over the model that all processes make together.
+"""Lockstep: all processes run the model equally often.
 
-Where each process holds a shard of the weights, or a part of a row's tokens, a pass gathers those
-of the others. So all processes have to run the model equally often, and the same parts of it: a
-batch with images runs the vision tower too. A process with fewer batches of a kind runs a short row
-of that kind, from which nothing is learnt.
+Where each process holds a shard of the weights, or a part of a row's tokens, a pass over the model
+gathers those of the others. All processes also have to run the same modules: a batch with images
+runs the vision tower. A process with fewer batches of a kind pads with a short row of that kind,
+whose loss is multiplied by zero.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from peftkit.execution.parallel import Parallel, Part
 from peftkit.execution.world import World
 from peftkit.tasks.base import Task
 
-LOOKED_AT = 1000
-"""Rows of which the shortest is taken, where all are of one kind."""
+SEARCHED_ROWS = 1000
+"""Rows searched for a short one to pad with, where all rows are of one kind."""
 
 
 class Lockstep(Parallel):
     """Processes that depend on each other in every pass.
 
     Args:
-        task: Says which rows are of one kind (`Task.bucket_key`).
-        rows: Those of the run, the same on every process; one of each kind at least.
+        task: `Task.bucket_key` is the kind of a row.
+        rows: All rows of the run, the same on every process; at least one of each kind.
     """
 
     in_lockstep = True
@@ -38,15 +38,15 @@ class Lockstep(Parallel):
     def __init__(self, world: World, task: Task, *rows: Sequence[Any]) -> None:
         super().__init__(world)
         self._kind = task.bucket_key
-        self._idle: dict[Any, Part] = {}
-        is_one = self._kind(rows[0][0]) is None
-        for row in islice(rows[0], LOOKED_AT) if is_one else chain(*rows):
-            shortest = self._idle.get(self._kind(row))
+        self._shortest: dict[Any, Part] = {}
+        one_kind = self._kind(rows[0][0]) is None
+        for row in islice(rows[0], SEARCHED_ROWS) if one_kind else chain(*rows):
+            shortest = self._shortest.get(self._kind(row))
             if shortest is None or num_tokens(row) < num_tokens(shortest[0]):
-                self._idle[self._kind(row)] = [row]
+                self._shortest[self._kind(row)] = [row]
 
     def align(self, parts: Sequence[Part]) -> list[tuple[Part, bool]]:
-        kinds = sorted(self._idle, key=str)
+        kinds = sorted(self._shortest, key=str)
         parts_of = {
             kind: [(part, True) for part in parts if self._kind(part[0]) == kind] for kind in kinds
         }
@@ -54,7 +54,7 @@ class Lockstep(Parallel):
         most = self.world.gather(counts).amax(0).tolist()
         passes: list[tuple[Part, bool]] = []
         for kind, number in zip(kinds, most, strict=True):
-            padding = [(self._idle[kind], False)] * (number - len(parts_of[kind]))
+            padding = [(self._shortest[kind], False)] * (number - len(parts_of[kind]))
             passes += parts_of[kind] + padding
         return passes
 

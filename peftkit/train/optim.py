@@ -22,7 +22,7 @@ Parameters = Mapping[str, nn.Parameter]
 def build_optimizer(parameters: Parameters, config: TrainConfig) -> Optimizer:
     """Return the optimizer of a run.
 
-    Groups carry `ratio`, their learning rate's part of the schedule's.
+    Groups have a `ratio`: their learning rate relative to the schedule's.
 
     Raises:
         ConfigError: A paged optimizer without a GPU.
@@ -74,7 +74,7 @@ def learning_rate(step: int, num_steps: int, config: TrainConfig) -> float:
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Give every group its part of the schedule's rate."""
+    """Set each group's rate: the schedule's, times the group's `ratio`."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["ratio"]
 
@@ -83,7 +83,7 @@ def complete_gradients(parameters: Parameters) -> list[Tensor]:
     """Return all gradients: zeros where there was none, each laid out in memory as its parameter.
 
     The fused CPU AdamW reads a gradient as if it had the parameter's strides: a transposed view
-    would be read wrongly, without a word.
+    would be read wrongly, without an error.
     """
     gradients = []
     for parameter in parameters.values():
@@ -111,7 +111,7 @@ class LossScale:
         self.good_steps = 0
 
     def overflowed(self) -> bool:
-        """Halve the factor if that can help; the same step is then to be tried again."""
+        """Halve the factor; False if it is 1 already, so that retrying the step cannot help."""
         if self.factor <= 1.0:
             return False
         self.factor /= 2
@@ -130,7 +130,7 @@ def optimizer_state(
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return the optimizer's tensors and its numbers, each named "parameter/key".
 
-    Before the first step they are what that step would begin with.
+    Makes the state of parameters without any, as the first step would.
     """
     for gindex, group in enumerate(optimizer.param_groups):
         for pindex, parameter in enumerate(group["params"]):
@@ -153,7 +153,7 @@ def load_optimizer_state(
     tensors: Mapping[str, Tensor],
     numbers: Mapping[str, float],
 ) -> None:
-    """Take what `optimizer_state` returned.
+    """Load the state that `optimizer_state` returned.
 
     Raises:
         CheckpointError: It is the state of another optimizer or of other parameters.
@@ -169,11 +169,11 @@ def load_optimizer_state(
                     continue
                 full = f"{name}/{key}"
                 left.discard(full)
-                found = tensors.get(full, numbers.get(full))
-                if isinstance(value, Tensor) and isinstance(found, Tensor) and _alike(value, found):
-                    value.copy_(found)  # in place: bitsandbytes' paged memory stays paged
-                elif not isinstance(value, Tensor) and isinstance(found, int | float):
-                    state[key] = found
+                saved = tensors.get(full, numbers.get(full))
+                if isinstance(value, Tensor) and isinstance(saved, Tensor) and _alike(value, saved):
+                    value.copy_(saved)  # in place: bitsandbytes' paged memory stays paged
+                elif not isinstance(value, Tensor) and isinstance(saved, int | float):
+                    state[key] = saved
                 else:
                     problems.append(f"missing or misshapen: {full}")
             optimizer.state[parameter] = state
@@ -206,5 +206,5 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _is_constant(key: str) -> bool:
-    """bitsandbytes' quantisation tables are the same for every state of its kind."""
+    """Return whether a key is one of bitsandbytes' quantisation tables, equal in all states."""
     return key.startswith("qmap")

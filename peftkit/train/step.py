@@ -31,7 +31,7 @@ from peftkit.train.diagnosis import Diagnosis, NonFiniteError, diagnose, sources
 from peftkit.train.optim import LossScale, build_optimizer, complete_gradients, set_learning_rate
 
 Batch = tuple[Mapping[str, Tensor], bool]
-"""A batch, and whether it is this process's own; others keep the processes in lockstep."""
+"""A batch, and whether it counts: padding keeps the processes in lockstep."""
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -208,9 +208,9 @@ class Trainer:
 
     def _collated(self, rows: Sequence[Any]) -> list[Batch]:
         passes = self.run.parallel.align(self.run.micro_batches(rows))
-        own = iter(self.prefetcher.batches([part for part, is_own in passes if is_own]))
+        batches = iter(self.prefetcher.batches([part for part, is_own in passes if is_own]))
         return [
-            (next(own) if is_own else self.prefetcher.batches([part])[0], is_own)
+            (next(batches) if is_own else self.prefetcher.batches([part])[0], is_own)
             for part, is_own in passes
         ]
 
