@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from peftkit.adapter import Adapter, attach, check_fits
 from peftkit.base.load import Base, open_base
-from peftkit.base.sharding import is_sharded, local_bytes, shard_base
 from peftkit.base.skeleton import skeleton
 from peftkit.config.schema import flat
 from peftkit.data.pack import fingerprint
@@ -24,7 +23,7 @@ from peftkit.execution.world import World, joined_ranks
 from peftkit.files.disk import check_folder
 from peftkit.formats.card import adapter_table, small_reach
 from peftkit.methods.base import Method
-from peftkit.model.blocks import STREAMED
+from peftkit.model.blocks import STREAMED, is_sharded
 from peftkit.planning.resolve import plan_as_requested, resolve_plan
 from peftkit.recipe import Recipe, check_settings
 from peftkit.record import RunRecord, facts_writer, metrics_before_training, save_result
@@ -237,6 +236,8 @@ def _with_head_and_tokens(recipe: Recipe, base: Base) -> Method:
 
 def _sharded(plan: ExecutionPlan, base: Base, on_event: Listener) -> Base:
     """Shard the base over the processes; return it on this process's device."""
+    from peftkit.base.sharding import local_bytes, shard_base
+
     device = default_device()
     whole = local_bytes(base.model)["base"]
     shard_base(base.model, device, offload=plan.shard == "offload")

@@ -94,7 +94,15 @@ LEAVES = (
     *("tasks/", "methods/", "serve/", "report/", "sweeps", "merging/", "cli/", "formats/gguf/"),
     *("formats/mlx", "formats/exchange", "formats/hub", "inference/"),
     *("train/lockstep", "train/context_parallel", "planning/"),
-    *("base/published/", "base/gguf", "base/processors", "base/streaming", "base/transfer"),
+    *(
+        "base/published/",
+        "base/gguf",
+        "base/processors",
+        "base/sharding",
+        "base/stored",
+        "base/streaming",
+        "base/transfer",
+    ),
 )
 """What the main path must not name; but for files that are on it, and SHARED."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from peftkit.adapter import attach
-from peftkit.base import load, store
+from peftkit.base import store
 from peftkit.base.build import load_model
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location
@@ -91,7 +91,7 @@ def work(way: str, folder: Path, num_tokens: int) -> dict[str, float]:
         anonymous, files, store: at most, from the start of the loading on.
     """
     layers.COPY_SHARE = 0.0  # unpacked weights that are kept for speed where there is room
-    load.WORTH_KEEPING = 0
+    store.WORTH_KEEPING = 0
     with Watch() as watch:
         began = time.perf_counter()
         model: Any

@@ -112,7 +112,8 @@ def copy_recipe(
 @base.command("ls")
 def list_bases(as_json: Json = False) -> None:
     """List the packed bases: their sizes, and any problem with them."""
-    from peftkit.base.store import store_folder, stored_bases
+    from peftkit.base.store import store_folder
+    from peftkit.base.stored import stored_bases
     from peftkit.figures import size
     from peftkit_cli.render import print_table
 
@@ -141,7 +142,7 @@ def remove_base(
     ],
 ) -> None:
     """Remove packed bases. The original models stay."""
-    from peftkit.base.store import remove_stored
+    from peftkit.base.stored import remove_stored
     from peftkit.figures import size
 
     for each in remove_stored(name):
@@ -161,7 +162,7 @@ def pack(
     ] = None,
 ) -> None:
     """Quantise a base into the cache, so that runs on it start in seconds."""
-    from peftkit.base.load import pack_base
+    from peftkit.base.stored import pack_base
     from peftkit_cli.render import Renderer
 
     with Renderer() as listener:

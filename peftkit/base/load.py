@@ -1,24 +1,19 @@
 """The frozen base: found, opened or built, fingerprinted, quantised if requested, and audited.
 
-`load_base` is for callers from outside, `open_base` for runs. The cache keeps a large packed base,
-and one that several processes open together; `peftkit base pack` puts any there.
+`load_base` is for callers from outside, `open_base` for runs. The cache keeps a large packed base
+(store.py), and one that several processes open together (sharding.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from peftkit.base.build import LoadedModel, build
 from peftkit.base.locate import Location, locate
-from peftkit.base.placement import place_of_weights
 from peftkit.base.pretrained import (
     Processors,
     files_of,
@@ -27,25 +22,18 @@ from peftkit.base.pretrained import (
     published_codes,
     reachable,
 )
-from peftkit.base.purpose import CAUSAL_LM, Purpose, head_modules
-from peftkit.base.request import BaseRequest, compute_dtype, request_of
-from peftkit.base.skeleton import packed_skeleton, weight_bytes
-from peftkit.base.store import MANIFEST, Spill, folder_of, keep, open_stored, room_for
+from peftkit.base.purpose import CAUSAL_LM, Purpose
+from peftkit.base.request import compute_dtype, place_of_weights, request_of
+from peftkit.base.store import open_or_build
 from peftkit.config.schema import from_dict
-from peftkit.errors import BaseError, PeftkitError
 from peftkit.events import Listener, Notice, Stage, ignore
 from peftkit.execution.environment import as_current, default_device, free_now
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.world import World
-from peftkit.files.disk import alone
-from peftkit.files.tensors import DTYPES as FILE_DTYPES
-from peftkit.files.tensors import open_tensors
 from peftkit.quant.audit import Audit, audit
 from peftkit.quant.layers import keep_copies
 from peftkit.settings import BaseConfig
 
-WORTH_KEEPING = 500_000_000
-"""Bytes of a packed base from which on the cache keeps it: seconds of packing."""
 CPU = torch.device("cpu")
 
 
@@ -196,7 +184,7 @@ def _open(
 ) -> Base:
     """Load a base for a device, or for processes that share it in main memory."""
     is_shared = sharing is not None
-    location = _find(settings.model, settings.revision, on_event)
+    location = find_base(settings.model, settings.revision, on_event)
     on_event(Stage(f"Loading the base {location.name}"))
     with _parsed_once(location), oom_as_error(location.name):
         inputs = _load_processors(location, purpose, on_event)
@@ -212,7 +200,12 @@ def _open(
         elif weights.device != request.device:
             dtype = compute_dtype(settings, weights.device)
             request = replace(request, device=weights.device, dtype=dtype)
-        loaded = _open_or_build(request, sharing, on_event)
+        if sharing is None:
+            loaded = open_or_build(request, on_event)
+        else:
+            from peftkit.base.sharding import open_together
+
+            loaded = open_together(request, sharing, on_event)
     if weights.streamed:
         from peftkit.base.streaming import BlockStream
 
@@ -238,8 +231,13 @@ def _open(
     )
 
 
-def _find(model: str, revision: str | None, on_event: Listener) -> Location:
-    """Return where a base can be loaded from now."""
+def find_base(model: str, revision: str | None, on_event: Listener) -> Location:
+    """Return where a base can be loaded from now.
+
+    Raises:
+        BaseError: There is no such model, or it can neither be read nor fetched.
+        OutputError: The cache, where a package's GGUF file is converted, cannot be written.
+    """
     location = locate(model, revision)
     if location.convert_to is not None:
         from peftkit.base.gguf import convert
@@ -251,7 +249,7 @@ def _find(model: str, revision: str | None, on_event: Listener) -> Location:
 def _parsed_once(location: Location) -> AbstractContextManager[None]:
     """Return a context in which a GGUF file, if the base is one, is parsed only once."""
     if not location.gguf:
-        return contextlib.nullcontext()
+        return nullcontext()
     from peftkit.base.gguf import parsed_once
 
     return parsed_once(location)
@@ -274,148 +272,3 @@ def local_folder(model: str, revision: str | None = None) -> Path | None:
     """
     location = locate(model, revision)
     return None if location.gguf else files_of(location)
-
-
-def _open_or_build(request: BaseRequest, sharing: World | None, on_event: Listener) -> LoadedModel:
-    """Open the packed base that the cache keeps, or build it out of its files."""
-    is_shared = sharing is not None
-    folder = folder_of(request, shared=is_shared) if request.settings.store == "auto" else None
-    if folder is None:
-        return build(request, on_event=on_event)
-    if sharing is not None:
-        return _open_together(folder, request, sharing, on_event)
-    was_kept = (folder / MANIFEST).is_file()
-    if was_kept:
-        try:
-            return open_stored(folder, request)
-        except BaseError as error:
-            on_event(Notice(f"The base is packed again. {error.asked} {error.found}"))
-    size = _size(request)
-    if size < WORTH_KEEPING and not was_kept:
-        return build(request, on_event=on_event)
-    return _build_and_keep(folder, size, request, on_event)
-
-
-def _build_and_keep(
-    folder: Path, size: int, request: BaseRequest, on_event: Listener
-) -> LoadedModel:
-    """Build a base, and keep it in the cache if the disk has room for it."""
-    try:
-        sizes, is_tight = room_for(size)
-        pack = f"peftkit base pack {request.location.name} keeps it all the same."
-        problem = f"{sizes} {pack}" if is_tight else ""
-    except PeftkitError as error:  # a run goes on without
-        problem = f"{error.asked} {error.found}"
-    if problem:
-        on_event(Notice(f"The packed base is not kept. {problem}"))
-        return build(request, on_event=on_event)
-    with _packing_alone(folder, on_event) as is_there:
-        if is_there:
-            with contextlib.suppress(BaseError):
-                return open_stored(folder, request)
-        loaded = build(request, on_event=on_event)
-        try:
-            keep(folder, loaded, request)
-            on_event(Notice(f"The packed base is kept in {folder}. {sizes}"))
-        except PeftkitError as error:
-            on_event(Notice(f"The packed base is not kept. {error.asked} {error.found}"))
-    return loaded
-
-
-def _size(request: BaseRequest) -> int:
-    return weight_bytes(request.config, request.settings, request.purpose, request.dtype)
-
-
-@contextmanager
-def _packing_alone(folder: Path, on_event: Listener) -> Iterator[bool]:
-    """Be the only process that packs a base into a folder.
-
-    Yields:
-        Whether this one has waited for another that did just that.
-    """
-    waited = []
-
-    def wait() -> None:
-        waited.append(True)
-        on_event(Notice("Another process is packing this base; this one waits for it."))
-
-    with alone(folder, wait):
-        yield bool(waited) and (folder / MANIFEST).is_file()
-
-
-def pack_base(
-    model: str,
-    *,
-    quantize: str = "nf4",
-    dtype: str = "auto",
-    revision: str | None = None,
-    on_event: Listener = ignore,
-) -> Path:
-    """Pack a base of any size into the cache, from where `load_base` opens it.
-
-    Raises:
-        BaseError: It cannot be packed, or does not fit into memory.
-        OutputError, RunError: The cache cannot be written, or the disk has too little room.
-    """
-    given = {"model": model, "revision": revision, "quantize": quantize, "dtype": dtype}
-    settings = from_dict(BaseConfig, given, "peftkit base pack")
-    location = _find(model, revision, on_event)
-    request = request_of(settings, CAUSAL_LM, location, default_device())
-    folder = folder_of(request)
-    if folder is None:
-        raise BaseError(
-            f"{location.name} cannot be kept packed.",
-            found="It is packed by bitsandbytes already, or quantize is none.",
-            fix="Give a model that is not, and --quantize nf4, fp4 or int8.",
-        )
-    sizes, _ = room_for(_size(request))
-    on_event(Notice(sizes))
-    on_event(Stage(f"Packing the base {location.name}"))
-    with _packing_alone(folder, on_event) as is_there:
-        if not is_there:
-            with oom_as_error(location.name):
-                loaded = build(request, on_event=on_event)
-            keep(folder, loaded, request)
-    return folder
-
-
-def _open_together(
-    folder: Path, request: BaseRequest, sharing: World, on_event: Listener
-) -> LoadedModel:
-    """Open a base on several processes; what each holds of it are pages of the same files.
-
-    Its own files are mapped if they hold the weights as they are computed with. Else the first
-    process makes them, weight by weight, into the cache; then all map that.
-
-    Raises:
-        BaseError: It cannot be made.
-        OutputError, RunError: The cache cannot be written, or the disk is full.
-    """
-    if request.settings.quantize == "none" and _is_in_files(request):
-        return build(request, on_event=on_event)
-    if sharing.is_first_here:
-        try:
-            open_stored(folder, request)
-        except BaseError:
-            with Spill(folder.parent) as spill:
-                keep(folder, build(request, put=spill.moved, on_event=on_event), request)
-            on_event(Notice(f"The base is kept in {folder}, from where all processes map it."))
-    sharing.wait()
-    return open_stored(folder, request, is_known=True)
-
-
-def _is_in_files(request: BaseRequest) -> bool:
-    """Tell whether the files hold all but a head in the final shapes and dtypes.
-
-    transformers then converts nothing: what it loads are pages of these files.
-    """
-    in_files: Counter[tuple[tuple[int, ...], Any]] = Counter()
-    source = files_of(request.location)
-    for path in source.glob("*.safetensors") if source else ():
-        with open_tensors(path, error=BaseError) as file:
-            entries = file.header.tensors.values()
-            in_files.update((entry.shape, FILE_DTYPES[entry.dtype][1]) for entry in entries)
-    model = packed_skeleton(request.config, request.settings, request.purpose, request.dtype)
-    head = head_modules(model) if request.purpose.head is not None else ()
-    needed = [p for name, p in model.named_parameters() if not (head and name.startswith(head))]
-    return not Counter((tuple(p.shape), p.dtype) for p in needed) - in_files

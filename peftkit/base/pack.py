@@ -27,11 +27,17 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from peftkit.base.fingerprint import sample
 from peftkit.base.pretrained import check_weights, loader_arguments, without_quantization
 from peftkit.base.purpose import head_modules
-from peftkit.base.request import BaseRequest, weights_to_pack
+from peftkit.base.request import BaseRequest
 from peftkit.events import Listener, Progress
 from peftkit.kernels.device import trim_malloc
 from peftkit.quant.layers import Packing, pack
-from peftkit.quant.quantize import Job, install_packed, not_quantizable, stores_transposed
+from peftkit.quant.quantize import (
+    Job,
+    install_packed,
+    not_quantizable,
+    stores_transposed,
+    weights_to_pack,
+)
 
 TRIM_BYTES = 1 << 26
 """After so much was loaded, the holes that it left between packed weights are given back."""

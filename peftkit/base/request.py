@@ -1,23 +1,33 @@
-"""A base to load: its settings, and what follows from its files and from this machine."""
+"""A base to load: its settings, and what follows from its files and from this machine.
+
+Where its weights go is decided by their size before any of them is read, for loading, for a run and
+for `peftkit plan` alike: `fits_device`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from peftkit.base.locate import Location
-from peftkit.base.pretrained import check_config
+from peftkit.base.pretrained import check_config, is_packed
 from peftkit.base.purpose import Purpose
+from peftkit.base.skeleton import weight_bytes
+from peftkit.errors import BaseError
+from peftkit.execution.environment import free_now
 from peftkit.kernels.device import gpu_of
-from peftkit.quant.quantize import Job, quantizable, tower_paths
 from peftkit.settings import BaseConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+HALF = 0.5
+"""Share of the free memory below which weights are on the device and nothing is counted."""
+ROOM = 0.8
+"""Share of the free memory that weights may take where no training step can be counted."""
+STREAMED = "The base's blocks are streamed from main memory (base.placement: auto)."
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +86,6 @@ def request_of(
     return BaseRequest(settings, purpose, location, config, dtype, device)
 
 
-def weights_to_pack(settings: BaseConfig, model: nn.Module, head: Sequence[str]) -> dict[Job, str]:
-    """Return the weights of a model that are packed, and the kind of each ("nf4", ...).
-
-    Args:
-        head: Paths of the modules of its head, which stay as they are.
-    """
-    packs_towers = settings.quantize_towers or settings.quantize == "none"  # as in the files
-    keep = head if packs_towers else (*head, *tower_paths(model))
-    jobs: dict[Job, str] = dict.fromkeys(quantizable(model, keep), settings.quantize)
-    if settings.quantize_embeddings != "none":
-        both = quantizable(model, keep, embeddings=True)
-        jobs |= dict.fromkeys(both[len(jobs) :], settings.quantize_embeddings)
-    return jobs
-
-
 def compute_dtype(settings: BaseConfig, device: torch.device) -> torch.dtype:
     """Return `base.dtype`; auto: the dtype that a device multiplies fastest in."""
     return DTYPES.get(settings.dtype) or fast_dtype(device)
@@ -104,3 +99,76 @@ def fast_dtype(device: torch.device) -> torch.dtype:
     flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
     has_bf16 = flags & {"avx512_bf16", "amx_bf16", "bf16"}  # without them it is slower than fp32
     return torch.bfloat16 if has_bf16 and device.type == "cpu" else torch.float32
+
+
+def fits_device(weights: int, free: int, step_fits: Callable[[], bool] | None = None) -> bool:
+    """Tell whether a base stays whole on its device.
+
+    It does if its weights take less than half of the free memory, and does not if they take more
+    than all of it. In between the smallest training step decides.
+
+    Args:
+        weights, free: Bytes of the weights as they are kept, and of the device's free memory.
+        step_fits: Counts that step; None: nothing is trained.
+    """
+    if weights <= HALF * free:
+        return True
+    if weights > free:
+        return False
+    return weights <= ROOM * free if step_fits is None else step_fits()
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLocation:
+    """Where a base's weights are kept.
+
+    Attributes:
+        device: The device that computes.
+        streamed: Whether packed blocks wait in main memory.
+        notice: What the user should know of it, or "".
+    """
+
+    device: torch.device
+    streamed: bool = False
+    notice: str = ""
+
+
+def place_of_weights(request: BaseRequest, placement: str, *, may_use_cpu: bool) -> WeightLocation:
+    """Return where a base's weights go.
+
+    Args:
+        placement: "device" or "stream"; "auto": by the memory that is free.
+        may_use_cpu: Whether a base that neither fits the device nor can be streamed is computed on
+            the CPU.
+
+    Raises:
+        BaseError: It does not fit the device and may go nowhere else, or has no packed weights.
+    """
+    may_stream = is_packed(request.config, request.settings)
+    if placement == "stream" and not may_stream:
+        raise BaseError(
+            "a base that is not packed cannot be streamed.",
+            found="base.quantize is none.",
+            fix="Set base.quantize to nf4, fp4 or int8, or base.placement: device.",
+        )
+    device, here = request.device, free_now(request.device)
+    if placement != "auto" or not here.on_gpu:
+        return WeightLocation(device, placement == "stream")
+    size = weight_bytes(request.config, request.settings, request.purpose, request.dtype)
+    if fits_device(size, here.usable):
+        return WeightLocation(device)
+    sizes = in_words(size, here.usable)
+    if may_stream and here.kind == "cuda":
+        return WeightLocation(device, True, f"{STREAMED} {sizes}")
+    if may_use_cpu:
+        return WeightLocation(torch.device("cpu"), False, f"All is computed on the CPU. {sizes}")
+    raise BaseError(
+        "the base does not fit the GPU.",
+        found=sizes,
+        fix="Set base.quantize: nf4 and base.placement: auto; see what fits: peftkit plan MODEL",
+    )
+
+
+def in_words(weights: int, free: int) -> str:
+    """Return the bytes of a base, and of the memory that is free, as a sentence."""
+    return f"The base takes {weights / 1e9:.2f} GB; {free / 1e9:.2f} GB are free."

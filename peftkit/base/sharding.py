@@ -5,17 +5,21 @@ are gathered when it computes and given up after it. Adapters stay whole on ever
 gradients are summed once a step, as without sharding. torch's `fully_shard` does all of it: packed
 weights travel as bytes with their scales, and whatever has no dimension to cut stays whole.
 
-All processes have to run the model equally often: see tasks/lockstep.py.
+All processes have to run the model equally often: see train/lockstep.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+import mmap
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -25,15 +29,105 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from peftkit.errors import ConfigError
+from peftkit.base.build import LoadedModel, build
+from peftkit.base.pretrained import files_of
+from peftkit.base.purpose import head_modules
+from peftkit.base.request import BaseRequest
+from peftkit.base.skeleton import packed_skeleton
+from peftkit.base.store import folder_of, keep, open_stored
+from peftkit.errors import BaseError, ConfigError, OutputError
+from peftkit.events import Listener, Notice
 from peftkit.execution.world import World
-from peftkit.model.blocks import recomputable_blocks
+from peftkit.files import disk
+from peftkit.files.tensors import DTYPES, open_tensors
+from peftkit.model.blocks import SHARDED, recomputable_blocks
 from peftkit.quant.layers import packed_tensors
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Tell whether a model is sharded over processes."""
-    return isinstance(model, FSDPModule)
+def open_together(request: BaseRequest, world: World, on_event: Listener) -> LoadedModel:
+    """Open a base on several processes; what each holds of it are pages of the same files.
+
+    Its own files are mapped if they hold the weights as they are computed with. Else the first
+    process makes them, weight by weight, into the cache; then all map that.
+
+    Raises:
+        BaseError: It cannot be made.
+        OutputError, RunError: The cache cannot be written, or the disk is full.
+    """
+    folder = folder_of(request, shared=True) if request.settings.store == "auto" else None
+    if folder is None:
+        return build(request, on_event=on_event)
+    if request.settings.quantize == "none" and _is_in_files(request):
+        return build(request, on_event=on_event)
+    if world.is_first_here:
+        try:
+            open_stored(folder, request)
+        except BaseError:
+            with Spill(folder.parent) as spill:
+                keep(folder, build(request, put=spill.moved, on_event=on_event), request)
+            on_event(Notice(f"The base is kept in {folder}, from where all processes map it."))
+    world.wait()
+    return open_stored(folder, request, is_known=True)
+
+
+def _is_in_files(request: BaseRequest) -> bool:
+    """Tell whether the files hold all but a head in the final shapes and dtypes.
+
+    transformers then converts nothing: what it loads are pages of these files.
+    """
+    in_files: Counter[tuple[tuple[int, ...], Any]] = Counter()
+    source = files_of(request.location)
+    for path in source.glob("*.safetensors") if source else ():
+        with open_tensors(path, error=BaseError) as file:
+            entries = file.header.tensors.values()
+            in_files.update((entry.shape, DTYPES[entry.dtype][1]) for entry in entries)
+    model = packed_skeleton(request.config, request.settings, request.purpose, request.dtype)
+    head = head_modules(model) if request.purpose.head is not None else ()
+    needed = [p for name, p in model.named_parameters() if not (head and name.startswith(head))]
+    return not Counter((tuple(p.shape), p.dtype) for p in needed) - in_files
+
+
+class Spill:
+    """Tensors on the disk instead of in memory, until a base larger than that is written down.
+
+    They are pages of a file without a name, which live on when the context ends.
+
+    Args:
+        folder: On a disk with room for them all; it is made if need be.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        disk.writable_folder(folder)
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        self._folder, self._end = folder, 0
+
+    def __enter__(self) -> Spill:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the same values, whose memory is the file's pages.
+
+        Raises:
+            OutputError: The disk is full.
+        """
+        if not tensor.numel():
+            return tensor
+        there = tensor.detach().cpu().contiguous()
+        start, size = self._end, there.nbytes
+        try:
+            # written through the pages a full disk would be a signal, not an error
+            values: Any = there.view(-1).view(torch.uint8).numpy()
+            left = memoryview(values)
+            while left:
+                left = left[os.pwrite(self._file.fileno(), left, start + size - len(left)) :]
+        except OSError as error:
+            raise OutputError(f"cannot write into {self._folder}.", found=str(error)) from error
+        self._end = -(-(start + size) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        pages = mmap.mmap(self._file.fileno(), size, offset=start)
+        return torch.frombuffer(pages, dtype=there.dtype).view(there.shape)
 
 
 def shard_base(model: nn.Module, device: torch.device, *, offload: bool = False) -> None:
@@ -71,6 +165,7 @@ def shard_base(model: nn.Module, device: torch.device, *, offload: bool = False)
     }
     for block in blocks:
         fully_shard(block, **policy)
+    setattr(model, SHARDED, True)
     # the head is called outside of the forward pass: it stays gathered until the backward pass
     fully_shard(model, reshard_after_forward=False, **policy)
 
@@ -82,15 +177,12 @@ def _leaving_out(model: Any) -> str:
     return next((f"{n}: {value}" for n, value in fields.items() if "layerdrop" in n and value), "")
 
 
-@contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
-    """Gather what lies outside of the blocks, so that parts of the model can be called.
+def gather(model: nn.Module) -> None:
+    """Gather the weights outside of the blocks, so that parts of the model can be called.
 
     Encoders are, before text is generated. To be called on all processes.
     """
-    if isinstance(model, FSDPModule):
-        model.unshard()
-    yield
+    cast(FSDPModule, model).unshard()
 
 
 def local_bytes(model: nn.Module) -> Mapping[str, int]:

@@ -23,13 +23,13 @@ from peftkit.base.pretrained import (
     without_quantization,
 )
 from peftkit.base.purpose import CAUSAL_LM, Purpose, head_modules
-from peftkit.base.request import weights_to_pack
 from peftkit.quant.layers import Packing, empty_packed
 from peftkit.quant.quantize import (
     Job,
     has_plain_forward,
     install_packed,
     stores_transposed,
+    weights_to_pack,
 )
 from peftkit.settings import BaseConfig
 

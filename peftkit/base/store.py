@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +21,92 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from peftkit.base.build import LoadedModel
+from peftkit.base.build import LoadedModel, build
 from peftkit.base.locate import cache_folder
 from peftkit.base.pretrained import files_of, published
 from peftkit.base.request import BaseRequest
-from peftkit.base.skeleton import packed_skeleton
+from peftkit.base.skeleton import packed_skeleton, weight_bytes
 from peftkit.errors import BaseError, OutputError, PeftkitError
+from peftkit.events import Listener, Notice
 from peftkit.files import disk
-from peftkit.files.disk import LOCKS, new_folder
-from peftkit.files.tensors import open_tensors, specs_of, write_tensor_stream
+from peftkit.files.disk import new_folder
+from peftkit.files.tensors import specs_of, write_tensor_stream
 
 VERSION = 3
 WEIGHTS, MANIFEST, FOLDER = "model.safetensors", "store.json", "packed"
-
-
 LEFT_FREE = 10_000_000_000
 """Bytes of a disk that only `peftkit base pack` fills."""
+WORTH_KEEPING = 500_000_000
+"""Bytes of a packed base from which on the cache keeps it: seconds of packing."""
+
+
+def open_or_build(request: BaseRequest, on_event: Listener) -> LoadedModel:
+    """Open the packed base that the cache keeps, or build it out of its files.
+
+    Raises:
+        BaseError: As `build`.
+    """
+    folder = folder_of(request) if request.settings.store == "auto" else None
+    if folder is None:
+        return build(request, on_event=on_event)
+    was_kept = (folder / MANIFEST).is_file()
+    if was_kept:
+        try:
+            return open_stored(folder, request)
+        except BaseError as error:
+            on_event(Notice(f"The base is packed again. {error.asked} {error.found}"))
+    size = packed_size(request)
+    if size < WORTH_KEEPING and not was_kept:
+        return build(request, on_event=on_event)
+    return _build_and_keep(folder, size, request, on_event)
+
+
+def _build_and_keep(
+    folder: Path, size: int, request: BaseRequest, on_event: Listener
+) -> LoadedModel:
+    """Build a base, and keep it in the cache if the disk has room for it."""
+    try:
+        sizes, is_tight = room_for(size)
+        pack = f"peftkit base pack {request.location.name} keeps it all the same."
+        problem = f"{sizes} {pack}" if is_tight else ""
+    except PeftkitError as error:  # a run goes on without
+        problem = f"{error.asked} {error.found}"
+    if problem:
+        on_event(Notice(f"The packed base is not kept. {problem}"))
+        return build(request, on_event=on_event)
+    with packing_alone(folder, on_event) as is_there:
+        if is_there:
+            with suppress(BaseError):
+                return open_stored(folder, request)
+        loaded = build(request, on_event=on_event)
+        try:
+            keep(folder, loaded, request)
+            on_event(Notice(f"The packed base is kept in {folder}. {sizes}"))
+        except PeftkitError as error:
+            on_event(Notice(f"The packed base is not kept. {error.asked} {error.found}"))
+    return loaded
+
+
+def packed_size(request: BaseRequest) -> int:
+    """Return the bytes of a base in the form of a request."""
+    return weight_bytes(request.config, request.settings, request.purpose, request.dtype)
+
+
+@contextmanager
+def packing_alone(folder: Path, on_event: Listener) -> Iterator[bool]:
+    """Be the only process that packs a base into a folder.
+
+    Yields:
+        Whether this one has waited for another that did just that.
+    """
+    waited = []
+
+    def wait() -> None:
+        waited.append(True)
+        on_event(Notice("Another process is packing this base; this one waits for it."))
+
+    with disk.alone(folder, wait):
+        yield bool(waited) and (folder / MANIFEST).is_file()
 
 
 def store_folder() -> Path:
@@ -224,105 +291,3 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 def _useless(folder: Path, why: str) -> BaseError:
     fix = f"Remove it: peftkit base rm {folder.name}"
     return BaseError(f"cannot use the packed base {folder.name}.", found=why, fix=fix)
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A packed base in the cache.
-
-    Attributes:
-        folder: Where it is. model: The base, as it was named.
-        quantize, dtype: Its form. num_bytes: On disk. problem: Why it is of no use, or "".
-    """
-
-    folder: Path
-    model: str
-    quantize: str
-    dtype: str
-    num_bytes: int
-    problem: str = ""
-
-
-def stored_bases() -> list[Stored]:
-    """Return every packed base in the cache, with its problem, if any."""
-    root = store_folder()
-    inside = sorted(root.iterdir()) if root.is_dir() else []
-    folders = [path for path in inside if path.is_dir() and path.name != LOCKS]
-    return [_stored(folder) for folder in folders]
-
-
-def remove_stored(name: str) -> list[Stored]:
-    """Remove packed bases by the name of their folder or of their model.
-
-    Raises:
-        BaseError: There is none of that name; lists those that there are.
-    """
-    stored = stored_bases()
-    matching = [each for each in stored if name in (each.folder.name, each.model)]
-    if not matching:
-        listed = "\n".join(f"{each.folder.name} ({each.model})" for each in stored)
-        raise BaseError(
-            f"there is no packed base {name!r}.",
-            found=listed or "There is none.",
-            fix="Give a name or a model as peftkit base ls shows it.",
-        )
-    for each in matching:
-        shutil.rmtree(each.folder)
-    return matching
-
-
-def _stored(folder: Path) -> Stored:
-    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-    if folder.name.startswith("."):
-        return Stored(folder, "?", "?", "?", size, "not finished: being packed, or left behind")
-    try:
-        manifest = manifest_of(folder)
-        with open_tensors(folder / WEIGHTS, error=BaseError):
-            problem = ""
-    except PeftkitError as error:
-        return Stored(folder, "?", "?", "?", size, error.found.splitlines()[0])
-    form = manifest["form"]
-    return Stored(folder, manifest["model"], form["quantize"], form["dtype"], size, problem)
-
-
-class Spill:
-    """Tensors on the disk instead of in memory, until a base larger than that is written down.
-
-    They are pages of a file without a name, which live on when the context ends.
-
-    Args:
-        folder: On a disk with room for them all; it is made if need be.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        disk.writable_folder(folder)
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-        self._folder, self._end = folder, 0
-
-    def __enter__(self) -> Spill:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def moved(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the same values, whose memory is the file's pages.
-
-        Raises:
-            OutputError: The disk is full.
-        """
-        if not tensor.numel():
-            return tensor
-        there = tensor.detach().cpu().contiguous()
-        start, size = self._end, there.nbytes
-        try:
-            # written through the pages a full disk would be a signal, not an error
-            values: Any = there.view(-1).view(torch.uint8).numpy()
-            left = memoryview(values)
-            while left:
-                left = left[os.pwrite(self._file.fileno(), left, start + size - len(left)) :]
-        except OSError as error:
-            raise OutputError(f"cannot write into {self._folder}.", found=str(error)) from error
-        self._end = -(-(start + size) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        pages = mmap.mmap(self._file.fileno(), size, offset=start)
-        return torch.frombuffer(pages, dtype=there.dtype).view(there.shape)

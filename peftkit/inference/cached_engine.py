@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from peftkit.base.sharding import is_sharded
 from peftkit.execution.plan import plan_of
 from peftkit.inference.cache import (
     MIN_READ,
@@ -31,7 +30,7 @@ from peftkit.inference.cache import (
 )
 from peftkit.inference.cached_attention import CachedAttention, Decode, Prefill, registered
 from peftkit.inference.engine import Completion, Engine, masked, table_of
-from peftkit.model.blocks import STREAMED
+from peftkit.model.blocks import STREAMED, is_sharded
 
 PASS_TOKENS = 2048
 """Tokens of prompts in one forward pass."""

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from peftkit.adapter import prepared_for_serving
-from peftkit.base.sharding import is_sharded
 from peftkit.errors import DataError
 from peftkit.execution.plan import plan_of
 from peftkit.inference.sampling import (
@@ -33,6 +32,7 @@ from peftkit.inference.sampling import (
     end_tokens,
     seed_of,
 )
+from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import evaluating
 from peftkit.quant.layers import copies_kept
 from peftkit.tasks.loss import find_head

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.base.load import Base
-from peftkit.base.sharding import is_sharded
 from peftkit.data.encode import Style, prompt_ids, stop_ids
 from peftkit.data.pack import IGNORE, Row, last_answer, last_answer_span
 from peftkit.errors import DataError, RunError
@@ -21,6 +20,7 @@ from peftkit.execution.out_of_memory import is_out_of_memory, release_memory
 from peftkit.inference.engine import OnAnswer, room_left
 from peftkit.inference.generate import decoded, generate_ids
 from peftkit.inference.predict import MediaPrompt, complete
+from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import evaluating
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.base import Reference, Task

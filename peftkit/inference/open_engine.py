@@ -31,12 +31,12 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from peftkit.base.sharding import is_sharded
 from peftkit.data.pack import padded_rows
 from peftkit.execution.environment import free_now
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Completion, Engine, Limits, Request, Use, masked, table_of
 from peftkit.inference.sampling import Sampling
+from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import evaluating
 from peftkit.tasks.rows import num_virtual
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.base.load import Base, load_base
-from peftkit.base.placement import ROOM
 from peftkit.base.purpose import CAUSAL_LM, Purpose
-from peftkit.base.request import DTYPES
+from peftkit.base.request import DTYPES, ROOM
 from peftkit.errors import RunError
 from peftkit.execution.environment import free_now
 from peftkit.files.tensors import is_finite

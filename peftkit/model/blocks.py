@@ -33,8 +33,16 @@ RECOMPUTABLE = "GradientCheckpointingLayer"
 STREAMED = "block_stream"
 """Attribute of a model whose blocks' weights are streamed from main memory."""
 
+SHARDED = "is_sharded_base"
+"""Attribute of a model whose blocks' weights are sharded over processes."""
+
 NORM_AFTER = r"post_(feed_?forward|ffn|mlp)"
 """Name of a block's norm of what its feed-forward part puts out (Gemma 2, OLMo 2, GLM 4)."""
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Tell whether a model's weights are sharded over processes (base/sharding.py)."""
+    return hasattr(model, SHARDED)
 
 
 def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

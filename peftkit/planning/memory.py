@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from peftkit.base.placement import fits_device
+from peftkit.base.request import fits_device
 from peftkit.base.streaming import expert_places, group_size, streamed_places
 from peftkit.events import Listener, Notice
 from peftkit.execution.environment import Environment

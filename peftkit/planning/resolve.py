@@ -1,7 +1,7 @@
 """The execution plan of a recipe, made before anything is loaded.
 
 `base.placement: auto` streams and `train.shard: auto` shards where `fits_device`
-(base/placement.py) finds that one device cannot hold the base. How many rows go through the model
+(base/request.py) finds that one device cannot hold the base. How many rows go through the model
 at once, and their activation mode, follow from the rows themselves (train/memory/prepare.py).
 """
 
@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from peftkit.base.placement import ROOM, STREAMED, fits_device, in_words
 from peftkit.base.pretrained import is_packed
-from peftkit.base.request import compute_dtype
+from peftkit.base.request import ROOM, STREAMED, compute_dtype, fits_device, in_words
 from peftkit.base.skeleton import on_meta, read_config, weight_bytes
 from peftkit.events import Listener, Notice
 from peftkit.execution.environment import Environment, default_device, free_now, used_bytes

@@ -23,6 +23,7 @@ from peftkit.quant.layers import (
     is_foreign,
     pack,
 )
+from peftkit.settings import BaseConfig
 
 KINDS = ("nf4", "fp4", "int8")
 MAX_LISTED = 10
@@ -125,6 +126,21 @@ def quantizable(
     left = kept | set(exempt(model))
     jobs = [job for job in _quantizable(model) if id(job[1]) not in left]
     return jobs + (embedding_jobs(model, kept) if embeddings else [])
+
+
+def weights_to_pack(settings: BaseConfig, model: nn.Module, head: Sequence[str]) -> dict[Job, str]:
+    """Return the weights of a model that are packed, and the kind of each ("nf4", ...).
+
+    Args:
+        head: Paths of the modules of its head, which stay as they are.
+    """
+    packs_towers = settings.quantize_towers or settings.quantize == "none"  # as in the files
+    keep = head if packs_towers else (*head, *tower_paths(model))
+    jobs: dict[Job, str] = dict.fromkeys(quantizable(model, keep), settings.quantize)
+    if settings.quantize_embeddings != "none":
+        both = quantizable(model, keep, embeddings=True)
+        jobs |= dict.fromkeys(both[len(jobs) :], settings.quantize_embeddings)
+    return jobs
 
 
 def embedding_jobs(model: nn.Module, kept: Collection[int] = ()) -> list[Job]:

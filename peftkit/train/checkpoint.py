@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from peftkit.base.sharding import is_sharded
 from peftkit.config.schema import flat
 from peftkit.data.pack import fingerprint
 from peftkit.errors import CheckpointError, OutputError, did_you_mean
@@ -19,6 +18,7 @@ from peftkit.execution import rng
 from peftkit.execution.state import state_from_json
 from peftkit.files.disk import read_json, write_json
 from peftkit.files.tensors import read_tensors, write_tensors
+from peftkit.model.blocks import is_sharded
 from peftkit.tasks.base import Run
 from peftkit.train import checkpoint_files
 from peftkit.train.batches import StatelessSampler

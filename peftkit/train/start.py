@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from peftkit.base.sharding import is_sharded
 from peftkit.errors import CheckpointError, DataError, OutputError
 from peftkit.events import Listener, ignore
 from peftkit.execution.environment import is_main_process
@@ -24,7 +23,7 @@ from peftkit.execution.signals import StopRequest
 from peftkit.execution.state import State
 from peftkit.execution.world import World
 from peftkit.files.disk import LOCKS, alone, writable_folder, write_text
-from peftkit.model.blocks import STREAMED
+from peftkit.model.blocks import STREAMED, is_sharded
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Run, Task
 from peftkit.train.checkpoint_files import Checkpoints

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from peftkit.base.sharding import gathered, is_sharded
 from peftkit.errors import DataError
 from peftkit.events import EvalDone, Notice, Sampled
 from peftkit.execution import rng
 from peftkit.execution.parallel import Part
+from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import begin_training
 from peftkit.tasks.batches import batches_that_fit, split_micro_batches
 from peftkit.tasks.loss import perplexity
@@ -144,7 +144,8 @@ class Validation:
             state.best_step, state.best_loss = state.step, loss
         state.evaluated_step, state.eval_loss = state.step, loss if finite else None
         if self.watch is not None:
-            with self.trainer.blocks.eagerly(), gathered(self.run.model):
+            with self.trainer.blocks.eagerly():
+                self._gather()
                 metrics |= self.watch.metrics()
         self.run.say(EvalDone(state.step, metrics, best))
         self._judge(loss)
@@ -161,8 +162,16 @@ class Validation:
     def sample(self) -> None:
         """Emit what the model says to the sample prompts."""
         if self.watch is not None:
-            with self.trainer.blocks.eagerly(), gathered(self.run.model):
+            with self.trainer.blocks.eagerly():
+                self._gather()
                 self.run.say(Sampled(self.run.state.step, self.watch.samples()))
+
+    def _gather(self) -> None:
+        """Gather what a sharded base has outside of its blocks, to generate with it."""
+        if is_sharded(self.run.model):
+            from peftkit.base.sharding import gather
+
+            gather(self.run.model)
 
     def _judge(self, loss: float) -> None:
         """Count evaluations without improvement, for early stopping."""

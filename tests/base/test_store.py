@@ -14,13 +14,13 @@ import safetensors.torch
 import torch
 import transformers
 
-from peftkit.base import load, store
+from peftkit.base import store
 from peftkit.base.build import build
-from peftkit.base.load import Base, load_base, pack_base
+from peftkit.base.load import Base, load_base
 from peftkit.base.locate import Location
 from peftkit.base.purpose import ClassHead, Purpose
 from peftkit.base.request import request_of
-from peftkit.base.store import stored_bases
+from peftkit.base.stored import pack_base, stored_bases
 from peftkit.config.schema import from_dict
 from peftkit.errors import RunError
 from peftkit.events import Event, Notice
@@ -83,7 +83,7 @@ def test_opened_base_is_the_packed_one_to_the_bit(family, kind, tmp_path) -> Non
 def test_large_base_is_kept_and_a_small_one_only_when_asked(folder, cache, monkeypatch) -> None:
     first, _ = opened(folder)
     assert not cache.exists()
-    monkeypatch.setattr(load, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(store, "WORTH_KEEPING", 0)
     _, told = opened(folder)
     assert "is kept in" in told[0]
     assert len(stored_bases()) == 1
@@ -91,7 +91,7 @@ def test_large_base_is_kept_and_a_small_one_only_when_asked(folder, cache, monke
     def never(*args: object, **more: object) -> None:
         raise AssertionError("it is opened, not packed")
 
-    monkeypatch.setattr("peftkit.base.load.build", never)
+    monkeypatch.setattr("peftkit.base.store.build", never)
     second, told = opened(folder)
     assert told == []
     assert second.fingerprint == first.fingerprint
@@ -144,7 +144,7 @@ def test_full_disk_leaves_nothing(folder, cache, monkeypatch) -> None:
     with pytest.raises(RunError):
         pack_base(str(folder))
     assert stored_bases() == []
-    monkeypatch.setattr(load, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(store, "WORTH_KEEPING", 0)
     base, told = opened(folder)  # a run goes on without
     assert "is not kept" in told[0]
     assert base.audit.quantized_as == "nf4"
@@ -152,7 +152,7 @@ def test_full_disk_leaves_nothing(folder, cache, monkeypatch) -> None:
 
 def test_run_leaves_room_on_the_disk_and_packing_takes_what_fits(folder, monkeypatch) -> None:
     monkeypatch.setattr(disk, "free_bytes", lambda folder: 9_000_000_000)
-    monkeypatch.setattr(load, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(store, "WORTH_KEEPING", 0)
     _, told = opened(folder)
     assert "is not kept" in told[0]
     assert "9.0 GB" in told[0]
@@ -228,7 +228,7 @@ def test_a_base_that_processes_open_together_is_the_one_that_each_loads(
 
 @pytest.mark.slow
 def test_of_two_that_pack_the_same_base_one_waits_and_opens_it(folder, cache, monkeypatch) -> None:
-    monkeypatch.setattr(load, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(store, "WORTH_KEEPING", 0)
     building, may_go_on, built = threading.Event(), threading.Event(), []
     plain = build
 
@@ -238,7 +238,7 @@ def test_of_two_that_pack_the_same_base_one_waits_and_opens_it(folder, cache, mo
         assert may_go_on.wait(60)
         return plain(*args, **more)
 
-    monkeypatch.setattr("peftkit.base.load.build", slow)
+    monkeypatch.setattr("peftkit.base.store.build", slow)
     found: dict[str, tuple[Base, list[str]]] = {}
 
     def load_in_turn(name: str) -> None:

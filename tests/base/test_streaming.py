@@ -11,7 +11,8 @@ from torch import Tensor
 
 from peftkit import LoRA, Recipe, attach, fit, load_base
 from peftkit.base import streaming
-from peftkit.base.load import Base, pack_base
+from peftkit.base.load import Base
+from peftkit.base.stored import pack_base
 from peftkit.config.schema import from_dict
 from peftkit.data.pack import Row
 from peftkit.errors import BaseError, ConfigError

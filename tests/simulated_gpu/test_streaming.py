@@ -12,7 +12,8 @@ import torch
 
 from peftkit.adapter import attach
 from peftkit.base import streaming, transfer
-from peftkit.base.load import load_base, pack_base
+from peftkit.base.load import load_base
+from peftkit.base.stored import pack_base
 from peftkit.methods.lora import LoRA
 from peftkit.quant import layers
 from peftkit.train.blocks import Blocks
