@@ -28,12 +28,12 @@ class PeftkitError(ValueError):
 
 
 def silence(error: Exception) -> None:
-    """Note that another process of the run has told of what went wrong."""
+    """Mark an error that another process of the run has reported."""
     error.is_silent = True  # type: ignore[attr-defined]
 
 
 def is_silent(error: Exception) -> bool:
-    """Tell whether another process has told of what went wrong."""
+    """Whether another process has reported this error."""
     return getattr(error, "is_silent", False)
 
 
@@ -42,7 +42,7 @@ class ConfigError(PeftkitError):
 
 
 class BaseError(PeftkitError):
-    """The base model cannot be found, read or quantised as asked."""
+    """The base model cannot be found, read, or quantised as requested."""
 
 
 class TargetError(PeftkitError):
@@ -58,11 +58,11 @@ class AdapterError(PeftkitError):
 
 
 class MergeError(PeftkitError):
-    """The adapter cannot be merged as asked."""
+    """The adapter cannot be merged as requested."""
 
 
 class OutputError(PeftkitError):
-    """The place to write to is not writable, is taken, or is too small."""
+    """The output path is not writable, is taken, or its disk is full."""
 
 
 class CheckpointError(PeftkitError):
@@ -89,11 +89,11 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
 
 
 def neighbours(path: Path, pattern: str = "*/") -> str:
-    """Say what lies where `path` should be, and which name is near to it.
+    """List what is in the folder where `path` should be, and suggest the nearest name.
 
     Args:
         path: What is not there.
-        pattern: Of the names worth mentioning; one that ends in a slash means folders.
+        pattern: Of the names to list; one that ends in a slash means folders.
     """
     folder = path.parent
     if not folder.is_dir():

@@ -35,7 +35,7 @@ class Progress(Event):
 
 @dataclass(frozen=True, slots=True)
 class Notice(Event):
-    """Something the user should know while the run goes on; never instead of an error."""
+    """Something that the user should know during the run; never instead of an error."""
 
     text: str
 
@@ -46,7 +46,7 @@ class Table(Event):
 
     Attributes:
         summary: The table in one line, for where it would be too long.
-        source: The file of rows that it tells of, if it does.
+        source: The file of rows that it describes, if any.
         counts: Its numbers for code that reads them, since words in cells may change. Of a file of
             rows: num_read, num_cut, num_dropped.
     """
@@ -77,7 +77,7 @@ class RunStarted(Event):
 class StepDone(Event):
     """One optimizer step; `loss` is the mean over the step's target tokens on all ranks.
 
-    `figures` are what else the task tells, by name, such as the accuracy of preferences.
+    `figures` are the task's other metrics by name, such as the accuracy of preferences.
     """
 
     step: int
@@ -104,7 +104,7 @@ class EvalDone(Event):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the model said to a prompt; `reference` is what the eval rows say, if it is of them."""
+    """A completion of a prompt; `reference` is the eval row's answer, if it has one."""
 
     prompt: str
     completion: str
@@ -119,7 +119,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Sampled(Event):
-    """The model answered the prompts that it is watched by; step 0 is before the first."""
+    """Completions of the prompts that a run samples from; step 0 is before training."""
 
     step: int
     samples: tuple[Sample, ...]
@@ -127,7 +127,7 @@ class Sampled(Event):
 
 @dataclass(frozen=True, slots=True)
 class ScoredAnswer:
-    """What the model said to a prompt in a step, and its rewards; NaN: not judged."""
+    """A completion in a step of on-policy training, and its rewards; NaN: not scored."""
 
     prompt: str
     completion: str
@@ -140,7 +140,7 @@ class ScoredAnswer:
 
 @dataclass(frozen=True, slots=True)
 class RolledOut(Event):
-    """The model's answers that a step learns from, and how long they took."""
+    """The completions that a step trains on, and the seconds that generating them took."""
 
     step: int
     seconds: float

@@ -183,7 +183,7 @@ def _end_of(error: Exception) -> int:
         command = context.command_path if context is not None else "peftkit"
         _say("UsageError", f"{error.format_message()}\n  See: {command} --help")
         return 2
-    if isinstance(code := getattr(error, "exit_code", None), int):  # a stop asked for by a signal
+    if isinstance(code := getattr(error, "exit_code", None), int):  # stopped by a signal
         _say(type(error).__name__, str(error))
         return code
     _say(type(error).__name__, f"{error}\n  {_keep_traceback(error)}")
@@ -191,7 +191,7 @@ def _end_of(error: Exception) -> int:
 
 
 def _keep_traceback(error: Exception) -> str:
-    """Show the traceback if asked, else write it to a file; return where to look."""
+    """Show the traceback under --debug, else write it to a file; return where it is."""
     text = "".join(traceback.format_exception(error))
     if os.environ.get("PEFTKIT_DEBUG"):
         typer.echo(text, err=True)

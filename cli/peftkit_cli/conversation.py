@@ -168,7 +168,7 @@ class Conversation:
         note(f"{name} ({size}) goes with the next message.")
 
     def _user_message(self, text: str) -> dict[str, Any]:
-        """Return a message of the user, with the media that were added before it."""
+        """Return the user's message, with the media attached to it."""
         if not self._media:
             return {"role": "user", "content": text}
         media, self._media = tuple(self._media), []

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peftkit.errors import AdapterError, BaseError, PeftkitError, neighbours
+from peftkit.formats.folders import CONFIG, TENSORS
 from peftkit_cli.arguments import Json, note
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from peftkit.formats.peft.low_rank import RoleUpdate
     from peftkit.model.targets import Site
 
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+ADAPTER_FILES = (CONFIG, TENSORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,6 @@ def inspect(
 
 def adapter_facts(folder: Path) -> tuple[dict[str, Any], list[Group]]:
     """Read an adapter's config and tensor header, but no tensor."""
-    from peftkit.formats.folders import TENSORS
     from peftkit.formats.guard import check_safetensors
     from peftkit.formats.peft.folder import read_adapter
 
@@ -226,7 +226,6 @@ def method_facts(model: nn.Module) -> Iterator[MethodFacts]:
 
 
 def _why(message: str) -> str:
-    """Return the first line of an error."""
     # A prefix is measured by running the model; some models do not run without weights.
     if "Its cache is of another kind" in message:
         return "only the weights tell whether it suits"

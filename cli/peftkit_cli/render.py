@@ -257,7 +257,7 @@ def show_table(console: Console, table: events.Table, *, brief: bool = False) ->
 
 
 def describe(event: Event) -> str | None:
-    """Return the lines that tell of an event, or None if it has none of its own."""
+    """Return an event as lines of text, or None if it has none of its own."""
     match event:
         case events.Stage(text):
             return text

@@ -46,7 +46,7 @@ def problems_of(
         if any(other[: len(key)] == key != other for other in groups):
             continue  # of a union's branches, the one that matched deepest
         location = next(locations[key[:n]] for n in range(len(key), -1, -1) if key[:n] in locations)
-        problems.append(Problem(location, key, _told(root, group)))
+        problems.append(Problem(location, key, _message(root, group)))
     return problems
 
 
@@ -80,8 +80,8 @@ def _key(detail: Mapping[str, Any], data: Any) -> Key:
     return (*key, "type") if detail["type"].startswith("union_tag") else key
 
 
-def _told(root: type[BaseModel], group: list[Mapping[str, Any]]) -> str:
-    """Return the message of the errors of one key; of a union there is one for each branch."""
+def _message(root: type[BaseModel], group: list[Mapping[str, Any]]) -> str:
+    """Return the message of the errors of one key; of a union there is one message per branch."""
     first = group[0]
     kind, value = first["type"], first["input"]
     if kind == "extra_forbidden":

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from peftkit.errors import AdapterError, PeftkitError
+from peftkit.errors import AdapterError
 from peftkit.files.strict_json import shown
 
 MAX_LENGTH = 10_000
@@ -52,21 +52,19 @@ def is_pattern(pattern: str) -> bool:
     return True
 
 
-def fullmatches(
-    pattern: str, names: Sequence[str], *, error: type[PeftkitError] = AdapterError
-) -> list[str]:
+def fullmatches(pattern: str, names: Sequence[str]) -> list[str]:
     """Return those of `names` that a regular expression matches in full.
 
     Raises:
-        PeftkitError: Of the class `error`: the pattern is invalid, too long, or takes too long.
+        AdapterError: The pattern is invalid, too long, or takes too long.
     """
     message = f"cannot use the pattern {shown(pattern)}"
     if len(pattern) > MAX_LENGTH:
-        raise error(message, found=f"it is longer than {MAX_LENGTH:,} characters")
+        raise AdapterError(message, found=f"it is longer than {MAX_LENGTH:,} characters")
     try:
         matcher = re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as problem:
-        raise error(message, found=f"it is no regular expression: {problem}") from None
+        raise AdapterError(message, found=f"it is no regular expression: {problem}") from None
     if is_simple(pattern):
         return [name for name in names if matcher.fullmatch(name)]
     try:
@@ -80,8 +78,10 @@ def fullmatches(
         )
     except subprocess.TimeoutExpired:
         fix = "Write it without repetitions inside repetitions."
-        raise error(message, found=f"it takes more than {SECONDS:g} seconds", fix=fix) from None
+        raise AdapterError(
+            message, found=f"it takes more than {SECONDS:g} seconds", fix=fix
+        ) from None
     except subprocess.CalledProcessError as problem:
-        raise error(message, found=problem.stderr.strip().rpartition("\n")[2]) from None
+        raise AdapterError(message, found=problem.stderr.strip().rpartition("\n")[2]) from None
     matching = set(json.loads(done.stdout))
     return [name for name in names if name in matching]

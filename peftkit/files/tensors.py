@@ -191,11 +191,9 @@ def open_tensors(
         yield TensorFile(path, file, header, error)
 
 
-def read_tensors(
-    path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES, error: ErrorType = AdapterError
-) -> dict[str, Tensor]:
+def read_tensors(path: Path, *, error: ErrorType = AdapterError) -> dict[str, Tensor]:
     """Return every tensor of a safetensors file, on the CPU, each with memory of its own."""
-    with open_tensors(path, max_header_bytes=max_header_bytes, error=error) as file:
+    with open_tensors(path, error=error) as file:
         return {name: file.tensor(name) for name in file.header.tensors}
 
 

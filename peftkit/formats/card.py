@@ -112,7 +112,7 @@ def render_card(card: Card) -> str:
 
 
 def write_card(card: Card, folder: Path) -> None:
-    """Write the card beside the files it describes."""
+    """Write the card into the folder of what it describes."""
     write_text(render_card(card), folder / CARD)
 
 

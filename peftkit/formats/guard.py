@@ -48,18 +48,20 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"\x93NUMPY", "a numpy file"),
 )
 
-CONVERT = (
-    'python -c "import torch; from safetensors.torch import save_file; '
-    "save_file(torch.load('{}', weights_only=True), 'adapter_model.safetensors')\""
-)
-"""Reads tensors alone out of a pickle, and writes them where they can be read safely."""
-_NO_PICKLE = (
-    "A pickle can run code when it is read, so it is not opened: ask for safetensors. This line "
-    "reads tensors and nothing else:\n" + CONVERT.format("adapter_model.bin")
-)
+
+def instead_of_pickle(name: str) -> str:
+    """Return what to do about a pickle: a command that reads its tensors and nothing else."""
+    return (
+        "A pickle can run code when it is read, so it is not opened: ask for safetensors. This "
+        "line, run in the folder, reads tensors and nothing else:\n"
+        'python -c "import torch; from safetensors.torch import save_file; '
+        f"save_file(torch.load('{name}', weights_only=True), 'adapter_model.safetensors')\""
+    )
+
+
 _FIXES = {
-    PICKLE: _NO_PICKLE,
-    TORCH_ARCHIVE: _NO_PICKLE,
+    PICKLE: instead_of_pickle("adapter_model.bin"),
+    TORCH_ARCHIVE: instead_of_pickle("adapter_model.bin"),
     LFS_POINTER: "The file itself was not fetched: run 'git lfs pull', or download it again.",
     WEB_PAGE: "A download failed and kept the error page: download it again (logged in?).",
 }

@@ -1,6 +1,6 @@
 """Adapters on a model hub: pushed and pulled in one commit, and checked both times.
 
-Only the five files of an adapter are transferred, whatever the folder or repository holds besides.
+Only the five files of an adapter are transferred, whatever else the folder or repository holds.
 """
 
 from __future__ import annotations
@@ -109,12 +109,12 @@ def push_adapter(
             raise OfflineModeIsEnabled
         if not api.token and get_token() is None:
             raise OutputError(message, found="You are not logged in.", fix=_LOG_IN)
-        there, parent = _prepared(api, target.repo, private, message)
+        existing, parent = _prepared(api, target.repo, private, message)
         done = api.create_commit(
             target.repo,
             [
                 *(CommitOperationAdd(name, source) for name, source in uploads.items()),
-                *(CommitOperationDelete(n) for n in FILES if n in there and n not in uploads),
+                *(CommitOperationDelete(n) for n in FILES if n in existing and n not in uploads),
             ],
             commit_message="Upload an adapter with peftkit",
             parent_commit=parent,
@@ -180,8 +180,8 @@ def pull_adapter(
         for file in FILES:
             if (fetched.folder / file).is_file():
                 shutil.copyfile(fetched.folder / file, folder / file)  # follows the cache's link
-        message = parse_hub_id(name)
-        record = {"hub_id": message.repo, "revision": message.revision, "commit": fetched.commit}
+        revision = parse_hub_id(name).revision
+        record = {"hub_id": fetched.repo, "revision": revision, "commit": fetched.commit}
         write_json(record, folder / ORIGIN)
         _checked(folder)
     return Pulled(out, fetched.repo, fetched.commit)
@@ -190,18 +190,18 @@ def pull_adapter(
 def fetch(name: str, message: str = "", *, on_event: Listener = ignore) -> Pulled:
     """Download an adapter into the hub's cache and check it; offline, find it there."""
     message = message or f"cannot get the adapter {name}"
-    wanted, commit = parse_hub_id(name), None
+    hub_id, commit = parse_hub_id(name), None
     with _translating(message, AdapterError):
         if not is_offline_mode():
             on_event(Stage(f"Fetching the adapter {name}"))
-            info = _api().model_info(wanted.repo, revision=wanted.revision, files_metadata=True)
+            info = _api().model_info(hub_id.repo, revision=hub_id.revision, files_metadata=True)
             _check_listing({file.rfilename: file.size for file in info.siblings or ()}, message)
             commit = info.sha
         with quiet():
             folder = Path(
                 snapshot_download(
-                    wanted.repo,
-                    revision=wanted.revision,
+                    hub_id.repo,
+                    revision=hub_id.revision,
                     allow_patterns=list(FILES),
                     endpoint=os.environ.get("HF_ENDPOINT"),
                     local_files_only=is_offline_mode(),
@@ -211,7 +211,7 @@ def fetch(name: str, message: str = "", *, on_event: Listener = ignore) -> Pulle
             raise AdapterError(message, found="It has changed in the meantime.", fix="Try again.")
     check_safetensors(folder / TENSORS)
     read_adapter(folder)
-    return Pulled(folder, wanted.repo, folder.name)
+    return Pulled(folder, hub_id.repo, folder.name)
 
 
 def _check_listing(sizes: dict[str, int | None], message: str) -> None:

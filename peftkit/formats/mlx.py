@@ -1,4 +1,4 @@
-"""Adapter folders of mlx-lm, both ways.
+"""Adapter folders of mlx-lm, written and read.
 
 adapters.safetensors holds `<module>.lora_a` (in, r), `<module>.lora_b` (r, out) and, of DoRA,
 `<module>.m` (out,); a layer computes y + scale * (x @ a) @ b, with one rank and one scale for all

@@ -57,12 +57,6 @@ def vllm_serve(base: str, rank: int, *modules: str) -> str:
     return f"vllm serve {base} --enable-lora --max-lora-rank {limit} --lora-modules {named}"
 
 
-def largest_rank(fields: Mapping[str, Any]) -> int:
-    """Return the largest rank of a LoRA's config; 0 for another method's."""
-    ranks = [fields.get("r", 8), *(fields.get("rank_pattern") or {}).values()]
-    return max(ranks) if fields.get("peft_type") == "LORA" else 0
-
-
 def served_rank(method: Method) -> int:
     """Return the largest rank of a method's layers; 0 where vLLM does not serve its adapters."""
     if type(method) is not LoRA or method.train_fully or method.token_rows:
@@ -103,7 +97,7 @@ def export_peft(
         for name in names:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
-    return _served_by(file, largest_rank(file.fields), out, base)
+    return _served_by(file, served_rank(file.method), out, base)
 
 
 def export_for_server(

@@ -108,7 +108,7 @@ def combine(
         out: The new folder; nothing appears in it before all of it is written.
         rank: Of svd and of the pruning methods: at most this for each layer; by default the largest
             that the layer has in any of the adapters. linear and cat are exact and take none.
-        density: Of the pruning methods: the share of entries that is kept, DENSITY by default.
+        density: Of the pruning methods: the share of entries to keep, DENSITY by default.
         seed: Of what DARE drops.
         force: Replace the adapter in `out`.
 
@@ -208,7 +208,7 @@ def _origin(sources: Sequence[_Source], on_event: Listener) -> Provenance:
     styles = [o.prompt_style for o in origins if o.prompt_style]
     same_loading = all(loading == loadings[0] for loading in loadings)
     same_style = all(style == styles[0] for style in styles)
-    differ = [] if same_loading else ["ways to load the base"]
+    differ = [] if same_loading else ["loading settings"]
     if differ := differ + ([] if same_style else ["prompt styles"]):
         note = f"The adapters have different {' and '.join(differ)}; the new one records none."
         on_event(Notice(note))
@@ -352,7 +352,7 @@ def _summed(counted: Sequence[Weighted], rule: str, rank: int) -> svd.Truncated:
 
 
 def _scaled(update: LowRank, weight: float) -> LowRank:
-    """Weight an update; weight 1 leaves it unchanged to the bit."""
+    """Apply a weight; 1 leaves the update unchanged to the bit."""
     if weight == 1.0:
         return update
     return LowRank(update.a, (weight * update.scaling * update.b.double()).float(), 1.0)

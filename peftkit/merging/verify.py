@@ -75,7 +75,7 @@ def logits_on(base: Base, prompts: Sequence[str], purpose: Purpose = CAUSAL_LM) 
 
     Args:
         purpose: What the base was loaded for. A classifier of texts has one position, or one for
-            each token; a model of images or sounds gets noise instead of prompts.
+            each token; a model of images or audio gets noise instead of prompts.
     """
     if purpose != CAUSAL_LM:
         outputs = (_call(base, number, prompt) for number, prompt in enumerate(prompts))
@@ -89,7 +89,7 @@ def logits_on(base: Base, prompts: Sequence[str], purpose: Purpose = CAUSAL_LM) 
 
 
 def _call(base: Base, number: int, prompt: str) -> Tensor:
-    """Return the logits on one prompt, or on a picture or a sound of noise."""
+    """Return the logits on one prompt, or on an image or audio of noise."""
     config = base.model.config
     has_decoder = config.is_encoder_decoder and not base.head
     if base.model.main_input_name in INPUTS:

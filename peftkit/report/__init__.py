@@ -1,1 +1,1 @@
-"""What a run did, to look at: one HTML file, a PNG, a table of runs."""
+"""Runs reported: one HTML file, and a table of runs."""

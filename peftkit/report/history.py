@@ -59,7 +59,7 @@ class RunFacts(BaseModel):
 
 @dataclass(slots=True)
 class History:
-    """A run, as far as its files tell.
+    """A run, as recorded in its files.
 
     Attributes:
         name: What the report calls the run.

@@ -11,7 +11,7 @@ from shlex import quote
 
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, ignore
-from peftkit.formats.serving import check_serving, largest_rank, vllm_serve
+from peftkit.formats.serving import check_serving, served_rank, vllm_serve
 from peftkit.inference.bank import AdapterBank, open_bank
 
 BACKLOG = 128
@@ -126,7 +126,7 @@ def vllm_command(bank: AdapterBank) -> str | None:
         except AdapterError:
             continue
         taken.append(f"{name}={file.folder}")
-        rank = max(rank, largest_rank(file.fields))
+        rank = max(rank, served_rank(file.method))
     if not taken:
         return None
     return vllm_serve(quote(bank.base.hub_id or bank.base.name), rank, *taken)

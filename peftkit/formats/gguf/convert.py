@@ -1,4 +1,4 @@
-"""LoRA as GGUF, llama.cpp's format, both ways.
+"""LoRA as GGUF, llama.cpp's format, written and read.
 
 llama.cpp adds alpha / rank * B A with one alpha for all layers. Its names differ from
 transformers' ("blk.0.attn_q.weight"), and in models like Llama it permutes the rows of q and k, so

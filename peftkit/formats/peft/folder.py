@@ -1,4 +1,4 @@
-"""Adapter folders in HF PEFT's format, both ways.
+"""Adapter folders in HF PEFT's format, written and read.
 
 A folder holds adapter_config.json, adapter_model.safetensors, and, from peftkit, peftkit.json:
 what PEFT's config cannot hold (the user's method, the base's fingerprint, the prompt style).
@@ -25,7 +25,7 @@ from peftkit.errors import AdapterError, TargetError
 from peftkit.files.disk import write_json
 from peftkit.files.tensors import write_tensors
 from peftkit.formats.folders import CONFIG, NOTES, TENSORS
-from peftkit.formats.guard import CONVERT, check_safetensors, read_json, read_tensors
+from peftkit.formats.guard import check_safetensors, instead_of_pickle, read_json, read_tensors
 from peftkit.formats.peft.notes import OLDEST_FIELDS, Provenance, read_notes, write_notes
 from peftkit.formats.peft.targets import (
     check_targets,
@@ -309,10 +309,7 @@ def _existing(folder: Path, name: str) -> Path:
     fix = "Give the folder that a run wrote, or one saved by PEFT."
     pickles = [f for f in files if f.endswith((".bin", ".pt", ".pth"))]
     if name == TENSORS and pickles:
-        fix = (
-            "A pickle can run code when it is read; ask for the adapter as safetensors. This line, "
-            f"run in the folder, reads tensors and nothing else:\n{CONVERT.format(pickles[0])}"
-        )
+        fix = instead_of_pickle(pickles[0])
     raise AdapterError(
         f"{folder} holds no {name}",
         found=("there is " + ", ".join(files)) if files else "no such folder, or an empty one",
@@ -335,7 +332,7 @@ class AdapterFolder:
     start: Mapping[str, Tensor] | None = None
 
     def save(self, folder: Path) -> None:
-        """Write the adapter's files; then tokenizer and start, where there are any."""
+        """Write the adapter's files, the tokenizer with its new tokens, and the start."""
         save_adapter(self.adapter, folder, self.provenance)
         if self.base is not None:
             from peftkit.base.new_tokens import save_tokenizer
