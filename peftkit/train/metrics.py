@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,8 @@ def lines_of(event: Event) -> tuple[str, list[dict[str, Any]]]:
         return ANSWERS, [{"step": event.step, **_plain(asdict(one))} for one in event.answers]
     if not isinstance(event, RECORDED):
         return FILE, []
-    fields = {"event": type(event).__name__, "time": round(time.time(), 3)}
-    return FILE, [{**fields, **_plain(asdict(event))}]
+    head = {"event": type(event).__name__, "time": round(time.time(), 3)}
+    return FILE, [{**head, **_plain(asdict(event))}]
 
 
 class MetricsFiles:
@@ -95,6 +95,12 @@ class MetricsFiles:
             self._complain(f"{self.folder / name} is no longer written: {error}")
 
 
+_COLUMNS = sorted(
+    {field.name for field in fields(StepDone)} - {"step", "num_steps", "seconds_left", "figures"}
+)
+"""What trackers get of a step, besides the task's own figures."""
+
+
 class Trackers:
     """Passes figures on to trackers; one that raises is dropped with one Notice."""
 
@@ -104,8 +110,8 @@ class Trackers:
     def on_event(self, event: Event) -> None:
         """Log a step's or an eval's figures."""
         if isinstance(event, StepDone):
-            figures = {"loss", "learning_rate", "grad_norm", "epoch", "tokens_per_second"}
-            numbers = {name: getattr(event, name) for name in sorted(figures)} | dict(event.figures)
+            columns = {name: getattr(event, name) for name in _COLUMNS}
+            numbers = columns | dict(event.figures)
             values = {f"train/{name}": value for name, value in numbers.items()}
         elif isinstance(event, EvalDone):
             values = {f"eval/{name}": value for name, value in event.metrics.items()}

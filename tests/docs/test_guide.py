@@ -296,6 +296,16 @@ def test_files_and_names_that_a_page_mentions_exist(page: Path) -> None:
         assert re.search(rf"\b{name}\b", CODE), name
 
 
+def test_functions_that_a_picture_names_are_in_the_file_beside_them() -> None:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    pairs = re.findall(r"(?m)^[│├└─ ]*([\w/]+\.py) +([A-Za-z_.]+)", text)
+    assert len(pairs) > 40
+    for file, function in pairs:
+        path = ROOT / file if file.startswith("cli/") else ROOT / "peftkit" / file
+        name = function.rpartition(".")[2]
+        assert re.search(rf"(def|class) {name}\b", path.read_text(encoding="utf-8")), (file, name)
+
+
 def test_every_page_is_in_the_menu_of_the_site() -> None:
     menu = set(re.findall(r"(?m)^ +- .+: (\S+\.md)$", SITE.read_text(encoding="utf-8")))
     hooks = (ROOT / "docs" / "hooks.py").read_text(encoding="utf-8")

@@ -66,6 +66,7 @@ def test_trackers_get_the_figures_of_every_step_and_evaluation(
         losses = [values["train/loss"] for _, values in tracker.logged if "train/loss" in values]
         assert losses == run.losses
         assert [step for step, values in tracker.logged if "eval/loss" in values] == [3, 6, 9, 12]
+        assert {"train/num_tokens", "train/peak_bytes", "train/epoch"} <= set(tracker.logged[0][1])
         assert tracker.config["learning_rate"] == 0.02
         assert tracker.config["max_steps"] == "None", "TensorBoard refuses None itself"
         assert tracker.finished
