@@ -1,11 +1,11 @@
 """Conversations as text, and the exact spans of the assistant's turns in it.
 
-A turn is found by rendering prefixes of the conversation: `prompt` is what comes before the turn,
-with the generation prompt; `closed` is all up to its end. Where both are prefixes of the whole, the
-turn is whole[len(prompt):len(closed)]: what the model is to write after what it is given. Some
-templates write earlier turns otherwise than last ones (Qwen3 strips their thinking, Phi-3 ends a
-conversation with another token); then a sentinel in place of the turn's content shows what comes
-before and after it. A turn that neither finds is an error, never a guess.
+A turn is located by rendering prefixes of the conversation: `prompt` ends before the turn, with the
+generation prompt; `closed` ends after it. Where both are prefixes of the full text, the turn is
+text[len(prompt):len(closed)]. Some templates render earlier turns differently from the last one
+(Qwen3 strips their reasoning, Phi-3 ends a conversation with another token). Then a sentinel in
+place of the turn's content shows the text before and after it. A turn that neither method locates
+is an error, never a guess.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Rendered:
     Args:
         spans: The target turns, in order.
         as_generated: Whether the last turn begins where a generation prompt ends.
-        thoughts: Of target turns with reasoning, whether the template writes it.
+        thoughts: For each target turn with reasoning, whether the template renders it.
     """
 
     text: str
@@ -86,8 +86,8 @@ def choose_template(
     """Return the template of `data.chat_template`; None: the tokenizer's own, if it has one.
 
     Args:
-        variables: Set in the template's first lines, unless its caller gives others: so that
-            whoever has the template prompts as in training.
+        variables: Defaults that the template's first lines set, so that generation with this
+            template prompts as training did.
 
     Raises:
         DataError: It names a file that does not exist, or does not read one of the variables.
@@ -148,7 +148,7 @@ class Chat:
     Args:
         template: Used instead of the tokenizer's own.
         renderer: Its `apply_chat_template` is called instead of the tokenizer's.
-        trains_reasoning: Whether the reasoning before an answer is a target, too.
+        trains_reasoning: Whether the reasoning before an answer is a target too.
     """
 
     def __init__(
@@ -196,12 +196,12 @@ class Chat:
                 **(variables or {}),
             )
         except Exception as problem:  # a template is a program: it can raise anything
-            found = f"It says: {problem}"
+            reason = f"Its error: {problem}"
             if any("tool_calls" in message for message in messages):
-                found += "\nThe row holds tool calls; this template may not know them."
+                reason += "\nThe row has tool calls; this template may not support them."
             raise DataError(
-                f"The chat template cannot write {source}.",
-                found=found,
+                f"The chat template cannot render {source}.",
+                found=reason,
                 fix=f"Change the row, or the template. {_TEMPLATE_FIX}",
             ) from problem
         assert isinstance(text, str)
@@ -222,10 +222,10 @@ class Chat:
         """Render a conversation and find its target turns.
 
         Raises:
-            DataError: The template leaves a message out, or a turn cannot be found for certain.
+            DataError: The template omits a message, or a turn cannot be located with certainty.
         """
         whole = self.render(conversation.messages, conversation.tools, conversation.source)
-        self._check_nothing_is_left_out(conversation, whole)
+        self._check_complete(conversation, whole)
         spans: list[Span] = []
         thoughts: list[bool] = []
         as_generated = True
@@ -271,7 +271,7 @@ class Chat:
         if here and ended:
             end += here.end()
         if end <= start:
-            raise _not_found(conversation, turn, "the template writes nothing for it")
+            raise _not_found(conversation, turn, "the template renders nothing for it")
         return Span(start, end, ended), starts
 
     def _ended(self, whole: str, start: int, end: int) -> Span:
@@ -289,25 +289,25 @@ class Chat:
             raise _not_found(conversation, turn, "its content is not in the text exactly once")
         return before, rest[0]
 
-    def _check_nothing_is_left_out(self, conversation: Conversation, whole: str) -> None:
-        """Refuse templates that drop what they do not know: tools, calls, system messages."""
+    def _check_complete(self, conversation: Conversation, whole: str) -> None:
+        """Refuse templates that drop tools, tool calls or messages without an error."""
         if conversation.tools:
             self._check_tools(conversation, whole)
         for number, message in enumerate(conversation.messages):
-            # reasoning of earlier turns is left out on purpose by the templates that know it
+            # reasoning models' templates drop the reasoning of earlier turns on purpose
             answer = (message.get("content") or "").rpartition("</think>")[2].strip()
             if answer and answer not in whole and not self._writes(conversation, number):
                 role = message["role"]
                 raise DataError(
-                    f"The chat template leaves out a message of {conversation.source}.",
-                    found=f"The {role} turn (number {number} from 0) is not in the text it makes.",
+                    f"The chat template omits a message of {conversation.source}.",
+                    found=f"The {role} turn (number {number} from 0) is not in the rendered text.",
                     fix=_TEMPLATE_FIX,
                 )
             for call in message.get("tool_calls") or ():
                 self._check_call(conversation, number, call["function"], whole)
 
     def _writes(self, conversation: Conversation, number: int) -> bool:
-        """Return whether a message's content is written at all, escaped maybe."""
+        """Return whether a message's content is rendered, even if it is escaped."""
         messages = list(conversation.messages)
         messages[number] = {**messages[number], "content": SENTINEL}
         return SENTINEL in self.render(messages, conversation.tools, conversation.source)
@@ -319,7 +319,7 @@ class Chat:
             self._writes_tools = bare != whole
         if not self._writes_tools or any(name not in whole for name in names):
             raise DataError(
-                f"The chat template does not write the tools of {conversation.source}.",
+                f"The chat template does not render the tools of {conversation.source}.",
                 found=f"The row has the tools {', '.join(names)}; the text does not.",
                 fix=_TEMPLATE_FIX,
             )
@@ -336,7 +336,7 @@ class Chat:
             self._writes_calls = SENTINEL in marked
         if not self._writes_calls or function["name"] not in whole:
             raise DataError(
-                f"The chat template does not write the tool calls of {conversation.source}.",
+                f"The chat template does not render the tool calls of {conversation.source}.",
                 found=f"Turn {number} (from 0) calls {json.dumps(function['name'])}.",
                 fix=_TEMPLATE_FIX,
             )
@@ -354,7 +354,7 @@ def _after_thought(whole: str, span: Span, message: Message, thought: str) -> Sp
 
 def _not_found(conversation: Conversation, turn: int, why: str) -> DataError:
     return DataError(
-        f"Cannot tell which tokens of {conversation.source} the assistant writes.",
+        f"Cannot locate the assistant's tokens in {conversation.source}.",
         found=f"Turn {turn} (from 0): {why}.",
-        fix=f"The chat template writes it in a way of its own. {_TEMPLATE_FIX}",
+        fix=f"Use a template that renders each turn independently. {_TEMPLATE_FIX}",
     )

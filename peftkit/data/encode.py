@@ -1,8 +1,7 @@
 """Examples as tokens and labels; generation builds its prompts with the same code.
 
-A prompt's tokens are those of the prompt alone, and an answer's tokens continue them: what training
-reads before an answer is, token for token, what generation gives. Targets are the tokens that the
-loss counts.
+A prompt is tokenised alone and the answer's tokens continue it, so that the context of an answer
+has the same tokens in training and in generation. Targets are the tokens that the loss counts.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import DataError
 from peftkit.settings import FormatName
 
-# the prompts of Stanford Alpaca, for tokenizers that know no chat
+# the prompts of Stanford Alpaca, for tokenizers without a chat template
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately "
     "completes the request.\n\n### Instruction:\n{}\n\n### Response:\n"
@@ -50,12 +49,12 @@ STYLES: tuple[StyleName, ...] = get_args(StyleName)
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a model is prompted; saved with an adapter, so that generation does as training did.
+    """Prompt format of a model; saved with an adapter, so that generation prompts as training did.
 
     Args:
-        kind: chat: through a chat template; alpaca: in Alpaca's frame; plain: as it is.
+        kind: chat: by a chat template; alpaca: by Alpaca's prompts; plain: unchanged.
         chat_template: The template's text; None: the tokenizer's own.
-        reasoning: How training treated it; see `DataConfig.reasoning`.
+        reasoning: See `DataConfig.reasoning`.
     """
 
     kind: StyleName
@@ -64,7 +63,7 @@ class Style:
 
 
 def default_style(tokenizer: Any) -> Style:
-    """Return how to prompt a model when nothing says how it was trained."""
+    """Return the prompt format of a model whose training is unknown."""
     return Style("chat" if tokenizer.chat_template else "plain")
 
 
@@ -82,7 +81,7 @@ def prompt_ids(
         variables: For the chat template, in place of those of training.
 
     Raises:
-        DataError: The style or the template cannot write it.
+        DataError: The style or the template cannot render it.
     """
     if style.kind == "chat":
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -92,7 +91,7 @@ def prompt_ids(
         return tokens(tokenizer, text)
     if not isinstance(prompt, str):
         raise DataError(
-            "Cannot put a conversation to this model.",
+            "Cannot prompt this model with a conversation.",
             found=f"Its adapter was trained on single prompts (style '{style.kind}').",
             fix="Give one prompt as text.",
         )
@@ -117,10 +116,10 @@ class Encoder:
         reasoning: See `DataConfig.reasoning`.
 
     Attributes:
-        has_template: Whether conversations can be written.
-        counts: Over all examples. off_prompt: conversations whose last turn begins otherwise than
+        has_template: Whether conversations can be rendered.
+        counts: Over all examples. off_prompt: conversations whose last turn does not begin where
             the generation prompt ends. thoughts, unwritten: target turns whose reasoning the
-            template writes, or leaves out.
+            template renders, or omits.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class Encoder:
         self.counts = Counter[str]()
 
     def style(self, example: Example) -> Style:
-        """Return how generation has to prompt a model that trained on such an example.
+        """Return the prompt format of generation after training on such an example.
 
         Raises:
             DataError: A conversation, and a tokenizer without a chat template.
@@ -152,7 +151,7 @@ class Encoder:
         """Return an example's tokens, uncut; without targets where there is nothing to learn.
 
         Raises:
-            DataError: A template refuses it, or its targets cannot be found for certain.
+            DataError: A template refuses it, or its targets cannot be located with certainty.
         """
         if isinstance(example, Instruction) and self.has_template:
             example = example.conversation
@@ -189,7 +188,7 @@ class Encoder:
         if eos is None:
             raise DataError(
                 f"Cannot end {source}.",
-                found="The tokenizer has no end-of-sequence token: the model could not learn to "
+                found="The tokenizer has no end-of-sequence token: the model would not learn to "
                 "stop.",
                 fix="Set tokenizer.eos_token in the base's tokenizer_config.json.",
             )
@@ -212,12 +211,12 @@ class Encoder:
             ends: Whether the last span ends the document.
 
         Raises:
-            DataError: Its targets cannot be found for certain.
+            DataError: Its targets cannot be located with certainty.
         """
         text, spans = rendered.text, rendered.spans
         ids, is_target = self._joint(text, spans) or self._segmentwise(text, spans, source)
         if ends and spans and not spans[-1].ended:
-            # the template ends no turn with a token: eos has to end the answer
+            # the template has no end-of-turn token: eos has to end the answer
             longer = self._with_eos(ids, source)
             ids, is_target = longer, is_target + [True] * (len(longer) - len(ids))
         return row_of(ids, is_target, source)
@@ -289,7 +288,7 @@ class Encoder:
             if both[: len(lead)] == lead and self._text_of(before + ids) == text:
                 return ids
         raise DataError(
-            f"Cannot tell the tokens of the prompt and the answer of {source} apart.",
+            f"Cannot separate the tokens of the prompt and the answer of {source}.",
             found=f"The prompt ends in {head[-20:]!r}, the answer begins with {tail[:20]!r}; this "
             "tokenizer makes one token of both.",
             fix="Begin the answer with a space or a line break, or end the prompt with one.",
@@ -304,14 +303,14 @@ class Encoder:
 
 
 def require_template(tokenizer: Any, template: str | None) -> None:
-    """Refuse a conversation where no template can write it.
+    """Check that there is a chat template.
 
     Raises:
-        DataError: None is given, and the tokenizer, or processor, has none.
+        DataError: `template` is None, and the tokenizer, or processor, has none of its own.
     """
     if template is None and not tokenizer.chat_template:
         raise DataError(
-            "Cannot write a conversation for this base.",
+            "Cannot render a conversation for this base.",
             found=f"Its {type(tokenizer).__name__} has no chat template.",
             fix='Set data.chat_template to "chatml", or to a .jinja file.',
         )
@@ -324,7 +323,7 @@ def tokens(tokenizer: Any, text: str) -> list[int]:
 
 
 def with_bos(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a document's beginning: with bos where the tokenizer adds it."""
+    """Return the tokens of the beginning of a document, with bos where the tokenizer adds it."""
     ids = tokens(tokenizer, text)
     lead, _ = special_tokens_around(tokenizer, "a")
     return ids if ids[: len(lead)] == lead else lead + ids
@@ -363,7 +362,7 @@ class DocumentEncoder(RowEncoder):
     kind: ClassVar[type[Row]] = Row
     drops: Mapping[str, str] = {
         "nothing to learn": "give these rows an answer",
-        "the answer lies beyond the cut": "raise data.max_length",
+        "the answer is beyond the cut": "raise data.max_length",
     }
 
     def __init__(
@@ -406,10 +405,10 @@ class DocumentEncoder(RowEncoder):
 
 
 def agreed_style(first: Style | None, style: Style, where: str) -> Style:
-    """Return the style of rows, which is the same for all rows of a task.
+    """Check that rows have the style of all rows before; return it.
 
     Args:
-        first: Of the rows before, or of the adapter in hand; None: these are the first.
+        first: Of the rows before, or of the adapter; None: these are the first rows.
 
     Raises:
         DataError: These rows have another style.
@@ -417,8 +416,7 @@ def agreed_style(first: Style | None, style: Style, where: str) -> Style:
     if first is not None and first != style:
         raise DataError(
             f"Cannot use {where} here.",
-            found=f"Its rows are prompted in the style '{style.kind}', "
-            f"the others in the style '{first.kind}'.",
+            found=f"Its rows have the prompt style '{style.kind}', the others have '{first.kind}'.",
             fix="Give rows of one format, or set data.format and data.chat_template.",
         )
     return style

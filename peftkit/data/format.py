@@ -50,7 +50,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """A question, maybe with material, and its answer."""
+    """An instruction, optionally with input, and its output."""
 
     instruction: str
     input: str
@@ -59,12 +59,12 @@ class Instruction:
 
     @property
     def request(self) -> str:
-        """What the user says."""
+        """The user's message."""
         return f"{self.instruction}\n\n{self.input}" if self.input.strip() else self.instruction
 
     @property
     def conversation(self) -> Conversation:
-        """The same as two turns, for a model with a chat template."""
+        """The same as two turns, for a chat template."""
         turns = (
             {"role": "user", "content": self.request},
             {"role": "assistant", "content": self.output},
@@ -74,7 +74,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A text, and a text that continues it, without a template."""
+    """A prompt and its completion, without a template."""
 
     prompt: str
     completion: str
@@ -94,7 +94,7 @@ Example = Conversation | Instruction | Completion | Text
 
 @dataclass(frozen=True, slots=True)
 class ParsedRow:
-    """The examples of records; `unused` are the fields that none of them needed."""
+    """The examples of records; `unused` are the fields that no example used."""
 
     format: FormatName
     examples: tuple[Example, ...]
@@ -160,8 +160,8 @@ def parse(
     """Make an example of each record.
 
     Args:
-        name: The format; auto: that of the first record, which all others must have.
-        fields: Read as prompt and completion, whatever the format.
+        name: The format; auto: detected from the first record, and required of all others.
+        fields: Read as prompt and completion, in place of any format.
 
     Raises:
         DataError: With file, line and field of the first few rows that cannot be used.
@@ -182,9 +182,9 @@ def read_each(
     read: Callable[[Record], tuple[Read, Iterable[str]]],
     what: str,
     where: str,
-    fix: str = "Mend or remove these rows.",
+    fix: str = "Correct or remove these rows.",
 ) -> tuple[list[Read], tuple[str, ...]]:
-    """Parse each record; return the results, and the fields that none of them needed.
+    """Parse each record; return the results, and the fields that none of them used.
 
     Args:
         read: Returns a record's result, and the fields that it used.
@@ -229,7 +229,7 @@ def _parse_named(records: Sequence[Record], names: FieldNames, where: str) -> Pa
 
 
 def detect(fields: Mapping[str, Any]) -> FormatName | None:
-    """Return the format of a row's fields, the richest where there are several."""
+    """Return the format that a row's fields make, the richest one if several fit."""
     turns = first_of(fields, TURNS)
     if turns is not None:
         value = fields[turns]
@@ -328,7 +328,7 @@ def _completion(record: Record) -> tuple[Example, set[str]]:
         messages, targets = completion_messages(fields, prompt, answer)
         return conversation_of(record, messages, targets), {*used, "system"}
     if fields.get("tools"):
-        raise WrongField("tools", "tools need messages; a plain prompt says for itself what it can")
+        raise WrongField("tools", "tools need messages; a plain prompt has no place for them")
     return Completion(text_of(fields, prompt), text_of(fields, answer), record.source), used
 
 
@@ -348,7 +348,7 @@ _BUILDERS: dict[FormatName, Callable[[Record], tuple[Example, set[str]]]] = {
 
 def _unknown_fields(record: Record, where: str) -> DataError:
     return DataError(
-        f"Cannot tell the format of {where}.",
+        f"Cannot detect the format of {where}.",
         found=f"{record.source} has the fields: {', '.join(record.fields) or 'none'}.",
         fix="Accepted: messages; conversations; instruction + output (input); question + answer; "
         f"prompt + completion; text.\nOr name it: data.format = {' | '.join(get_args(FormatName))}",
@@ -356,9 +356,9 @@ def _unknown_fields(record: Record, where: str) -> DataError:
 
 
 def bad_rows(problems: Sequence[str], total: int, name: str, where: str, fix: str) -> DataError:
-    """Return the error that names the first few rows that cannot be used, and their number.
+    """Return the error that counts the unusable rows and names the first few.
 
-    Where there are more, all are listed in a file next to the encoded rows.
+    If there are more, all are listed in a file in the cache of encoded rows.
     """
     listed = first_few(problems, MAX_SHOWN)
     if len(problems) > MAX_SHOWN:
@@ -376,7 +376,7 @@ def bad_rows(problems: Sequence[str], total: int, name: str, where: str, fix: st
 
 Message = Mapping[str, Any]
 MAX_CHARACTERS = 10_000_000
-"""Of one text: a tokenizer takes about a second for each million."""
+"""Limit of one text: a tokenizer takes about a second per million."""
 
 _ROLES = {
     "system": "system",
@@ -406,11 +406,11 @@ _BEFORE: dict[str, tuple[str | None, ...]] = {
 
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
+_THINK_TAG = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
 class WrongField(Exception):
-    """A field of a row is not what it must be; `field` is its path, such as "messages[2].role"."""
+    """A field of a row is invalid; `field` is its path, such as "messages[2].role"."""
 
     def __init__(self, field: str, words: str) -> None:
         super().__init__(f"{field}: {words}" if field else words)
@@ -560,13 +560,13 @@ def _reasoning(turn: Mapping[str, Any], role: str, text_key: str, path: str) -> 
             name = next((name for name in (*_REASONING, "text") if part.get(name)), "text")
             texts.append(text_of(part, name, f"{path}.{text_key}"))
     if texts and role != "assistant":
-        raise WrongField(path, f"only the assistant thinks, found reasoning on {role}")
+        raise WrongField(path, f"only the assistant may have reasoning, found it on {role}")
     return "\n".join(texts)
 
 
 def reasoning_of(message: Message) -> str:
     """Return the reasoning of a message: its field, or the <think> that it begins with."""
-    inline = _THOUGHT.match(message.get("content") or "")
+    inline = _THINK_TAG.match(message.get("content") or "")
     return str(message.get("reasoning_content") or (inline[1] if inline else "")).strip()
 
 
@@ -574,7 +574,7 @@ def without_reasoning(message: Message) -> Message:
     """Return a message without its reasoning."""
     bare = {key: value for key, value in message.items() if key != "reasoning_content"}
     if message["role"] == "assistant" and bare.get("content"):
-        bare["content"] = _THOUGHT.sub("", bare["content"])
+        bare["content"] = _THINK_TAG.sub("", bare["content"])
     return bare
 
 
@@ -599,14 +599,14 @@ def _content(turn: Mapping[str, Any], key: str, path: str) -> str:
         if part.get("type") in _REASONING:
             continue
         if part.get("type") != "text":
-            raise WrongField(where, f"only text can be learnt, found {part.get('type')!r}")
+            raise WrongField(where, f"only text can be trained on, found {part.get('type')!r}")
         parts.append(text_of(part, "text", f"{where}.text"))
     return "".join(parts)
 
 
 def _calls(value: Any, role: str, path: str) -> list[Mapping[str, Any]]:
     if role != "assistant":
-        raise WrongField(path, f"only the assistant calls tools, found them on {role}")
+        raise WrongField(path, f"only the assistant may call tools, found calls on {role}")
     if not isinstance(value, list):
         raise WrongField(path, f"expected a list, found {kind_of(value)}")
     calls: list[Mapping[str, Any]] = []
@@ -635,7 +635,7 @@ def _check_order(messages: list[Message], field: str) -> None:
     for number, message in enumerate(messages):
         role = message["role"]
         if before not in _BEFORE[role]:
-            place = "stands first" if before is None else f"follows {before}"
+            place = "comes first" if before is None else f"follows {before}"
             raise WrongField(f"{field}[{number}].role", f"wrong order: {role} {place}")
         if role == "tool" and before == "assistant" and "tool_calls" not in messages[number - 1]:
             raise WrongField(f"{field}[{number}].role", "wrong order: tool follows no tool call")
@@ -650,6 +650,6 @@ def _parse_json(text: str, path: str) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """Return what a JSON value is, in words."""
+    """Return the type of a JSON value, in words."""
     names = {type(None): "null", list: "a list", dict: "an object", str: "text", bool: "a boolean"}
     return names.get(type(value), f"a number ({value!r})")

@@ -1,8 +1,8 @@
 """Records of files and data sets, each with its file and line.
 
-Text files (JSON Lines, a JSON array, CSV) are read strictly, because a row that is half read is
-worse than one that is refused: UTF-8 only, no duplicate keys, no NaN, no ragged CSV. Other files
-are named for what they are.
+Text files (JSON Lines, a JSON array, CSV) are read strictly, since a misread row is worse than a
+refused one: UTF-8 only, no duplicate keys, no NaN, no ragged CSV. Errors on other files name their
+actual type.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Part = Callable[[], list[Record]]
 def parts(where: str) -> Iterator[Part]:
     """Yield functions that read a file, a folder or a data set, some rows each, in their order.
 
-    A part of a JSON Lines file is read when it is called, all others are read already.
+    A part of a JSON Lines file is read when it is called; parts of other files are read already.
 
     Raises:
         DataError: It cannot be found or read.
@@ -96,7 +96,7 @@ def is_read_by_lines(path: Path) -> bool:
 
 
 def stamp_of(where: str) -> object | None:
-    """Return a value that changes with a data set; None if it is none, or is not in files.
+    """Return a value that changes with a data set; None: no data set, or not stored in files.
 
     Raises:
         DataError: It cannot be found.
@@ -113,7 +113,7 @@ _DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?(:[^:]+){0,2}")
 
 
 def _is_data_set(where: str) -> bool:
-    """Return whether a name that is no file can only be that of a data set."""
+    """Return whether a name, which is no file's, can only be a data set's."""
     place = where.partition(":")[0]
     if Path(place).is_dir():
         return True
@@ -143,10 +143,10 @@ def _missing(where: str, path: Path) -> DataError:
 
 def _unknown_suffix(path: Path) -> DataError:
     with open(path, "rb") as file:
-        what = named_for_what_it_is(file.read(64))
+        what = identify_by_signature(file.read(64))
     return DataError(
         f"Cannot read {path}.",
-        found=what[0] if what else f"The ending '{path.suffix}' says nothing about its format.",
+        found=what[0] if what else f"The ending '{path.suffix}' is not one of a known format.",
         fix=what[1] if what else f"Endings that can be read: {', '.join(_READERS)}.",
     )
 
@@ -172,8 +172,8 @@ _SIGNATURES = (
 )
 
 
-def named_for_what_it_is(head: bytes) -> tuple[str, str] | None:
-    """Return (found, fix) for the first bytes of a file that holds no rows of text."""
+def identify_by_signature(head: bytes) -> tuple[str, str] | None:
+    """Return (found, fix) for the first bytes of a file without rows of text; None: it may be."""
     if not head.strip():
         return "It is empty.", "Give a file with at least one row."
     for signature, found, fix in _SIGNATURES:
@@ -223,7 +223,7 @@ def line_parts(path: Path) -> Iterator[tuple[int, int, int]]:
             rest = b"" if chunk.endswith(b"\n") else file.readline()
             stop = start + len(chunk) + len(rest)
             yield start, stop, line
-            if not chunk:  # an empty file: whoever reads it says so
+            if not chunk:  # an empty file, for which the reader raises
                 break
             line += chunk.count(b"\n") + rest.count(b"\n")
             start = stop
@@ -249,7 +249,7 @@ def read_json(path: Path) -> Iterator[tuple[int, Fields]]:
 def read_csv(path: Path) -> Iterator[tuple[int, Fields]]:
     """Yield (line, cells by column) of a CSV file with a header row; every cell is text.
 
-    Where the header is one cell for commas, semicolons or tabs in it are what separates cells.
+    If the header has no comma, a semicolon or tab in it separates cells.
     """
     with open(path, "rb") as file:
         _check_text(path, file.read(4096))
@@ -265,7 +265,7 @@ def read_csv(path: Path) -> Iterator[tuple[int, Fields]]:
                 raise DataError(
                     f"Cannot read {path}:{line}.",
                     found=f"The row has {len(cells)} cells, the header {len(header)}.",
-                    fix="Put cells that hold line breaks or what separates cells in double quotes.",
+                    fix="Put cells with line breaks or separators in double quotes.",
                 )
             if cells:
                 yield line, dict(zip(header, cells, strict=True))
@@ -287,7 +287,7 @@ def _delimiter(path: Path) -> str:
 
 
 def _csv_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a text file, however they end."""
+    """Yield the lines of a text file, with any line ending."""
     with open(path, encoding="utf-8-sig", newline="") as file:
         try:
             for line in file:
@@ -295,7 +295,7 @@ def _csv_lines(path: Path) -> Iterator[str]:
                     raise UnicodeError
                 yield line
         except UnicodeError:
-            _decoded(path, path.read_bytes(), 1)  # says where
+            _decoded(path, path.read_bytes(), 1)  # raises, with line and column
             raise
 
 
@@ -307,7 +307,7 @@ def _check_header(path: Path, header: list[str]) -> None:
 
 
 def _check_text(path: Path, head: bytes) -> None:
-    what = named_for_what_it_is(head)
+    what = identify_by_signature(head)
     if what is None and head.startswith((b"\xff\xfe", b"\xfe\xff")):
         what = "It is UTF-16, not UTF-8.", _TO_UTF8.format("UTF-16", path, path.suffix)
     if what is not None:
@@ -321,7 +321,7 @@ def _decoded(path: Path, raw: bytes, line: int) -> str:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as problem:
-        where = _place(raw[: problem.start].decode("utf-8"), line)
+        where = _position(raw[: problem.start].decode("utf-8"), line)
         raise DataError(
             f"Cannot read {path}:{where}.",
             found=f"The byte 0x{raw[problem.start]:02x} is not UTF-8; the file is probably Latin-1 "
@@ -329,14 +329,14 @@ def _decoded(path: Path, raw: bytes, line: int) -> str:
             fix=_TO_UTF8.format("WINDOWS-1252", path, path.suffix),
         ) from None
     if "\0" in text:
-        where = _place(text[: text.index("\0")], line)
+        where = _position(text[: text.index("\0")], line)
         fix = "The file is damaged, or binary: write it again as UTF-8 text."
         raise DataError(f"Cannot read {path}:{where}.", found="There is a NUL byte.", fix=fix)
     return text
 
 
-def _place(before: str, line: int) -> str:
-    """Return "line:column" of what follows `before`, whose first line has the number `line`."""
+def _position(before: str, line: int) -> str:
+    """Return "line:column" of the end of `before`, whose first line has the number `line`."""
     return f"{line + before.count(chr(10))}:{len(before) - before.rfind(chr(10))}"
 
 
@@ -361,7 +361,7 @@ def _decode(text: str, at: int, where: str, *, skip_lines: bool = False) -> tupl
             f"Cannot read {where}:{place} as JSON.", found=f"{problem.msg}.", fix=fix
         ) from None
     except AmbiguousJsonError as problem:
-        place = f"{where}:{_place(text[:at], 1)}" if skip_lines else where
+        place = f"{where}:{_position(text[:at], 1)}" if skip_lines else where
         raise DataError(f"Cannot use {place}.", found=str(problem)) from None
     except RecursionError:
         raise DataError(f"Cannot read {where}.", found="It is nested too deep.") from None
@@ -390,7 +390,7 @@ def read_parquet(path: Path) -> Iterator[tuple[int, Fields]]:
     with open(path, "rb") as file:
         head = file.read(64)
     if not head.startswith(b"PAR1"):
-        words, fix = named_for_what_it_is(head) or ("It does not begin as Parquet does.", "")
+        words, fix = identify_by_signature(head) or ("It does not begin as Parquet does.", "")
         raise DataError(f"Cannot read {path} as Parquet.", found=words, fix=fix)
     try:
         # streaming: the file is read in place, not copied into a cache
@@ -433,7 +433,7 @@ def _no_data_set(where: str, problem: Exception) -> DataError:
         return DataError(
             f"Cannot load the data set '{where}'.",
             found=_first_lines(problem),
-            fix="Mend the folder's files, or name one of them, which tells the line.",
+            fix="Correct the folder's files, or give one of them: its errors name the line.",
         )
     return DataError(
         f"Cannot load the data set '{where}'.",
@@ -452,10 +452,10 @@ def _rows(rows: Any) -> Iterator[tuple[int, Fields]]:
             # decoded later, where an error can name the row
             rows = rows.cast_column(name, type(feature)(decode=False))
     for number, row in enumerate(rows, start=1):
-        yield number, _named(_without_filling(row), features)
+        yield number, _with_class_names(_without_nested_nulls(row), features)
 
 
-def _without_filling(row: Fields) -> Fields:
+def _without_nested_nulls(row: Fields) -> Fields:
     """Drop nulls inside nested fields: Arrow gives each struct the union of all rows' keys."""
 
     def cleaned(value: Any) -> Any:
@@ -466,7 +466,7 @@ def _without_filling(row: Fields) -> Fields:
     return {key: cleaned(value) for key, value in row.items()}
 
 
-def _named(row: Fields, features: Mapping[str, Any]) -> Fields:
+def _with_class_names(row: Fields, features: Mapping[str, Any]) -> Fields:
     """Replace class numbers by their names; a number out of range stays."""
 
     def name(value: Any, feature: Any) -> Any:

@@ -188,7 +188,7 @@ class Media:
                     raise self._too_long(num_bytes)
                 stored = self.data.read_bytes()
             except OSError as problem:
-                raise self.error(str(problem), "Mend or remove it.") from None
+                raise self.error(str(problem), "Replace or remove it.") from None
         elif isinstance(self.data, str):
             if len(self.data) > MAX_BYTES * 4 // 3:
                 raise self._too_long(len(self.data) * 3 // 4)
@@ -326,7 +326,7 @@ class Picture(Media):
         except Image.DecompressionBombError:
             raise self.error(*_TOO_MANY) from None
         except Exception as problem:  # a damaged image can raise anything
-            raise self.error(_short(problem), "Mend or remove it.") from problem
+            raise self.error(_short(problem), "Replace or remove it.") from problem
         size = scaled_size(image.width, image.height, max_pixels)
         return image if size is None else image.resize(size, Image.Resampling.BICUBIC)
 
@@ -464,7 +464,7 @@ class Audio(Media):
             words = f"Cannot use {self.which} of {self.source}."
             raise SilentAudio(words, found="It is empty or silent.", fix="Remove it.")
         if not loudest < float("inf"):  # NaN too
-            raise self.error("It holds values that are no numbers.", "Mend or remove it.")
+            raise self.error("It holds values that are no numbers.", "Replace or remove it.")
         mixed = samples.mean(axis=1)
         return mixed if file_rate == rate else soxr.resample(mixed, file_rate, rate)
 
@@ -580,14 +580,14 @@ class Video(Media):
                 seconds = (times[-1] - times[0]) * float(stream.time_base or 0) or 1.0
                 if len(frames) < len(places):
                     words = f"It breaks off: {len(frames)} of {len(places)} frames are there."
-                    raise self.error(words, "Mend or remove it.")
+                    raise self.error(words, "Replace or remove it.")
                 fps = max(len(times) - 1, 1) / seconds
         except DataError:
             raise
         except Exception as problem:  # a damaged video can raise anything
             words = getattr(problem, "strerror", None) or str(problem) or type(problem).__name__
             text = words.splitlines()[0][:200]
-            raise self.error(f"It does not decode: {text}", "Mend or remove it.") from problem
+            raise self.error(f"It does not decode: {text}", "Replace or remove it.") from problem
         if len({frame.shape for frame in frames}) > 1:
             raise self.error("Its frames have several sizes.", "Cut it into pieces.")
         stacked = torch.stack(frames).permute(0, 3, 1, 2).contiguous()
@@ -655,5 +655,5 @@ def _pixels(frame: Any, max_pixels: int | None) -> Any:
 KINDS: tuple[type[Media], ...] = (Picture, Audio, Video)
 """All kinds of media."""
 MARKS = {kind.mark: kind for kind in KINDS}
-"""What stands for a medium in the texts of an example."""
+"""Marks of media in the texts of an example."""
 ANY_MARK = re.compile(f"([{''.join(MARKS)}])")

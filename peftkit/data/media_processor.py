@@ -38,7 +38,7 @@ def unsuited(name: str, kind: type[Media], found: str) -> BaseError:
 
 
 class MediaProcessor:
-    """A processor, and what probing it tells.
+    """A multimodal processor and its properties, found by probing it with blank media.
 
     Args:
         settings: The model's config.
@@ -111,7 +111,7 @@ class MediaProcessor:
                 self.is_nested = True
 
         def lengths(name: str) -> list[int]:
-            return [made[name].shape[1] if made[name].ndim > 1 else 0 for made in (short, long)]
+            return [each[name].shape[1] if each[name].ndim > 1 else 0 for each in (short, long)]
 
         return {name for name in short if lengths(name) == lengths("input_ids")}
 
@@ -160,7 +160,7 @@ class MediaProcessor:
         except Exception as problem:  # processors raise errors of any kind
             raise DataError(
                 f"The processor of the base cannot take {source}.",
-                found=f"It says: {str(problem) or type(problem).__name__}",
+                found=f"Its error: {str(problem) or type(problem).__name__}",
                 fix="Change the row or its media.",
             ) from problem
 
@@ -183,10 +183,10 @@ class MediaProcessor:
         marks = [] if text is None else self.any_mark.findall(text)
         if text is not None and marks != [self.marks[type(one)] for one in media]:
             raise DataError(
-                f"Cannot tell where the media of {source} stand.",
+                f"Cannot locate the media of {source} in its text.",
                 found=f"It has {len(media)} of them, and its text has {len(marks)} of the "
                 f"processor's marks {' '.join(self.marks.values())}.",
-                fix="Take the marks out of the row's texts, or mend the chat template.",
+                fix="Take the marks out of the row's texts, or change the chat template.",
             )
 
     def read(self, media: Sequence[Media]) -> list[tuple[type[Media], Any]]:
@@ -231,14 +231,14 @@ class MediaProcessor:
 
 
 def _why_not(processor: Any, settings: Any, kind: type[Media]) -> str:
-    """Return why a model takes no media of a kind, as far as processor and config say."""
+    """Return why processor or config rule out media of a kind; "" if they do not."""
     reader = next((getattr(processor, n) for n in kind.readers if hasattr(processor, n)), None)
     if media_id(settings, kind) is None or reader is None:
         return f"It has no token for {kind.kind}s." if reader else f"It reads no {kind.kind}s."
     if getattr(settings, f"{kind.name}_config", kind) is None:
         return f"It has no tower for {kind.kind}s."
     if not getattr(processor, f"{kind.name}_token", None):
-        return f"It does not say which text stands for one ({kind.name}_token)."
+        return f"It does not define its placeholder text ({kind.name}_token)."
     try:
         kind.require()
     except DataError as problem:

@@ -1,18 +1,18 @@
 """Conversations with images, audio and video: parsing, tokens, and batches of a processor's inputs.
 
-| an image, likewise audio or video     | where it is                                            |
-| {"type": "image", "image": ...}       | there, in a message's content (also url, path, data)   |
-| {"type": "image"}                     | there; it is the next one of the row's `images`        |
-| the mark <image> in a text (LLaVA)    | there; likewise                                        |
+| how a row names an image (or audio, video) | its position and source                           |
+| {"type": "image", "image": ...}       | this part of a message's content (also url, path, data) |
+| {"type": "image"}                     | this part; the next one of the row's `images`          |
+| the mark <image> in a text (LLaVA)    | the mark; the next one of the row's `images`           |
 | in `image` or `images`, without marks | at the beginning of the first question                 |
 
 `Media` names the types, fields and keys of each kind; <audio> and <video> are marks only if the row
 has a field of them. Without its media, a row has one of the formats of format.py.
 
-Nothing is known of any model here: its processor says which text it writes for a medium, which
-inputs are aligned with the tokens, and whether images are nested (media_processor.py). Its tokens
-replace the mark in the rendered text, and the target spans move with them, so that labels are
-exact. What it makes of a batch must have the tokens of the rows: nothing may be cut or moved.
+There is no table of models: the processor determines the text of a medium, which inputs are
+aligned with the tokens, and whether images are nested (media_processor.py). Its tokens replace the
+mark in the rendered text, and the target spans shift with them, so that labels are exact. The
+processor must make the same tokens of a batch as of its rows: nothing may be cut or moved.
 
 Shapes: B rows, T tokens of the longest row, rounded up.
 """
@@ -68,7 +68,7 @@ from peftkit.settings import FormatName
 
 @dataclass(frozen=True, slots=True)
 class MediaRow(Row):
-    """A row of tokens, and what the processor makes its other inputs of.
+    """A row of tokens, and the processor's sources of its other inputs.
 
     Args:
         text: As the processor takes it, with a mark of its own for each medium.
@@ -131,7 +131,7 @@ class MediaRow(Row):
 
 _FIELDS = {name for kind in KINDS for name in kind.fields}
 _SOURCES = ("url", "path", "base64", "data")
-"""Keys of a part that may hold its medium, beside the names of its types."""
+"""Keys of a part that may hold its medium, besides the names of its types."""
 _TEXTS = ("text", "input_text", "output_text")
 _LISTS = (*TURNS, "prompt", "completion")
 """Fields that may be lists of messages."""
@@ -261,7 +261,7 @@ class _Row:
 
     def _marked(self, text: str, path: str) -> str:
         if mark := ANY_MARK.search(text):
-            raise WrongField(path, f"it holds {mark[1]!a}, which stands for a medium here")
+            raise WrongField(path, f"it holds {mark[1]!a}, reserved as the mark of a medium")
         return "".join(
             self._next(self._shown[segment], path) if segment in self._shown else segment
             for segment in self._any_shown.split(text)
@@ -452,7 +452,7 @@ class MediaEncoder(RowEncoder):
         if style.kind == "plain":
             if not isinstance(prompt, str):
                 raise DataError(
-                    "Cannot put a conversation to this model.",
+                    "Cannot prompt this model with a conversation.",
                     found="Its adapter was trained on single prompts.",
                     fix="Give one prompt as text.",
                 )
@@ -568,7 +568,7 @@ class MediaEncoder(RowEncoder):
         number = sum(token in processor.media_ids for token in row.input_ids)
         if sum(tokens) != number or processor.media_ids.intersection(row.labels):
             raise DataError(
-                f"Cannot tell which tokens of {source} are those of its media.",
+                f"Cannot identify the tokens of the media of {source}.",
                 found=f"They are {sum(tokens)} tokens, and the row has {number} of that kind.",
                 fix=f"Take {' '.join(processor.marks.values())} out of its texts.",
             )
@@ -605,7 +605,7 @@ def _as_completion(example: Conversation) -> Completion:
     roles = [message["role"] for message in example.messages]
     if roles != ["user", "assistant"] or example.tools or example.target_turns != (1,):
         raise DataError(
-            f"Cannot write the conversation of {example.source} for this base.",
+            f"Cannot render the conversation of {example.source} for this base.",
             found="Its processor has no chat template; it takes one prompt and one answer.",
             fix="Give rows of one question and one answer, or set data.chat_template.",
         )
@@ -622,6 +622,6 @@ def _num_common(row: MediaRow, ids: list[int], media_ids: Collection[int]) -> in
         raise DataError(
             f"The processor makes other tokens of {row.source} than its text has.",
             found=f"They differ from token {common} on, before its last medium.",
-            fix="Take what looks like a special token out of the row, or mend the chat template.",
+            fix="Take what looks like a special token out of the row, or change the chat template.",
         )
     return common

@@ -21,9 +21,9 @@ from torch import Tensor
 
 IGNORE = -100
 RECENT_TOKENS = 1 << 19
-"""Tokens of rows that stay in memory as Python objects: those of the next steps."""
+"""Tokens of recently used rows that stay in memory as Python objects."""
 OBJECT_TOKENS = 64
-"""What a row object takes beside its tokens, in tokens."""
+"""Memory of a row object besides its tokens, in tokens."""
 MULTIPLE = 8
 """Rows are padded to a multiple of this: few shapes, good for matrix products."""
 Labels = Annotated[tuple[int, ...], "the input_ids of targets, elsewhere IGNORE"]
@@ -36,7 +36,7 @@ class Row:
     Args:
         input_ids: Tokens.
         labels: The same tokens where they are targets, IGNORE elsewhere; a document's first token
-            is never a target, since no token of its own comes before it.
+            is never a target, since its document has no token before it.
         lengths: Tokens of each document.
         source: "train.jsonl:7", or "train.jsonl:7,12,31" for several.
     """
@@ -87,7 +87,7 @@ def packing(lengths: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
     Returns:
         The numbers of all documents (n,), row by row; and how many each row has (rows,).
     """
-    # of all rows with some room the one with the least, the first of those
+    # best fit: the row with the least sufficient room, the first of those
     with_room: defaultdict[int, list[int]] = defaultdict(list)  # tokens left -> rows, a heap
     rooms = num_rows = 0  # bit n: a row has n tokens left
     row_of = torch.empty(len(lengths), dtype=torch.int64)
@@ -191,8 +191,8 @@ def labelled_segments(
     """Return a row's text in segments: targets with a name before them, others with ""."""
     pairs = zip(row.input_ids, row.labels, strict=True)
     return [
-        (name if is_target else "", text([token for token, _ in some]))
-        for is_target, some in groupby(pairs, key=lambda pair: pair[1] != IGNORE)
+        (name if is_target else "", text([token for token, _ in segment]))
+        for is_target, segment in groupby(pairs, key=lambda pair: pair[1] != IGNORE)
     ]
 
 
@@ -221,7 +221,7 @@ def num_tokens(row: Any) -> int:
 
 
 def tokens_of_each(rows: Sequence[Any]) -> Tensor:
-    """Return each row's length in tokens (rows,); lazy rows know it without being made."""
+    """Return each row's length in tokens (rows,); lazy rows have it stored."""
     tokens: Tensor | None = getattr(rows, "num_tokens", None)
     if tokens is not None:
         return tokens
@@ -378,9 +378,9 @@ def fingerprint_of(*contents: object) -> str:
 
 def fingerprint(rows: Iterable[Any]) -> str:
     """Return a hash of the rows' contents, without their `source`."""
-    known = getattr(rows, "fingerprint", None)  # of rows that are not in memory
-    if isinstance(known, str):
-        return known
+    stored = getattr(rows, "fingerprint", None)  # of rows that are not in memory
+    if isinstance(stored, str):
+        return stored
     digest = hashlib.sha256()
     for row in rows:
         _feed(digest, row)

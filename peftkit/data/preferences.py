@@ -144,7 +144,7 @@ def check_both_labels(where: str, wanted: int, unwanted: int) -> None:
     """
     if not wanted or not unwanted:
         raise DataError(
-            f"Cannot learn from {where}: all of its rows have one label.",
+            f"Cannot train on {where}: all of its rows have one label.",
             found=f"{LABEL} is {str(wanted > 0).lower()} in all {wanted + unwanted} rows.",
             fix="Give wanted (true) and unwanted (false) answers, or use the task causal_lm.",
         )
@@ -179,7 +179,7 @@ def _of_texts(record: Record) -> tuple[Pair, set[str]]:
     fields, source = record.fields, record.source
     for key in ("tools", "system"):
         if fields.get(key):
-            raise WrongField(key, f"{key} need messages; a plain prompt says all for itself")
+            raise WrongField(key, f"{key} need messages; a plain prompt has no place for them")
     chosen, rejected = (text_of(fields, side) for side in SIDES)
     if fields.get("prompt") is not None:
         prompt = text_of(fields, "prompt")

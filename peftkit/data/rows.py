@@ -1,13 +1,13 @@
-"""Encoded rows: made once of a file's records, stored as Arrow, mapped into memory.
+"""Encoded rows: encoded once from a file's records, stored as Arrow, mapped into memory.
 
     records (load) -> examples (format) -> rows (encode) -> Arrow columns -> StoredRows
         -> View, PackedRows, batches (pack)
 
 `encoded` returns the rows of a file. They are stored in the cache of Hugging Face datasets, in a
-folder named by a hash of all that they depend on: the bytes of the file, the tokenizer, the
-template, the settings, and the code that encodes. So a second start encodes nothing. The folder is
-renamed once it is complete; of several processes that need the same rows, one encodes and the
-others wait. Any number of rows fits: 8 to 24 bytes of each are in memory (docs/performance.md).
+folder named by a hash of everything they depend on: the bytes of the file, the tokenizer, the
+template, the settings, and the encoding code. So a second start encodes nothing. The folder is
+renamed once it is complete. If several processes need the same rows, one encodes and the others
+wait. Any number of rows fits: 8 to 24 bytes of each are in memory (docs/performance.md).
 
 Arrow is used directly. `datasets.map` with the same encoder is not faster (20,000 conversations:
 7.3 s against 7.1 s in one process, 4.4 s against 3.5 s in two) and takes five times the disk (76 MB
@@ -58,10 +58,10 @@ POOL_PARTS = 16
 """A file of at least so many parts is worth starting processes for."""
 MAX_PROCESSES = 16
 REREAD_BYTES = 256 << 20
-"""A larger file with wrong rows is not read again to count them all."""
+"""A larger file with invalid rows is not read again to count them all."""
 ENCODING_PACKAGES = ("transformers", "tokenizers")
 
-# ------------------------------------------------------------------- what a task defines
+# ------------------------------------------------------------------- defined by a task
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,9 @@ class EncodedRows:
 
     Attributes:
         rows: In the order of the records: rows, and `Dropped` for records that became none.
-        agreed: What all rows of a file must have in common, by name: their format.
+        agreed: Values that all rows of a file must share, by name: their format.
         counts: Added up over the file, by name.
-        unused: Fields that none of the records needed.
+        unused: Fields that none of the records used.
     """
 
     rows: list[Any]
@@ -106,7 +106,7 @@ class RowEncoder(ABC):
 
     @abstractmethod
     def key(self, where: str) -> object:
-        """Return all that rows depend on except the bytes of their file and the code."""
+        """Return everything that rows depend on, except the bytes of their file and the code."""
 
     @abstractmethod
     def read(self, records: Sequence[Record], where: str) -> Any:
@@ -125,12 +125,12 @@ class RowEncoder(ABC):
         return load.parts(where)
 
     def stamp(self, where: str) -> object | None:
-        """Return a value that changes with rows that are no file; None if nothing tells."""
+        """Return a value that changes with rows that are not a file; None: unknown."""
         return load.stamp_of(where)
 
 
 def tokenizer_key(tokenizer: Any) -> tuple[object, ...]:
-    """Return all that the tokens of a text depend on, for `RowEncoder.key`."""
+    """Return everything that the tokens of a text depend on, for `RowEncoder.key`."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     settings = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
     if backend is not None:
@@ -166,7 +166,7 @@ def encoded(
     """
     name, num_lines = _cache_name(where, encoder)
     try:
-        if name is None:  # nothing tells their content: mapped, and gone with the process
+        if name is None:  # content unknown: mapped, and deleted with the process
             return _encode(where, None, num_lines, encoder, on_event, processes)
         folder = cache_folder() / name
         if (rows := _cached(where, folder, encoder)) is not None:
@@ -179,7 +179,7 @@ def encoded(
             return _encode(where, folder, num_lines, encoder, on_event, processes)
     except OSError as problem:
         raise RunError(
-            f"cannot keep the encoded rows of {where}",
+            f"cannot store the encoded rows of {where}",
             found=f"{problem}; they go to {cache_folder()}.",
             fix="Make room there, or set HF_HOME to a folder on a larger disk.",
         ) from problem
@@ -192,7 +192,7 @@ def cache_folder() -> Path:
 
 
 def _cache_name(where: str, encoder: RowEncoder) -> tuple[str | None, int]:
-    """Return a hash of all that encoded rows depend on, None if unknown; and the file's lines.
+    """Return a hash of all that encoded rows depend on, None: unknown; and the number of lines.
 
     Raises:
         DataError: The file cannot be read.
@@ -425,17 +425,17 @@ def _work(part: Part) -> list[Block]:
 def _part_blocks(part: Part, where: str, encoder: RowEncoder) -> Iterator[Block]:
     records = part()
     for start in range(0, len(records), encoder.at_once):
-        some = records[start : start + encoder.at_once]
-        made_rows = encoder.rows(encoder.read(some, where))
-        unused = {*made_rows.unused}
+        chunk = records[start : start + encoder.at_once]
+        rows = encoder.rows(encoder.read(chunk, where))
+        unused = {*rows.unused}
         yield Block(
-            batch=columns_of(encoder.kind).batch(where, made_rows.rows),
-            num_read=len(some),
-            first=some[0].source,
-            last=some[-1].source,
-            fields={name: name not in unused for record in some for name in record.fields},
-            agreed=made_rows.agreed,
-            counts=made_rows.counts,
+            batch=columns_of(encoder.kind).batch(where, rows.rows),
+            num_read=len(chunk),
+            first=chunk[0].source,
+            last=chunk[-1].source,
+            fields={name: name not in unused for record in chunk for name in record.fields},
+            agreed=rows.agreed,
+            counts=rows.counts,
         )
 
 
@@ -641,12 +641,12 @@ class StoredRows(LazyRows):
 
         facts = json.loads((folder / FACTS).read_bytes())
         if (folder / ROWS).stat().st_size != facts["num_bytes"]:
-            raise ValueError("torn")
+            raise ValueError("truncated")
         with pa.memory_map(str(folder / ROWS)) as file:
             table = pa.ipc.open_stream(file).read_all()
         self.where, self._columns, self._table = where, columns_of(kind), table
         if len(table) != facts["num_rows"] or table.schema != self._columns.schema:
-            raise ValueError("of other columns")
+            raise ValueError("other columns")
         status = _numbers(table.column("status"))
         self._kept = (status == KEPT).nonzero().flatten()
         self._dropped = (status != KEPT).nonzero().flatten()

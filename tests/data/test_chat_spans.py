@@ -274,10 +274,10 @@ def test_tool_calls_are_learnt_and_tool_answers_are_not(
 
 
 def test_a_template_that_knows_no_tools_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(DataError, match=r"(?s)a.jsonl:7.*may not know them.*chatml"):
+    with pytest.raises(DataError, match=r"(?s)a.jsonl:7.*may not support them.*chatml"):
         encoded(tokenizer, TOOL_ROW)
     only_tools = {**TOOL_ROW, "conversations": [TOOL_ROW["conversations"][n] for n in (0, 3)]}
-    with pytest.raises(DataError, match=r"(?s)does not write the tools of a.jsonl:7.*find"):
+    with pytest.raises(DataError, match=r"(?s)does not render the tools of a.jsonl:7.*find"):
         encoded(tokenizer, only_tools)
 
 
@@ -286,7 +286,7 @@ def test_a_template_that_drops_tool_calls_without_a_word_is_refused(
 ) -> None:
     template = TEMPLATES["chatml"].replace("m.content", "(m.content or '')")
     own = with_template(tokenizer, template)
-    with pytest.raises(DataError, match=r"(?s)does not write the tool calls of a.jsonl:7.*find"):
+    with pytest.raises(DataError, match=r"(?s)does not render the tool calls of a.jsonl:7.*find"):
         encoded(own, {"conversations": TOOL_ROW["conversations"]})
 
 
@@ -296,7 +296,7 @@ def test_a_template_that_drops_a_message_is_refused(tokenizer: Any) -> None:
     )
     own = with_template(tokenizer, template.replace("'s'", "'system'"))
     row = {"messages": messages([("system", "be the fox"), *TURNS])}
-    with pytest.raises(DataError, match=r"(?s)leaves out a message of a.jsonl:7.*system turn"):
+    with pytest.raises(DataError, match=r"(?s)omits a message of a.jsonl:7.*system turn"):
         encoded(own, row)
 
 
@@ -308,7 +308,7 @@ def test_a_template_may_escape_what_is_said(tokenizer: Any) -> None:
 
 def test_a_templates_own_refusal_is_told_with_the_row(tokenizer: Any) -> None:
     own = with_template(tokenizer, "{{ raise_exception('System role not supported') }}")
-    with pytest.raises(DataError, match=r"(?s)cannot write a.jsonl:7.*System role not supported"):
+    with pytest.raises(DataError, match=r"(?s)cannot render a.jsonl:7.*System role not supported"):
         encoded(own, {"messages": messages(TURNS)})
 
 
@@ -320,7 +320,7 @@ def test_a_turn_that_cannot_be_found_for_certain_is_refused(
         "m.content", "m.content + m.content"
     )
     own = with_template(tokenizer, template)
-    with pytest.raises(DataError, match=r"Cannot tell which tokens of a\.jsonl:7"):
+    with pytest.raises(DataError, match=r"Cannot locate the assistant.s tokens in a\.jsonl:7"):
         encoded(own, {"messages": messages(TURNS)})
 
 

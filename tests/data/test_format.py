@@ -160,7 +160,8 @@ def test_what_was_thought_is_one_field_whatever_it_was_called() -> None:
         (example,) = parsed({"messages": [U, turn]}).examples
         assert isinstance(example, Conversation)
         assert example.messages[1] == thought
-    assert "only the assistant thinks" in refused({"messages": [{**U, "reasoning": "hm"}, A]})
+    words = refused({"messages": [{**U, "reasoning": "hm"}, A]})
+    assert "only the assistant may have reasoning" in words
 
 
 def test_alpaca_with_system_and_history_is_a_conversation() -> None:
@@ -180,7 +181,7 @@ def test_alpaca_with_system_and_history_is_a_conversation() -> None:
         ({"messages": [{"role": "user"}, A]}, "messages[0].content: missing"),
         ({"messages": [U, {**A, "content": None}]}, "messages[1].content: expected text, found nu"),
         ({"messages": [{**U, "role": "usr"}, A]}, "unknown role 'usr'. Did you mean 'user'?"),
-        ({"messages": [A, U]}, "messages[0].role: wrong order: assistant stands first"),
+        ({"messages": [A, U]}, "messages[0].role: wrong order: assistant comes first"),
         ({"messages": [U, U, A]}, "messages[1].role: wrong order: user follows user"),
         (
             {"messages": [U, A, {"role": "tool", "content": "3"}]},
@@ -188,9 +189,9 @@ def test_alpaca_with_system_and_history_is_a_conversation() -> None:
         ),
         (
             {"messages": [{**U, "content": [{"type": "image_url"}]}, A]},
-            "messages[0].content[0]: only text can be learnt, found 'image_url'",
+            "messages[0].content[0]: only text can be trained on, found 'image_url'",
         ),
-        ({"messages": [{**U, "tool_calls": [{}]}, A]}, "only the assistant calls tools"),
+        ({"messages": [{**U, "tool_calls": [{}]}, A]}, "only the assistant may call tools"),
         ({"messages": [U, {**A, "tool_calls": [{}]}]}, "messages[1].tool_calls[0].name: missing"),
         (
             {"messages": [U, {**A, "tool_calls": [{"name": "f", "arguments": "{x"}]}]},

@@ -226,6 +226,6 @@ def test_classes_that_a_data_set_numbers_come_by_their_names(tmp_path: Path) -> 
 
 def test_other_endings_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
-    assert "'.txt' says nothing about its format" in error_of(str(tmp_path / "a.txt"))
+    assert "'.txt' is not one of a known format" in error_of(str(tmp_path / "a.txt"))
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}"))
     assert "compressed with gzip" in error_of(str(tmp_path / "a.jsonl.gz"))

@@ -136,7 +136,7 @@ def test_bytes_of_a_data_set_are_images() -> None:
         ({"messages": said(("user", [{"type": "smell"}]), SEEN)}, "found 'smell'"),
         ({"messages": said(("user", "a"), SEEN), "image": 3}, "images?.0.*a value"),
         ({"messages": said(("user", "a"), SEEN), "image": "a", "images": ["b"]}, "leave one"),
-        ({"messages": said(("user", f"a {Picture.mark}"), SEEN)}, "stands for a medium"),
+        ({"messages": said(("user", f"a {Picture.mark}"), SEEN)}, "reserved as the mark"),
         (
             {"messages": said(("user", [{"type": "image", "image": "https://x.org/a.png"}]), SEEN)},
             "Cannot use image 1 of .*(.|\n)*nothing is fetched",

@@ -88,7 +88,7 @@ def test_prompts_without_a_template_are_told(
 def test_every_row_is_counted(tmp_path: Path, task: Build, events: list[Event]) -> None:
     rows = [said("the fox", "the dog")] * 17
     rows += [said("the fox", "a b c d e f " * 20)]  # line 18: cut
-    rows += [said("a b c d e f " * 20, "the dog")]  # line 19: the answer lies beyond the cut
+    rows += [said("a b c d e f " * 20, "the dog")]  # line 19: the answer is beyond the cut
     rows += [said("the fox", "")]  # line 20: nothing to learn
     where = write(tmp_path / "a.jsonl", *[row | {"id": 1} for row in rows])
     encoded = task(max_dropped=0.1).encode(where)
@@ -100,7 +100,7 @@ def test_every_row_is_counted(tmp_path: Path, task: Build, events: list[Event]) 
         "rows kept": "18",
         "cut at 64 tokens": "1",
         "dropped: nothing to learn": f"1 ({where}:20)",
-        "dropped: the answer lies beyond the cut": f"1 ({where}:19)",
+        "dropped: the answer is beyond the cut": f"1 ({where}:19)",
         "tokens": str(sum(len(row.input_ids) for row in encoded)),
         "tokens of a row: median, 95 %, longest": "15, 64, 64",
         "learnt tokens": str(sum(row.num_targets for row in encoded)),
@@ -120,7 +120,7 @@ def test_dropping_more_than_was_allowed_is_an_error_that_names_the_rows(
     message = str(caught.value)
     assert "2 of 10 rows have nothing to learn, more than data.max_dropped (19%)" in message
     assert f"Nothing to learn: 1 ({where}:9)" in message
-    assert f"The answer lies beyond the cut: 1 ({where}:10)" in message
+    assert f"The answer is beyond the cut: 1 ({where}:10)" in message
     assert "raise data.max_length" in message
     assert counts(events)["rows kept"] == "8"  # told before the error
     assert len(task(max_dropped=0.2).encode(where)) == 8
@@ -184,9 +184,9 @@ def test_the_style_is_that_of_the_rows(tmp_path: Path, task: Build) -> None:
         maker = task()
         maker.encode(where)
         assert maker.style == style
-    with pytest.raises(DataError, match=r"(?s)style 'chat'.*the others in the style 'plain'"):
+    with pytest.raises(DataError, match=r"(?s)style 'chat'.*the others have 'plain'"):
         maker.encode(chat)
-    with pytest.raises(DataError, match=r"(?s)style 'plain'.*the others in the style 'chat'"):
+    with pytest.raises(DataError, match=r"(?s)style 'plain'.*the others have 'chat'"):
         task(style=Style("chat")).encode(plain)
 
 
