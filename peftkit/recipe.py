@@ -38,6 +38,7 @@ class Recipe(Config):
     def _settings_go_together(self) -> Recipe:
         self.method.check_quantize(self.base.quantize)
         check_settings(self)
+        self._check_data()
         return self
 
     @property
@@ -46,8 +47,8 @@ class Recipe(Config):
         packs = self.data.packing and "packing" in self.task.data_fields
         return self.method.acts_on_input and packs
 
-    @model_validator(mode="after")
-    def _data_suits_the_task(self) -> Recipe:
+    def _check_data(self) -> None:
+        """Refuse settings of rows that the task does not read."""
         read = {"train", "eval", *self.task.data_fields}
         for name, field in DataConfig.model_fields.items():
             if name not in read and getattr(self.data, name) != field.default:
@@ -57,7 +58,6 @@ class Recipe(Config):
                     found=f"Tasks that use it: {', '.join(users)}.",
                     fix="Leave it out.",
                 )
-        return self
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -18,7 +18,15 @@ from torch import Tensor, nn
 
 from peftkit.data.encode import DocumentEncoder, Style
 from peftkit.data.format import FieldNames
-from peftkit.data.pack import IGNORE, LazyRows, PackedRows, Row, collate, labelled_segments
+from peftkit.data.pack import (
+    IGNORE,
+    LazyRows,
+    PackedRows,
+    Row,
+    collate,
+    labelled_segments,
+    padded,
+)
 from peftkit.errors import PeftkitError
 from peftkit.events import Listener, Notice, ignore
 from peftkit.execution.plan import ExecutionPlan
@@ -93,12 +101,13 @@ class TokenTask(Task):
             yield
 
     def num_positions(self, rows: Sequence[Any]) -> int:
-        padded = super().num_positions(rows)
+        as_padded = len(rows) * padded(*rows)
         if self._attention is None:
-            return padded
-        alone = super().num_positions
-        lengths = [n for row in rows for n in getattr(row, "lengths", (alone([row]),))]
-        return sum(lengths) if self._attention.takes_spans else min(padded, num_positions(lengths))
+            return as_padded
+        lengths = [n for row in rows for n in getattr(row, "lengths", (padded(row),))]
+        if self._attention.takes_spans:
+            return sum(lengths)
+        return min(as_padded, num_positions(lengths))
 
     def without_padding(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a padded batch in one row where that is faster."""

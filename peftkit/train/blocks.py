@@ -27,7 +27,6 @@ from peftkit.kernels.packed import recomputing
 from peftkit.kernels.tiled import tiled
 from peftkit.model.blocks import STREAMED, feed_forward_modules, recomputable_blocks
 from peftkit.model.places import FrozenWrapper
-from peftkit.train.offload import Offload
 
 BACKEND = "inductor"
 """Of torch.compile."""
@@ -231,7 +230,7 @@ class _Recompute:
         self._plan, self._device, self._stream = plan, device, stream
         self.offloads = False
         self.compiled_call: Callable[..., Any] | None = None
-        self._offload = Offload()
+        self._offload: Callable[..., Any] | None = None
         self._draws: dict[tuple[Any, bool], bool] = {}
 
     def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
@@ -258,6 +257,10 @@ class _Recompute:
         if draws and self._device.type == "mps":  # torch resets the CPU's and CUDA's alone
             forward = functools.partial(_Replayed(self._device), forward)
         if self.offloads:
+            if self._offload is None:
+                from peftkit.train.offload import Offload
+
+                self._offload = Offload()
             return self._offload(forward, *args, preserve_rng=draws)
         if self._plan.recomputing_keeps_unpacked:
             forward = recomputing()(forward)

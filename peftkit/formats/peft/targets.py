@@ -18,7 +18,6 @@ from peftkit.errors import AdapterError, first_few
 from peftkit.files.safe_regex import fullmatches
 from peftkit.files.strict_json import shown
 from peftkit.methods.base import AdapterModule, Method
-from peftkit.methods.modules_to_save import TokenRows, find_rows, named_modules
 from peftkit.methods.table import SHARED_FIELDS, format_of
 from peftkit.model.places import is_transposed
 from peftkit.model.targets import Site
@@ -56,20 +55,30 @@ def written_fields(adapter: Adapter) -> dict[str, Any]:
         rest |= _stacks(places)
         fields["target_parameters"] = shortest_endings(parameters, rest - parameters)
     fields |= form.fields(method, adapter.model, modules)
-    rows = {path: m for path, m in adapter.modules.items() if isinstance(m, TokenRows)}
-    if whole := set(named_modules(adapter.model, method.train_fully)):
-        fields["modules_to_save"] = _bare_endings(whole, others - whole)
-    if isinstance(method.token_rows, dict):
-        kept = {path: module.tokens.tolist() for path, module in rows.items() if module.owned}
-        fields["trainable_token_indices"] = kept
-    elif rows:  # of the input embedding, and of what is tied to it
-        fields["trainable_token_indices"] = list(method.token_rows)
+    if method.train_fully or method.token_rows:
+        fields |= _fields_of_copies(adapter, others)
     for name in PATTERNS if as_weights else ():
         if name in fields:
             fields[name] = {
                 f"{path}.weight" if path in as_weights else path: value
                 for path, value in fields[name].items()
             }
+    return fields
+
+
+def _fields_of_copies(adapter: Adapter, others: set[str]) -> dict[str, Any]:
+    """Return the fields of modules and rows of embeddings that are trained in full."""
+    from peftkit.methods.modules_to_save import TokenRows, named_modules
+
+    method, fields = adapter.method, dict[str, Any]()
+    rows = {path: m for path, m in adapter.modules.items() if isinstance(m, TokenRows)}
+    if whole := set(named_modules(adapter.model, method.train_fully)):
+        fields["modules_to_save"] = _bare_endings(whole, others - whole)
+    if isinstance(method.token_rows, dict):
+        own_rows = {path: module.tokens.tolist() for path, module in rows.items() if module.owned}
+        fields["trainable_token_indices"] = own_rows
+    elif rows:  # of the input embedding, and of what is tied to it
+        fields["trainable_token_indices"] = list(method.token_rows)
     return fields
 
 
@@ -249,7 +258,12 @@ def fit_to_model(
         TargetError: The method names a module that is not in this model.
     """
     full = _trained_fully(fields, tensors, model, folder)
-    others = [f"{path}." for path in (*full, *find_rows(model, method))]
+    rows: Iterable[str] = ()
+    if method.token_rows:
+        from peftkit.methods.modules_to_save import find_rows
+
+        rows = find_rows(model, method)
+    others = [f"{path}." for path in (*full, *rows)]
     rest = [name for name in tensors if not name.startswith(tuple(others))]
     places, shared = method.candidates(model), method.shared_names
     strange = sorted(name for name in rest if name not in shared and not _owner(name, places))
