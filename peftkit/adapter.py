@@ -305,9 +305,9 @@ def _check_apart(method: Method, sites: Collection[str], rows: Collection[str]) 
             found="all of its targets are in modules that are trained in full",
             fix="Leave these out of train_fully.",
         )
-    if both := [path for path in sites if path in rows]:
+    if overlap := [path for path in sites if path in rows]:
         raise TargetError(
-            f"{both[0]} cannot have both {method.type} and trained rows of tokens",
+            f"{overlap[0]} cannot have both {method.type} and trained rows of tokens",
             fix="Leave it out of the targets, or leave token_rows out.",
         )
 

@@ -79,7 +79,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype == dtype:
         return mask
     # not infinite: a row of padding may see nothing at all, within a window
-    least = torch.finfo(dtype).min
+    lowest = torch.finfo(dtype).min
     if mask.dtype != torch.bool:
-        return mask.clamp(min=least).to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, least)
+        return mask.clamp(min=lowest).to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, lowest)

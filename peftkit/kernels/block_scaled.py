@@ -58,7 +58,7 @@ def unpack_blocks(
     if values is None:
         if rows > 1:
             scale = scale.repeat_interleave(rows, -2)[..., : shape[-2], :]
-        values = _in_pieces(packed, scale, zero, kind, shape, block, dtype)
+        values = _in_tiles(packed, scale, zero, kind, shape, block, dtype)
     if places is not None:
         values = values.index_select(-1, places)
     return values.mT if transposed else values
@@ -80,7 +80,7 @@ def exponents(scale: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(power, dtype=torch.float32), power)
 
 
-def _in_pieces(
+def _in_tiles(
     packed: Tensor,
     scale: Tensor,
     zero: Tensor | None,
@@ -134,15 +134,17 @@ def _pairs(kind: str, middle: int, dtype: torch.dtype, device: torch.device) -> 
     return bits.view(torch.float8_e4m3fn).float().mul_(64).to(dtype)
 
 
-def _apply(how: Callable[..., Tensor], values: Tensor, by: Tensor, block: int, out: Tensor) -> None:
+def _apply(
+    operation: Callable[..., Tensor], values: Tensor, numbers: Tensor, block: int, out: Tensor
+) -> None:
     """Apply an operation in place to values and the number of their block of columns."""
     width = values.shape[-1]
-    if by.shape[-1] * block == width:
+    if numbers.shape[-1] * block == width:
         values, out = values.unflatten(-1, (-1, block)), out.unflatten(-1, (-1, block))
-        by = by[..., None]
+        numbers = numbers[..., None]
     else:
-        by = by.repeat_interleave(block, -1)[..., :width]
-    how(values, by, out=out)  # rounded once: no float32 is written in between
+        numbers = numbers.repeat_interleave(block, -1)[..., :width]
+    operation(values, numbers, out=out)  # rounded once: no float32 is written in between
 
 
 def _by_table(

@@ -32,13 +32,13 @@ class RowRanks:
 
     Attributes:
         foreign: (M, 1, R) bool: the ranks that do not belong to the row.
-        own: (M * width,): each row's ranks; None if these are the whole stack in order.
+        indices: (M * width,): each row's ranks; None if these are the whole stack in order.
         width: The highest rank. total: R.
-        padded: Some rows have fewer than `width` ranks; `own` then names rank R, which is zero.
+        padded: Some rows have fewer than `width` ranks; `indices` then names rank R, which is zero.
     """
 
     foreign: Tensor
-    own: Tensor | None
+    indices: Tensor | None
     width: int
     total: int
     padded: bool
@@ -79,7 +79,7 @@ class RowRanks:
 
     def masked_is_cheaper(self, num_tokens: int, dtype: torch.dtype) -> bool:
         """Return whether the masked algorithm is cheaper for rows of this many tokens."""
-        copy = 0 if self.own is None else GATHER_TOKENS.get(dtype, GATHER_TOKENS_16_BIT)
+        copy = 0 if self.indices is None else GATHER_TOKENS.get(dtype, GATHER_TOKENS_16_BIT)
         return num_tokens * self.total < (num_tokens + copy) * self.width
 
 
@@ -105,7 +105,7 @@ def _masked(out: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: RowRanks) -> Te
 
 
 def _batched(out: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: RowRanks) -> Tensor:
-    if ranks.own is not None:
-        a, b = a.index_select(0, ranks.own), b.index_select(0, ranks.own)
-    own_a, own_b = (t.view(len(x), ranks.width, -1) for t in (a, b))  # (M, r, in), (M, r, out)
-    return torch.baddbmm(out, torch.bmm(x, own_a.transpose(1, 2)), own_b)
+    if ranks.indices is not None:
+        a, b = a.index_select(0, ranks.indices), b.index_select(0, ranks.indices)
+    row_a, row_b = (t.view(len(x), ranks.width, -1) for t in (a, b))  # (M, r, in), (M, r, out)
+    return torch.baddbmm(out, torch.bmm(x, row_a.transpose(1, 2)), row_b)

@@ -73,10 +73,10 @@ def chunked_cross_entropy(
     return ChunkedValues.apply(hidden, head, measure, rows, alike, *trainable)
 
 
-def rows_of_chunk(hidden: Tensor, most: int | None, vocab_size: int, chunk_bytes: int) -> int:
+def rows_of_chunk(hidden: Tensor, max_rows: int | None, vocab_size: int, chunk_bytes: int) -> int:
     """Return C; see `chunked_cross_entropy`."""
-    most = most or max(MIN_ROWS, chunk_bytes // (BYTES_A_LOGIT * max(vocab_size, 1)))
-    count = max(1, -(-len(hidden) // most))
+    limit = max_rows or max(MIN_ROWS, chunk_bytes // (BYTES_A_LOGIT * max(vocab_size, 1)))
+    count = max(1, -(-len(hidden) // limit))
     return max(1, -(-len(hidden) // (count * ALIGNMENT))) * ALIGNMENT
 
 
@@ -92,11 +92,11 @@ def losses_and_gradient(logits: Tensor, targets: Tensor) -> Tensor:
         targets: (C,) int64.
     """
     index, wide = targets[:, None], torch.promote_types(logits.dtype, torch.float32)
-    chosen = logits.gather(1, index).to(wide)
+    target_logits = logits.gather(1, index).to(wide)
     largest, place = logits.max(1, keepdim=True)
     probs = torch.softmax(logits, 1, dtype=wide)
     log_sum = largest.to(wide) - probs.gather(1, place).log()
-    losses = (log_sum - chosen)[:, 0]
+    losses = (log_sum - target_logits)[:, 0]
     logits.copy_(probs.scatter_add_(1, index, probs.new_full(index.shape, -1.0)))
     return losses
 
@@ -140,19 +140,19 @@ class ChunkedValues(torch.autograd.Function):
         alike: bool,
         *trainable: Tensor,
     ) -> Tensor:
-        ctx.how = head, measure, chunk_rows, trainable
-        wanted = any(ctx.needs_input_grad)
-        ctx.again = wanted and bool(trainable) and not alike
-        values, *grads = _walk(hidden, ctx.how, wanted and not ctx.again)
-        ctx.save_for_backward(*([hidden] if ctx.again else grads))
+        ctx.settings = head, measure, chunk_rows, trainable
+        wants_grad = any(ctx.needs_input_grad)
+        ctx.recomputes = wants_grad and bool(trainable) and not alike
+        values, *grads = _walk(hidden, ctx.settings, wants_grad and not ctx.recomputes)
+        ctx.save_for_backward(*([hidden] if ctx.recomputes else grads))
         return values
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (weights,) = grads
         of_hidden, *of_trained = ctx.saved_tensors
-        if ctx.again:
-            _, of_hidden, *of_trained = _walk(of_hidden, ctx.how, True, weights)
+        if ctx.recomputes:
+            _, of_hidden, *of_trained = _walk(of_hidden, ctx.settings, True, weights)
         else:
             of_hidden = of_hidden * weights[:, None].to(of_hidden.dtype)
             of_trained = [grad * weights[:1].sum().to(grad.dtype) for grad in of_trained]
@@ -161,7 +161,7 @@ class ChunkedValues(torch.autograd.Function):
 
 def _walk(
     hidden: Tensor,
-    how: tuple[Head, Measure, int, Sequence[Tensor]],
+    settings: tuple[Head, Measure, int, Sequence[Tensor]],
     wants_grad: bool,
     weights: Tensor | None = None,
 ) -> list[Tensor]:
@@ -170,7 +170,7 @@ def _walk(
     Args:
         weights: Weight (n,) of each row; None: one.
     """
-    head, measure, chunk_rows, trainable = how
+    head, measure, chunk_rows, trainable = settings
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     values = hidden.new_empty(len(hidden), dtype=dtype)
     of_hidden = torch.empty_like(hidden) if wants_grad else None

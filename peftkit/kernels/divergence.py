@@ -51,14 +51,14 @@ class Divergence:
     temperature: float = 1.0
 
 
-def reference_divergence(student: Tensor, teacher: Tensor, asked: Divergence) -> Tensor:
+def reference_divergence(student: Tensor, teacher: Tensor, divergence: Divergence) -> Tensor:
     """Return the divergence (n,) of logits (n, V) by its definition, for autograd."""
-    lp, lq = ((logits / asked.temperature).log_softmax(-1) for logits in (student, teacher))
-    if asked.kind == "forward":
+    lp, lq = ((logits / divergence.temperature).log_softmax(-1) for logits in (student, teacher))
+    if divergence.kind == "forward":
         return (lq.exp() * (lq - lp)).sum(-1)
-    if asked.kind == "reverse":
+    if divergence.kind == "reverse":
         return (lp.exp() * (lp - lq)).sum(-1)
-    b = asked.beta
+    b = divergence.beta
     lm = torch.logaddexp(lq + math.log(b), lp + math.log1p(-b))
     return b * (lq.exp() * (lq - lm)).sum(-1) + (1 - b) * (lp.exp() * (lp - lm)).sum(-1)
 
@@ -67,7 +67,7 @@ def chunked_divergence(
     student: Tensor,
     teacher: Tensor,
     head: Head,
-    asked: Divergence,
+    divergence: Divergence,
     *,
     teacher_head: Head | None = None,
     chunk_rows: int | None = None,
@@ -85,8 +85,8 @@ def chunked_divergence(
     same = torch.empty(len(student), dtype=torch.bool, device=student.device)
 
     def measure(logits: Tensor, part: slice) -> Tensor:
-        _, _, theirs = logits_of_chunk(teacher[part], teacher_head or head, False)
-        values, same[part] = values_and_gradient(logits, theirs[: len(logits)], asked)
+        _, _, teacher_logits = logits_of_chunk(teacher[part], teacher_head or head, False)
+        values, same[part] = values_and_gradient(logits, teacher_logits[: len(logits)], divergence)
         return values
 
     rows = rows_of_chunk(student, chunk_rows, 2 * vocab_size, chunk_bytes)
@@ -95,7 +95,7 @@ def chunked_divergence(
 
 @torch.no_grad()
 def values_and_gradient(
-    student: Tensor, teacher: Tensor, asked: Divergence
+    student: Tensor, teacher: Tensor, divergence: Divergence
 ) -> tuple[Tensor, Tensor]:
     """Return the divergence (C,), and where the largest logit is the same (C,).
 
@@ -106,35 +106,34 @@ def values_and_gradient(
     """
     dtype = torch.promote_types(student.dtype, torch.float32)
     same = student.argmax(-1) == teacher.argmax(-1)
-    lp, lq = (
-        logits.to(dtype).div(asked.temperature).log_softmax(-1) for logits in (student, teacher)
-    )
-    values, gradient = _of_kind(lp, lq, asked)
-    student.copy_(gradient.div_(asked.temperature))
+    temperature = divergence.temperature
+    lp, lq = (x.to(dtype).div(temperature).log_softmax(-1) for x in (student, teacher))
+    values, gradient = _of_kind(lp, lq, divergence)
+    student.copy_(gradient.div_(temperature))
     return values, same
 
 
-def _of_kind(lp: Tensor, lq: Tensor, asked: Divergence) -> tuple[Tensor, Tensor]:
+def _of_kind(lp: Tensor, lq: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor]:
     """Return values (C,) and gradients (C, V) of log-probabilities, which are used up."""
     p, q = lp.exp(), lq.exp()
-    if asked.kind == "forward":
+    if divergence.kind == "forward":
         value = lq.sub_(lp).mul_(q).sum(-1)
         gradient = p.sub_(q)
         return value + gradient.sum(-1), gradient  # 0, but for what both normalisers round
-    if asked.kind == "reverse":
+    if divergence.kind == "reverse":
         gap = lp.sub_(lq)
         value = (p * gap).sum(-1) + q.sub_(p).sum(-1)
-        return value, _times_what_is_above_the_mean(p, gap)
-    b = asked.beta
+        return value, _times_deviation(p, gap)
+    b = divergence.beta
     x = lq.sub_(lp).add_(math.log(b) - math.log1p(-b))
     of_teacher = q.mul_(functional.softplus(-x).add_(math.log(b))).sum(-1)
     s = functional.softplus(x)
     of_student = (p * (s + math.log1p(-b))).sum(-1)
     value = -b * of_teacher - (1 - b) * of_student
-    return value, _times_what_is_above_the_mean(p, s).mul_(b - 1)
+    return value, _times_deviation(p, s).mul_(b - 1)
 
 
-def _times_what_is_above_the_mean(p: Tensor, gap: Tensor) -> Tensor:
+def _times_deviation(p: Tensor, gap: Tensor) -> Tensor:
     """Return p (gap - sum p gap), in the gap's place.
 
     From the likeliest token's gap on: where its p is nearly 1, the mean is nearly its gap.

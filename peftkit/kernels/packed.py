@@ -200,7 +200,7 @@ def _like_product(
     return x.new_empty(*x.shape[:-1], shape[-1])
 
 
-_again = False  # no threading.local: torch.compile would not notice that it changes
+_save_unpacked = False  # no threading.local: torch.compile would not notice that it changes
 
 
 @contextmanager
@@ -210,12 +210,12 @@ def recomputing() -> Iterator[None]:
     A recomputed block saves nothing in its first forward pass, so that only one block's weights are
     held. Saved packed, they would be unpacked a third time.
     """
-    global _again
-    before, _again = _again, True
+    global _save_unpacked
+    before, _save_unpacked = _save_unpacked, True
     try:
         yield
     finally:
-        _again = before
+        _save_unpacked = before
 
 
 def packed_linear(
@@ -233,8 +233,8 @@ def packed_linear(
         slices = list(slices_of(packed, scales, form))
         sizes = [part.shape[0] for _, _, part in slices]
         biases = [None] * len(slices) if bias is None else bias.split(sizes)
-        both = zip(slices, biases, strict=True)
-        return torch.cat([_product(x, own_bias, *rows, dtype) for rows, own_bias in both], -1)
+        pairs = zip(slices, biases, strict=True)
+        return torch.cat([_product(x, own_bias, *rows, dtype) for rows, own_bias in pairs], -1)
     return _product(x, bias, packed, scales, form, dtype)
 
 
@@ -246,7 +246,7 @@ def _product(
     form: PackedFormat,
     dtype: torch.dtype,
 ) -> Tensor:
-    if _again:
+    if _save_unpacked:
         return functional.linear(x, unpack(packed, scales, form, dtype), bias)
     return PackedLinear.apply(x, bias, form, dtype, packed, *scales)
 

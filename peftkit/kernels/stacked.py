@@ -129,8 +129,9 @@ class AdaptedStack:
         out = cast(Tensor, func(*plain, **kwargs))
         missing = -stack.a.shape[-2] % _ALIGNED
         # some GPUs' kernels give experts without tokens a gradient (pytorch issue 172439)
-        used = torch.diff(kwargs["offs"], prepend=kwargs["offs"].new_zeros(1))[:, None, None] > 0
-        a, b = (part.where(used, part.detach()) for part in (stack.a, stack.b))
+        offs = kwargs["offs"]
+        has_tokens = torch.diff(offs, prepend=offs.new_zeros(1))[:, None, None] > 0
+        a, b = (part.where(has_tokens, part.detach()) for part in (stack.a, stack.b))
         a = torch.cat([a, a.new_zeros(len(a), missing, a.shape[2])], 1)
         b = torch.cat([b, b.new_zeros(*b.shape[:2], missing)], 2)
         return out + func(func(x, a.mT, **kwargs), b.mT, **kwargs)
@@ -231,8 +232,8 @@ class PackedStack:
             numbers = index.flatten().tolist()
             hit = sorted(set(numbers))
             stacked = torch.cat([matrices for _, matrices in self._unpacked(hit)])
-            chosen = [stacked[hit.index(number)] for number in numbers]
-            return torch.stack(chosen).view(*index.shape, *self.shape[1:])
+            matrices = [stacked[hit.index(number)] for number in numbers]
+            return torch.stack(matrices).view(*index.shape, *self.shape[1:])
         if isinstance(index, int):
             return next(self._unpacked([index % len(self)]))[1][0]
         return self.whole()[index]
@@ -297,7 +298,7 @@ class _Grouped(torch.autograd.Function):
         experts = stack.experts
         ctx.save_for_backward(offs, *experts.scales)
         # no tensors: ctx outlives the first forward pass of a recomputed block
-        ctx.how, ctx.flipped = (experts.form, experts.dtype, experts.source), stack.flipped
+        ctx.storage, ctx.flipped = (experts.form, experts.dtype, experts.source), stack.flipped
         ctx.product, ctx.ends = product, experts.source.ends(offs)
         return stack.grouped(product, x, offs, ctx.ends, backwards=False)
 
@@ -305,7 +306,7 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """Return dx; nothing else has a gradient."""
         offs, *scales = ctx.saved_tensors
-        form, dtype, source = ctx.how
+        form, dtype, source = ctx.storage
         experts = PackedExperts(form, dtype, source, tuple(scales))
         transposed = PackedStack(experts, flipped=not ctx.flipped)
         grad_x = transposed.grouped(ctx.product, grad, offs, ctx.ends, backwards=True)

@@ -38,8 +38,8 @@ def tiled(run: Run, x: Tensor, trained: Sequence[Tensor], size: int, *, draws: b
     """
     saved: list[Any] = []
     through = Saved.apply(saved, trained[0] if trained else x, x)
-    given = (x, through, *trained[1:]) if trained else (through,)
-    out: Tensor = _Tiled.apply(saved, run, tuple(trained), size, draws, *given)
+    inputs = (x, through, *trained[1:]) if trained else (through,)
+    out: Tensor = _Tiled.apply(saved, run, tuple(trained), size, draws, *inputs)
     return out
 
 
@@ -96,8 +96,8 @@ class _Tiled(torch.autograd.Function):
         return None, None, None, None, None, grad_x, *totals
 
 
-def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
-    return more if total is None else total if more is None else total.add_(more)
+def _sum(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    return part if total is None else total if part is None else total.add_(part)
 
 
 def _generators(device: torch.device) -> list[Tensor]:

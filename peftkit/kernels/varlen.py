@@ -59,29 +59,29 @@ def spans_of(documents: Sequence[Sequence[int]], total: int) -> Spans:
         documents: Indices of each one's tokens, numbered as `peftkit.tasks.one_row` does: a
             shared prefix first, then new tokens, ascending by one.
     """
-    new_tokens, whole, tokens, used = [], [], list[int](), 0
+    num_queries, num_keys, tokens, used = [], [], list[int](), 0
     for document in sorted(documents, key=len, reverse=True):  # as tokens were numbered
         new = document[-1] + 1 - used
         if new > 0:  # else it is the beginning of another, and has nothing of its own
-            new_tokens.append(new)
-            whole.append(len(document))
+            num_queries.append(new)
+            num_keys.append(len(document))
             tokens += document
             used += new
-    new_tokens.append(total - used)
-    whole.append(total - used)
+    num_queries.append(total - used)
+    num_keys.append(total - used)
     tokens += range(used, total)
     queries, keys = (
-        torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in (new_tokens, whole)
+        torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in (num_queries, num_keys)
     )
-    longest = torch.empty(max(new_tokens), max(whole), 0)
+    longest = torch.empty(max(num_queries), max(num_keys), 0)
     if len(tokens) == total:
-        none = torch.empty(0, dtype=torch.long)
-        return Spans(queries, keys, none, none, none, none, longest)
-    which = torch.tensor(tokens)
+        empty = torch.empty(0, dtype=torch.long)
+        return Spans(queries, keys, empty, empty, empty, empty, longest)
+    index = torch.tensor(tokens)
     first = torch.empty(total, dtype=torch.long)
-    first[which.flip(0)] = torch.arange(len(tokens)).flip(0)  # the first has the last word
-    copies = (first[which] != torch.arange(len(tokens))).nonzero().flatten()
-    return Spans(queries, keys, which, first, copies, which[copies], longest)
+    first[index.flip(0)] = torch.arange(len(tokens)).flip(0)  # the first has the last word
+    copies = (first[index] != torch.arange(len(tokens))).nonzero().flatten()
+    return Spans(queries, keys, index, first, copies, index[copies], longest)
 
 
 def spans_attention(

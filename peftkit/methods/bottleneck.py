@@ -145,10 +145,10 @@ class Bottleneck(Method):
     def _parts(self, model: nn.Module) -> list[Sublayer]:
         parts = find_sublayers(model)
         parts = [part for part in parts if part.kind == "ffn" or self.style == "houlsby"]
-        strange = [part.path for part in parts if self.style == "parallel" and not part.reads]
-        if strange:
+        without_reader = [part.path for part in parts if not part.reads]
+        if self.style == "parallel" and without_reader:
             raise TargetError(
-                f"style parallel is not possible for the sublayer that ends in {strange[0]}",
+                f"style parallel is not possible for the sublayer that ends in {without_reader[0]}",
                 found="no module in its block is known to read that sublayer's input",
                 fix="Use style pfeiffer or houlsby.",
             )
@@ -202,8 +202,8 @@ def _chosen(model: nn.Module, parts: list[Sublayer], target: str) -> set[str]:
     if target == ALL:
         return {part.path for part in parts}
     if target in table.QUALIFIERS:
-        there = _on_side(model, target)
-        return {p.path for p in parts if any(path.startswith(f"{p.block}.") for path in there)}
+        paths = _on_side(model, target)
+        return {p.path for p in parts if any(path.startswith(f"{p.block}.") for path in paths)}
     return {part.path for part in parts if any(matches(n, target) for n in (part.path, part.block))}
 
 

@@ -99,8 +99,8 @@ def loftq_starts(model: nn.Module, method: LoRA, original: nn.Module) -> dict[st
     for site in method.linear_sites(model):
         quantized = weight_of(model.get_submodule(site.path)).float()
         weight = weight_of(original.get_submodule(site.path))
-        lost = weight.to(quantized.device, torch.float32) - quantized  # (out, in)
-        if not lost.any():
+        error = weight.to(quantized.device, torch.float32) - quantized  # (out, in)
+        if not error.any():
             raise TargetError(
                 f"init 'loftq' needs a quantisation error in {site.path}",
                 found="the weight equals the original",
@@ -108,7 +108,9 @@ def loftq_starts(model: nn.Module, method: LoRA, original: nn.Module) -> dict[st
             )
         rank, scaling = method.scale_of(site)
         # of a fused layer each role has a pair of its own
-        parts = [lost[rows.to(lost.device)] for rows in site.rows.values()] if site.rows else [lost]
+        parts = [error]
+        if site.rows:
+            parts = [error[rows.to(error.device)] for rows in site.rows.values()]
         best = [svd.of_matrix(part, rank) for part in parts]
         root = math.sqrt(scaling)
         starts[site.path] = (
@@ -152,16 +154,16 @@ def as_on_main(
         return method, starts
     sites = configured.linear_sites(model)
     ranks_here = torch.tensor([method.scale_of(site)[0] for site in sites])
-    given = dict(
+    main_ranks = dict(
         zip((site.path for site in sites), world.from_main(ranks_here).tolist(), strict=True)
     )
     agreed: dict[str, InitValues] = {}
     for site in sites:
         a, rest = starts[site.path]
-        shape = (given[site.path] * (len(site.rows) if site.rows else 1), a.shape[1])
+        shape = (main_ranks[site.path] * (len(site.rows) if site.rows else 1), a.shape[1])
         agreed[site.path] = world.from_main(a if a.shape == shape else a.new_zeros(shape)), rest
-    unchanged = given == {site.path: configured.scale_of(site)[0] for site in sites}
-    return configured if unchanged else with_ranks(configured, sites, given), agreed
+    unchanged = main_ranks == {site.path: configured.scale_of(site)[0] for site in sites}
+    return configured if unchanged else with_ranks(configured, sites, main_ranks), agreed
 
 
 def with_saved_ranks(model: nn.Module, method: LoRA, saved: Method) -> LoRA:
@@ -185,7 +187,7 @@ Forward = Callable[[nn.Module, Mapping[str, Any]], object]
 
 BLOCK = 1024
 """Tokens per update of the PCA; a decomposition of fewer costs about the same."""
-STILL = 0.99
+CONVERGED = 0.99
 """Share of the old components that the new ones contain at least, when they have converged."""
 SPARE = 8
 """Extra components that are tracked, because a small one may grow."""
@@ -195,17 +197,17 @@ class Directions:
     """The principal components of a stream of vectors, by incremental PCA.
 
     Args:
-        rank: Number of components that have to converge until `settled`.
-        most: Largest number that `shares` and `basis` return.
+        rank: Number of components that have to converge until `converged`.
+        max_rank: Largest number that `shares` and `basis` return.
 
     Attributes:
         scaled: (k, in): directions times singular values, largest first.
         variance: Sum of squared distances of all vectors from their mean.
     """
 
-    def __init__(self, rank: int, most: int) -> None:
-        self.rank, self.most = rank, most
-        self.num_seen, self.variance, self.settled = 0, 0.0, False
+    def __init__(self, rank: int, max_rank: int) -> None:
+        self.rank, self.max_rank = rank, max_rank
+        self.num_seen, self.variance, self.converged = 0, 0.0, False
         self.scaled, self.mean = torch.empty(0, 0), torch.empty(0)
         self._waiting: list[Tensor] = []
 
@@ -222,7 +224,7 @@ class Directions:
             self._waiting = []
 
     def _add(self, x: Tensor) -> None:
-        mean, before = x.mean(0), self.basis(self.rank) if self.num_seen else None
+        mean, old_basis = x.mean(0), self.basis(self.rank) if self.num_seen else None
         x = x - mean
         self.variance += _sum_of_squares(x)
         if self.num_seen:
@@ -235,12 +237,12 @@ class Directions:
         else:
             rows = x
         # one iteration: the blocks to come mend what it leaves, at half the time
-        best = svd.of_matrix(rows, self.most + SPARE, iterations=1)
+        best = svd.of_matrix(rows, self.max_rank + SPARE, iterations=1)
         self.scaled = best.a * best.a.norm(dim=1, keepdim=True)  # a has the singular values' roots
         self.mean, self.num_seen = mean, self.num_seen + len(x)
-        if before is not None and len(before) == self.rank:
-            kept = (before @ self.basis(self.rank).t()).square().sum() / self.rank
-            self.settled = bool(kept >= STILL)
+        if old_basis is not None and len(old_basis) == self.rank:
+            overlap = (old_basis @ self.basis(self.rank).t()).square().sum() / self.rank
+            self.converged = bool(overlap >= CONVERGED)
 
     def basis(self, rank: int) -> Tensor:
         """Return the first directions (rank, in), orthonormal even if the variance is zero."""
@@ -248,7 +250,7 @@ class Directions:
 
     def shares(self) -> list[float]:
         """Return the share of the variance that each component explains, largest first."""
-        squares = in_float64(self.scaled[: self.most]).square().sum(1)
+        squares = in_float64(self.scaled[: self.max_rank]).square().sum(1)
         return (squares / (self.variance or 1.0)).tolist()
 
 
@@ -274,7 +276,7 @@ def eva_starts(
         model: The bare base, quantised or not.
         method: Its targets, and its rank as the average.
         batches: Without padding, since all positions count; in random order, since reading stops
-            once the directions of all layers have settled.
+            once the directions of all layers have converged.
         forward: Runs the model on a batch.
 
     Returns:
@@ -287,25 +289,26 @@ def eva_starts(
     """
     sites = method.linear_sites(model)
     ranks = {site.path: method.scale_of(site)[0] for site in sites}
-    most = {
+    max_ranks = {
         path: min(round(rank * method.eva_rho), *linear_shape(model.get_submodule(path)))
         for path, rank in ranks.items()
     }
     with evaluating(model):
-        read = _read(model, ranks, most, batches, forward)
-    if lacking := [path for path in ranks if len(read[path].scaled) < most[path]]:
+        read = _read(model, ranks, max_ranks, batches, forward)
+    short_of = [path for path in ranks if len(read[path].scaled) < max_ranks[path]]
+    if short_of:
+        num_seen, needed = read[short_of[0]].num_seen, max_ranks[short_of[0]]
         raise DataError(
-            f"init 'eva' got too few tokens for the rank of {lacking[0]}",
-            found=f"{read[lacking[0]].num_seen} tokens; at least {most[lacking[0]]} are needed "
-            "(rank times eva_rho)",
+            f"init 'eva' got too few tokens for the rank of {short_of[0]}",
+            found=f"{num_seen} tokens; at least {needed} are needed (rank times eva_rho)",
             fix="Give more data, a lower rank, or another init.",
         )
-    given = _share_out({path: read[path].shares() for path in ranks}, ranks, most)
+    final_ranks = _share_out({path: read[path].shares() for path in ranks}, ranks, max_ranks)
     starts: dict[str, InitValues] = {}
     for site in sites:
-        a = read[site.path].basis(given[site.path])
+        a = read[site.path].basis(final_ranks[site.path])
         starts[site.path] = (a.repeat(len(site.rows) if site.rows else 1, 1), None)
-    return method if given == ranks else with_ranks(method, sites, given), starts
+    return method if final_ranks == ranks else with_ranks(method, sites, final_ranks), starts
 
 
 def with_ranks(method: LoRA, sites: Iterable[Site], ranks: Mapping[str, int]) -> LoRA:
@@ -326,7 +329,7 @@ def with_ranks(method: LoRA, sites: Iterable[Site], ranks: Mapping[str, int]) ->
 def _read(
     model: nn.Module,
     ranks: Mapping[str, int],
-    most: Mapping[str, int],
+    max_ranks: Mapping[str, int],
     batches: Iterable[Mapping[str, Any]],
     forward: Forward,
 ) -> dict[str, Directions]:
@@ -340,11 +343,12 @@ def _read(
             moved = {n: t.to(device) if isinstance(t, Tensor) else t for n, t in batch.items()}
             if not components:
                 for paths in _readers_of_one(model, list(ranks), moved, forward):
-                    of_all = Directions(max(ranks[p] for p in paths), max(most[p] for p in paths))
-                    components |= dict.fromkeys(paths, of_all)
-                    handles[paths[0]] = _listen(model, paths[0], of_all)
+                    most = max(max_ranks[p] for p in paths)
+                    shared = Directions(max(ranks[p] for p in paths), most)
+                    components |= dict.fromkeys(paths, shared)
+                    handles[paths[0]] = _listen(model, paths[0], shared)
             forward(model, moved)
-            for path in [path for path in handles if components[path].settled]:
+            for path in [path for path in handles if components[path].converged]:
                 handles.pop(path).remove()
             if not handles:
                 break
@@ -352,9 +356,9 @@ def _read(
         for handle in handles.values():
             handle.remove()
     for directions in components.values():
-        if not directions.settled:
+        if not directions.converged:
             directions.flush()
-    return components or {path: Directions(rank, most[path]) for path, rank in ranks.items()}
+    return components or {path: Directions(rank, max_ranks[path]) for path, rank in ranks.items()}
 
 
 def _listen(model: nn.Module, path: str, directions: Directions) -> RemovableHandle:
@@ -386,15 +390,15 @@ def _readers_of_one(
 
 
 def _share_out(
-    shares: Mapping[str, list[float]], ranks: Mapping[str, int], most: Mapping[str, int]
+    shares: Mapping[str, list[float]], ranks: Mapping[str, int], max_ranks: Mapping[str, int]
 ) -> dict[str, int]:
-    """Distribute the total rank to the components that explain most, at least one to each layer."""
-    others = [(share, path) for path in ranks for share in shares[path][1 : most[path]]]
-    others.sort(key=lambda pair: -pair[0])  # stable: equal ones in the order of the model
-    given = dict.fromkeys(ranks, 1)
-    for _, path in others[: sum(ranks.values()) - len(ranks)]:
-        given[path] += 1
-    return given
+    """Distribute the total rank to the components that explain most; each layer gets one."""
+    candidates = [(share, path) for path in ranks for share in shares[path][1 : max_ranks[path]]]
+    candidates.sort(key=lambda pair: -pair[0])  # stable: equal ones in the order of the model
+    result = dict.fromkeys(ranks, 1)
+    for _, path in candidates[: sum(ranks.values()) - len(ranks)]:
+        result[path] += 1
+    return result
 
 
 def _refuse_padding(batch: Mapping[str, Any]) -> None:

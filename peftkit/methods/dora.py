@@ -59,8 +59,8 @@ class DoRALinear(LoRALinear):
             return out
         norms = self._row_norms(weight_of(self.base), self.squared_norms)
         ratio = self.full_magnitude().float() / norms  # (out,), exactly one at the start
-        plain = out if self.bias is None else out - self.bias
-        out = out + (ratio - 1).to(out.dtype) * plain
+        product = out if self.bias is None else out - self.bias
+        out = out + (ratio - 1).to(out.dtype) * product
         scaled_b = ratio[:, None] * self.full_b()
         return add_lora(out, self.dropout(x), self.full_a(), scaled_b, self.scaling)
 

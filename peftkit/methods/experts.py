@@ -54,11 +54,11 @@ class LoRAStack(nn.Module):
         device = next(t.device for t in (*experts.parameters(), *experts.buffers()))
         self.slice = RowSlice(site, self.out_features, device, rank)
         num_hidden, num_rows = self.slice.num_roles * rank, self.slice.num_rows
-        how: Any = {"dtype": dtype, "device": device}
+        options: Any = {"dtype": dtype, "device": device}
         self.lora_A = nn.Parameter(
-            torch.zeros(self.num_experts, num_hidden, self.in_features, **how)
+            torch.zeros(self.num_experts, num_hidden, self.in_features, **options)
         )
-        self.lora_B = nn.Parameter(torch.zeros(self.num_experts, num_rows, rank, **how))
+        self.lora_B = nn.Parameter(torch.zeros(self.num_experts, num_rows, rank, **options))
 
     def full_b(self) -> Tensor:
         """Return B as it is applied: (E, out, R), zero rows where nothing is adapted."""

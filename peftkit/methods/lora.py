@@ -95,8 +95,8 @@ class LoRA(Method):
 
     def sites(self, model: nn.Module) -> list[Site]:
         sites = super().sites(model)
-        kept = [site for site in sites if not self._is_left_out(model, site)]
-        return kept or sites  # where all are too small, the first one says so
+        fitting = [site for site in sites if not self._is_left_out(model, site)]
+        return fitting or sites  # where all are too small, the first one says so
 
     def left_out(self, model: nn.Module) -> list[Site]:
         return [site for site in super().sites(model) if self._is_left_out(model, site)]

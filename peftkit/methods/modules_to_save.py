@@ -223,8 +223,8 @@ class TokenRows(AdapterModule):
     @torch.no_grad()
     def _check_base(self) -> None:
         """Refuse an embedding that does more than look up and scale its rows."""
-        every = torch.arange(len(self.tokens), device=self.tokens.device)
-        if every.is_meta or torch.equal(self._embedded(every), self.base(self.tokens)):
+        indices = torch.arange(len(self.tokens), device=self.tokens.device)
+        if indices.is_meta or torch.equal(self._embedded(indices), self.base(self.tokens)):
             return
         raise TargetError(
             f"cannot train rows of {self.site.path}",
@@ -245,9 +245,9 @@ class TokenRows(AdapterModule):
         if not self.enabled:
             return out
         if self.in_head:
-            moved = (self.rows - self.original.to(self.rows.dtype)).to(out.dtype)
-            more = functional.linear(x.to(out.dtype), moved)  # (..., n), zero at the start
-            return out.index_add(-1, self.tokens, more.to(out.dtype))
+            change = (self.rows - self.original.to(self.rows.dtype)).to(out.dtype)
+            update = functional.linear(x.to(out.dtype), change)  # (..., n), zero at the start
+            return out.index_add(-1, self.tokens, update.to(out.dtype))
         ordered = self.tokens[self.order]
         place = torch.searchsorted(ordered, x).clamp(max=len(ordered) - 1)  # (...)
         hit = ordered[place] == x
@@ -280,7 +280,7 @@ class Rows(NamedTuple):
     """The trained rows of a module, and the path of the module that owns them."""
 
     tokens: tuple[int, ...]
-    keeper: str
+    owner: str
 
 
 def find_rows(model: nn.Module, method: Method) -> dict[str, Rows]:
@@ -299,21 +299,21 @@ def find_rows(model: nn.Module, method: Method) -> dict[str, Rows]:
         )
     modules = dict(model.named_modules(remove_duplicate=False))
     rows: dict[str, Rows] = {}
-    for keeper, tokens in _tokens_by_module(model, method.token_rows).items():
-        weight = _table(modules[keeper], keeper)
-        _check_tokens(tokens, len(weight), keeper)
-        if keeper in rows:
-            if rows[keeper].tokens != tokens:
+    for owner, tokens in _tokens_by_module(model, method.token_rows).items():
+        weight = _table(modules[owner], owner)
+        _check_tokens(tokens, len(weight), owner)
+        if owner in rows:
+            if rows[owner].tokens != tokens:
                 raise TargetError(
-                    f"{keeper} is tied to {rows[keeper].keeper}: both have the same rows",
+                    f"{owner} is tied to {rows[owner].owner}: both have the same rows",
                     fix="Name the tokens once, or the same ones for both.",
                 )
             continue
-        rows[keeper] = Rows(tokens, keeper)
+        rows[owner] = Rows(tokens, owner)
         for path, module in modules.items():
-            if path != keeper and module._parameters.get("weight") is weight:
+            if path != owner and module._parameters.get("weight") is weight:
                 _table(module, path)
-                rows[path] = Rows(tokens, keeper)
+                rows[path] = Rows(tokens, owner)
     return rows
 
 
@@ -329,7 +329,7 @@ def token_modules(
         TargetError: As `find_rows`; or a module is inside one that is trained in full.
     """
     modules: dict[str, TokenRows] = {}
-    for path, (tokens, keeper) in find_rows(model, method).items():
+    for path, (tokens, owner) in find_rows(model, method).items():
         if any(f"{path}.".startswith(f"{other}.") for other in taken):
             raise TargetError(
                 f"{path} is trained in full, and its rows cannot be trained too",
@@ -340,7 +340,7 @@ def token_modules(
             Site(path=path, roles=()),
             tokens=tokens,
             dtype=ADAPTER_DTYPES[method.dtype],
-            tied=modules.get(keeper),
+            tied=modules.get(owner),
         )
     return dict(modules)
 
@@ -376,10 +376,10 @@ def _table(module: nn.Module, path: str) -> Tensor:
 
 
 def _check_tokens(tokens: tuple[int, ...], num_rows: int, path: str) -> None:
-    strange = sorted({t for t in tokens if not 0 <= t < num_rows or tokens.count(t) > 1})
-    if strange or not tokens:
+    invalid = sorted({t for t in tokens if not 0 <= t < num_rows or tokens.count(t) > 1})
+    if invalid or not tokens:
         raise TargetError(
-            f"cannot train the rows {', '.join(map(str, strange)) or 'of no token'} of {path}",
+            f"cannot train the rows {', '.join(map(str, invalid)) or 'of no token'} of {path}",
             found=f"it has rows 0 to {num_rows - 1}; each can be named once",
             fix="Name ids of tokens; new tokens have to be added to the model first.",
         )

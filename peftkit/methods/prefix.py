@@ -70,9 +70,9 @@ class Prefix(VirtualTokens):
                 torch.randn(self.prompt_embeddings.shape, generator=generator)
             )
             return
-        kept = keys_and_values(self.stack[0], self.sampled_ids(generator)[None])
-        for mine, one in zip(self.slots(), kept, strict=True):
-            for slot, states in zip(mine, one, strict=True):
+        pairs = keys_and_values(self.stack[0], self.sampled_ids(generator)[None])
+        for slots, pair in zip(self.slots(), pairs, strict=True):
+            for slot, states in zip(slots, pair, strict=True):
                 slot.copy_(states[0])
 
     def slots(self) -> list[Pair]:
@@ -144,29 +144,29 @@ def _one_token(stack: Any) -> Tensor:
     return torch.zeros(1, 1, dtype=torch.long, device=device)
 
 
-def _shape(stack: Any, asked: str) -> tuple[int, int, int]:
+def _shape(stack: Any, method_type: str) -> tuple[int, int, int]:
     """Return the number of layers, and of key-value heads and their size in each.
 
     Raises:
         TargetError: The layers keep no keys and values, or of different shapes.
     """
-    kept: list[Pair] = []
+    pairs: list[Pair] = []
     reason = "It takes no past keys and values."
     if "past_key_values" in arguments(stack):
         try:
-            kept = keys_and_values(stack, _one_token(stack))
+            pairs = keys_and_values(stack, _one_token(stack))
         except Exception as error:  # a model's own way of saying that it takes no such cache
             reason = f"Its cache is of another kind: {error}"
-    shapes = {tuple(states.shape) for pair in kept for states in pair}
+    shapes = {tuple(states.shape) for pair in pairs for states in pair}
     num_layers = stack.config.get_text_config(decoder=True).num_hidden_layers
-    if len(shapes) == 1 and len(kept) == num_layers:
+    if len(shapes) == 1 and len(pairs) == num_layers:
         _, heads, _, size = shapes.pop()
-        return len(kept), heads, size
-    if kept:
-        reason = f"{len(kept)} of its {num_layers} layers keep keys and values, "
+        return len(pairs), heads, size
+    if pairs:
+        reason = f"{len(pairs)} of its {num_layers} layers keep keys and values, "
         reason += "of the sizes " + ", ".join(sorted(str(shape[1::2]) for shape in shapes)) + "."
     raise TargetError(
-        f"{asked} needs layers with a key-value cache of one size",
+        f"{method_type} needs layers with a key-value cache of one size",
         found=f"{type(stack).__name__}: {reason}",
         fix="Use prompt_tuning, or a method that sits on layers, such as lora.",
     )
@@ -199,13 +199,13 @@ class _Hooks(StackInputs):
         if not past:
             self.recomputed = _is_recomputed(stack)
             if self.recomputed:
-                _let_pass(stack, True)
+                _pass_cache_to_blocks(stack, True)
             given = inputs.get("input_ids")
             num_rows = len(given if given is not None else inputs["inputs_embeds"])
-            inputs |= self._begun(stack, cache, inputs.get("use_cache"), num_rows)
+            inputs |= self._cache_with_prefix(stack, cache, inputs.get("use_cache"), num_rows)
         return (), inputs
 
-    def _begun(
+    def _cache_with_prefix(
         self, stack: Any, cache: Any, use_cache: bool | None, num_rows: int
     ) -> dict[str, Any]:
         """Return a cache that begins with the prefix, and `use_cache` for the stack."""
@@ -231,7 +231,7 @@ class _Hooks(StackInputs):
 
     def after(self, stack: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self.recomputed:
-            _let_pass(stack, False)
+            _pass_cache_to_blocks(stack, False)
             self.recomputed = False
         cache = getattr(output, "past_key_values", None)
         if not isinstance(getattr(cache, "self_attention_cache", cache), ReadCache):
@@ -246,7 +246,7 @@ def _is_recomputed(stack: nn.Module) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in stack.modules())
 
 
-def _let_pass(stack: Any, allowed: bool) -> None:
+def _pass_cache_to_blocks(stack: Any, allowed: bool) -> None:
     """Pass recomputed blocks the cache, or stop doing so.
 
     transformers withholds it, because a cache would be written twice; this one is read-only.
@@ -275,7 +275,7 @@ def keys_and_values(stack: Any, ids: Tensor, *, use_cache: bool = True) -> list[
     recorded, cache = read_cache(stack, [])
     with evaluating(stack):
         stack(input_ids=ids, past_key_values=cache, use_cache=use_cache)
-    return [recorded.given[layer] for layer in sorted(recorded.given)]
+    return [recorded.last_pairs[layer] for layer in sorted(recorded.last_pairs)]
 
 
 class ReadCache(DynamicCache):
@@ -284,19 +284,19 @@ class ReadCache(DynamicCache):
     So a block can be recomputed in the backward pass, and no memory is held after a step.
 
     Attributes:
-        given: Keys and values of the last call, by layer.
+        last_pairs: Keys and values of the last call, by layer.
     """
 
     def __init__(self, config: Any, pairs: Sequence[Pair]) -> None:
         super().__init__(config=config)
-        self.given: dict[int, Pair] = {}
+        self.last_pairs: dict[int, Pair] = {}
         for index, (keys, values) in enumerate(pairs):
             super().update(keys, values, index)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Pair:
-        self.given[layer_idx] = key_states, value_states
+        self.last_pairs[layer_idx] = key_states, value_states
         held: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if held is None or not held.is_initialized:
             return key_states, value_states
@@ -306,7 +306,7 @@ class ReadCache(DynamicCache):
         )
 
 
-class _Never(dict[int, bool]):
+class _NeverUpdated(dict[int, bool]):
     """EncoderDecoderCache.is_updated of a read-only cache: never set."""
 
     def __setitem__(self, key: int, value: bool) -> None:
@@ -319,5 +319,5 @@ def read_cache(stack: Any, pairs: Sequence[Pair]) -> tuple[ReadCache, Any]:
     if not stack.config.is_encoder_decoder:
         return decoder_cache, decoder_cache
     both = EncoderDecoderCache(decoder_cache, ReadCache(stack.config, []))
-    both.is_updated = _Never()
+    both.is_updated = _NeverUpdated()
     return decoder_cache, both

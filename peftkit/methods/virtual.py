@@ -131,7 +131,7 @@ class VirtualMethod(Method):
             stack = model.get_submodule(above)
             if hasattr(stack, "get_input_embeddings"):
                 break
-        if not stack.config.is_encoder_decoder and _sees_more(stack):
+        if not stack.config.is_encoder_decoder and _has_cross_attention(stack):
             raise TargetError(
                 f"{self.type} cannot put tokens before the input of {type(stack).__name__}",
                 found="Its blocks also attend to an image or another text, with masks for "
@@ -171,7 +171,7 @@ class VirtualFormat(PeftFormat[M]):
     shared_prefix: ClassVar[str] = ""
 
 
-def _sees_more(stack: nn.Module) -> bool:
+def _has_cross_attention(stack: nn.Module) -> bool:
     """Return whether the blocks also attend to an image or another text."""
     return any(
         place.side or any(role.startswith("cross_") for role in place.roles)

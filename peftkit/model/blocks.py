@@ -152,11 +152,11 @@ def _feed_forward(block: str, inside: list[ModelWeight]) -> list[Sublayer]:
     """Return the feed-forward sublayers of a block, from its weights."""
     sublayers, dense = [], [place for place in inside if place.roles[0] in table.FFN]
     if experts := [place.path for place in inside if place.roles[0] in table.EXPERTS]:
-        whole = _around(place.path for place in inside if place.roles[0] in _SPARSE)
-        if not whole.startswith(f"{block}."):
-            whole = _around(experts)
+        sparse = _around(place.path for place in inside if place.roles[0] in _SPARSE)
+        if not sparse.startswith(f"{block}."):
+            sparse = _around(experts)
             dense += [place for place in inside if place.roles[0] in table.SHARED]
-        sublayers.append(Sublayer(block, "ffn", whole, whole))
+        sublayers.append(Sublayer(block, "ffn", sparse, sparse))
     ends = [place for place in dense if place.roles[0].endswith("down")]
     for end in ends:
         # gate and up both read what the part reads; of two parts, the nearest of its own kind

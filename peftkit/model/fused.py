@@ -134,10 +134,10 @@ def _gated_layers(module: nn.Module) -> Gate | None:
     return Gate(roles["gate"], roles["up"], roles["down"], tuple(map(type, others)))
 
 
-def _fused_gate(module: nn.Module, *found: Any) -> Callable[..., Tensor] | None:
+def _fused_gate(module: nn.Module, *layers: Any) -> Callable[..., Tensor] | None:
     """Test a gated layer on the CPU, with small linear layers instead of its own."""
     kind: Any = type(module)
-    names = gate, up, down = found[:3]
+    names = gate, up, down = layers[:3]
     generator = torch.Generator().manual_seed(0)
     small = {name: nn.Linear(*((4, 6) if name == down else (6, 4)), bias=False) for name in names}
     for layer in small.values():
@@ -147,14 +147,14 @@ def _fused_gate(module: nn.Module, *found: Any) -> Callable[..., Tensor] | None:
     twin.__dict__["_modules"] = {**module._modules, **small}
     x = torch.randn(5, 6, generator=generator)
     try:
-        given = twin(x)
+        output = twin(x)
     except _CALL_ERRORS:
         return None
     parts = small[gate](x), small[up](x)
     same = (
         name
         for name, function in ACTIVATIONS.items()
-        if _is_same(given, small[down](function(parts[0]) * parts[1]))
+        if _is_same(output, small[down](function(parts[0]) * parts[1]))
     )
     if (activation := next(same, None)) is None:
         return None
@@ -190,10 +190,12 @@ def _fused_rotation(module: nn.Module, name: str) -> Callable[..., Any] | None:
     if len(rotated) != 2 or not all(map(_is_same, rotated, expected)):
         return None
 
-    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **how: Any) -> Any:
+    def rotate(
+        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         alike = query.dtype == key.dtype == cos.dtype and cos.dim() == 3
-        if args or how or not alike or not query.shape[-1] == key.shape[-1] == cos.shape[-1]:
-            return plain(query, key, cos, sin, *args, **how)
+        if args or kwargs or not alike or not query.shape[-1] == key.shape[-1] == cos.shape[-1]:
+            return plain(query, key, cos, sin, *args, **kwargs)
         return Rotary.apply(query, cos, sin), Rotary.apply(key, cos, sin)
 
     unfused: Any = kind.forward
@@ -219,6 +221,6 @@ KINDS: tuple[tuple[Any, Any], ...] = (
 its fused forward pass, or None."""
 
 
-def _is_same(found: Any, expected: Tensor) -> bool:
-    same = isinstance(found, Tensor) and found.shape == expected.shape
-    return same and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+def _is_same(output: Any, expected: Tensor) -> bool:
+    same = isinstance(output, Tensor) and output.shape == expected.shape
+    return same and torch.allclose(output, expected, rtol=1e-5, atol=1e-6)

@@ -86,8 +86,8 @@ class SideAdapter:
         hooks = []
         try:
             for path, (a, b) in self.updates.items():
-                both = a.to(first.device), b.to(first.device)
-                hooks.append(model.get_submodule(path).register_forward_hook(_added(*both)))
+                pair = a.to(first.device), b.to(first.device)
+                hooks.append(model.get_submodule(path).register_forward_hook(_added(*pair)))
             with adapters_off(model):
                 yield
         finally:

@@ -202,10 +202,10 @@ def _site(
     names = dict(zip(place.roles, place.names, strict=True))
     if whole and place.repeats:
         return Site(place.path, (), None, place.parameter, by_group)
-    kept = [role for role in names if role in roles]
-    rows = place.rows(kept)
-    roles_kept = tuple(names[role] for role in kept)
-    return Site(place.path, roles_kept, rows, place.parameter, by_group)
+    targeted = [role for role in names if role in roles]
+    rows = place.rows(targeted)
+    targeted_names = tuple(names[role] for role in targeted)
+    return Site(place.path, targeted_names, rows, place.parameter, by_group)
 
 
 def _matcher(target: str) -> Callable[[ModelWeight], set[str]]:
@@ -215,15 +215,15 @@ def _matcher(target: str) -> Callable[[ModelWeight], set[str]]:
         qualifier, rest = "", target
     if not _is_role(rest):
         return lambda place: {""} if not place.is_embedding and _has_name(place, target) else set()
-    wanted = table.GROUPS.get(rest, (rest,))
+    group_roles = table.GROUPS.get(rest, (rest,))
 
     def chooses(place: ModelWeight) -> set[str]:
-        if qualifier:
-            return {r for r in place.roles if r in wanted} if _on(place, qualifier) else set()
-        if rest == table.ALL_LINEAR:
-            return {r for r in place.roles if r in wanted}
+        if qualifier and not _is_on(place, qualifier):
+            return set()
+        if qualifier or rest == table.ALL_LINEAR:
+            return {r for r in place.roles if r in group_roles}
         names = zip(place.roles, place.names, strict=True)
-        return {role for role, name in names if name in wanted}
+        return {role for role, name in names if name in group_roles}
 
     return chooses
 
@@ -237,7 +237,7 @@ def _is_role(word: str) -> bool:
     )
 
 
-def _on(place: ModelWeight, qualifier: str) -> bool:
+def _is_on(place: ModelWeight, qualifier: str) -> bool:
     """Return whether a place is in the tower (vision, ...) or half (encoder, decoder) named."""
     if qualifier in table.TOWERS:
         return place.side == qualifier

@@ -75,7 +75,7 @@ def test_block_by_block_the_directions_are_those_of_the_whole(width: int) -> Non
     assert found.variance == pytest.approx(float(x.square().sum()), rel=1e-4)
     shares = s.square() / s.square().sum()
     torch.testing.assert_close(torch.tensor(found.shares()), shares[:6], atol=1e-3, rtol=1e-3)
-    assert found.settled
+    assert found.converged
 
 
 def test_a_starts_as_what_the_layer_reads_most() -> None:
