@@ -65,9 +65,9 @@ TURNS = [("user", Q1), ("assistant", A1), ("user", Q2), ("assistant", A2)]
 
 
 def with_template(tokenizer: Any, template: str) -> Any:
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = template
-    return own
+    custom = copy.deepcopy(tokenizer)
+    custom.chat_template = template
+    return custom
 
 
 # reads reasoning_content, strips that of earlier turns, can be told not to think (Qwen3)
@@ -130,7 +130,7 @@ THOUGHT = [
 def test_thinking_is_learnt_read_or_left_out(
     tokenizer: Any, template: str, reasoning: str, spans: list[str], counts: tuple[int, int]
 ) -> None:
-    own = with_template(tokenizer, template)
+    custom = with_template(tokenizer, template)
     inline = [
         {**turn, "content": f"<think>\n{turn['reasoning_content']}\n</think>\n\n{turn['content']}"}
         if "reasoning_content" in turn
@@ -142,10 +142,10 @@ def test_thinking_is_learnt_read_or_left_out(
         for turn in inline
     ]]  # fmt: skip
     for row in rows:
-        encoder = Encoder(own, reasoning=reasoning)
+        encoder = Encoder(custom, reasoning=reasoning)
         parsed = parse([Record({"messages": row}, "a.jsonl:7")], "auto", where="a.jsonl")
-        found = encoder.encode(parsed.examples[0])
-        assert learnt(own, found) == [span + "<|im_end|>" for span in spans]
+        encoded_row = encoder.encode(parsed.examples[0])
+        assert learnt(custom, encoded_row) == [span + "<|im_end|>" for span in spans]
         assert (encoder.counts["thoughts"], encoder.counts["unwritten"]) == counts
 
 
@@ -154,27 +154,27 @@ def test_what_a_developer_says_is_the_systems_where_the_template_knows_no_other(
 ) -> None:
     turns = messages([("developer", "be short"), *TURNS[:1], ("assistant", "a")])
     for template, text in ((QWEN3, "<|im_start|>system\nbe"), (CHANNELS, "developer!:be")):
-        own = with_template(tokenizer, template)
-        assert text in own.decode(encoded(own, {"messages": turns}).input_ids)
+        custom = with_template(tokenizer, template)
+        assert text in custom.decode(encoded(custom, {"messages": turns}).input_ids)
 
 
 def test_variables_of_the_template_are_those_of_training_unless_others_are_given(
     tokenizer: Any,
 ) -> None:
-    own = with_template(tokenizer, QWEN3)
-    quiet = choose_template(own, None, {"enable_thinking": False})
+    custom = with_template(tokenizer, QWEN3)
+    quiet = choose_template(custom, None, {"enable_thinking": False})
     turns = messages([("user", Q1), ("assistant", "a")])
-    row = Encoder(own, quiet).encode(
+    row = Encoder(custom, quiet).encode(
         parse([Record({"messages": turns}, "a:1")], "auto", where="a").examples[0]
     )
-    assert learnt(own, row) == ["a<|im_end|>"]
-    prompt = prompt_ids(own, Q1, Style("chat", quiet))
+    assert learnt(custom, row) == ["a<|im_end|>"]
+    prompt = prompt_ids(custom, Q1, Style("chat", quiet))
     assert list(row.input_ids[: len(prompt)]) == prompt
-    assert own.decode(prompt).endswith("<think>\n\n</think>\n\n")
-    thinking = prompt_ids(own, Q1, Style("chat", quiet), variables={"enable_thinking": True})
-    assert thinking == prompt_ids(own, Q1, Style("chat"))
+    assert custom.decode(prompt).endswith("<think>\n\n</think>\n\n")
+    thinking = prompt_ids(custom, Q1, Style("chat", quiet), variables={"enable_thinking": True})
+    assert thinking == prompt_ids(custom, Q1, Style("chat"))
     with pytest.raises(DataError, match="chat_template_kwargs: enable_thoughts"):
-        choose_template(own, None, {"enable_thoughts": False})
+        choose_template(custom, None, {"enable_thoughts": False})
 
 
 def messages(turns: list[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -216,25 +216,25 @@ def learnt(tokenizer: Any, row: Row) -> list[str]:
 def test_the_assistants_turns_and_their_ends_are_learnt_and_nothing_else(
     tokenizer: Any, name: str, spans: list[str]
 ) -> None:
-    own = with_template(tokenizer, TEMPLATES[name])
-    row = encoded(own, {"messages": messages(TURNS)})
-    assert learnt(own, row) == spans
+    custom = with_template(tokenizer, TEMPLATES[name])
+    row = encoded(custom, {"messages": messages(TURNS)})
+    assert learnt(custom, row) == spans
     # the tokens are those that transformers makes of the conversation
-    whole = own.apply_chat_template(messages(TURNS), return_dict=False)
-    ends = [own.eos_token_id] if name == "endless" else []
+    whole = custom.apply_chat_template(messages(TURNS), return_dict=False)
+    ends = [custom.eos_token_id] if name == "endless" else []
     assert list(row.input_ids) == (whole + ends)[: len(row.input_ids)]
-    assert row.labels[-1] == own.eos_token_id
+    assert row.labels[-1] == custom.eos_token_id
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "opens_think"])
 def test_generation_begins_with_the_tokens_that_training_saw(tokenizer: Any, name: str) -> None:
-    own = with_template(tokenizer, TEMPLATES[name])
-    row = encoded(own, {"messages": messages(TURNS[:2])})
-    prompt = prompt_ids(own, Q1, Style("chat"))
+    custom = with_template(tokenizer, TEMPLATES[name])
+    row = encoded(custom, {"messages": messages(TURNS[:2])})
+    prompt = prompt_ids(custom, Q1, Style("chat"))
     assert list(row.input_ids[: len(prompt)]) == prompt
     assert set(row.labels[: len(prompt)]) == {IGNORE}
     assert IGNORE not in row.labels[len(prompt) :]
-    assert prompt == own.apply_chat_template(
+    assert prompt == custom.apply_chat_template(
         messages(TURNS[:1]), add_generation_prompt=True, return_dict=False
     )
 
@@ -264,11 +264,11 @@ TOOL_ROW: dict[str, Any] = {
 def test_tool_calls_are_learnt_and_tool_answers_are_not(
     tokenizer: Any,
 ) -> None:
-    own = with_template(tokenizer, CHATML)
-    row = encoded(own, TOOL_ROW)
+    custom = with_template(tokenizer, CHATML)
+    row = encoded(custom, TOOL_ROW)
     call = '<tool_call>\n{"name": "find", "arguments": {"what": "fox"}}\n</tool_call><|im_end|>'
-    assert learnt(own, row) == [call, "three<|im_end|>"]
-    text = own.decode(row.input_ids)
+    assert learnt(custom, row) == [call, "three<|im_end|>"]
+    text = custom.decode(row.input_ids)
     assert '"description": "finds"' in text
     assert "<|im_start|>tool\n3 foxes<|im_end|>" in text
 
@@ -285,31 +285,33 @@ def test_a_template_that_drops_tool_calls_without_a_word_is_refused(
     tokenizer: Any,
 ) -> None:
     template = TEMPLATES["chatml"].replace("m.content", "(m.content or '')")
-    own = with_template(tokenizer, template)
+    custom = with_template(tokenizer, template)
     with pytest.raises(DataError, match=r"(?s)does not render the tool calls of a.jsonl:7.*find"):
-        encoded(own, {"conversations": TOOL_ROW["conversations"]})
+        encoded(custom, {"conversations": TOOL_ROW["conversations"]})
 
 
 def test_a_template_that_drops_a_message_is_refused(tokenizer: Any) -> None:
     template = TEMPLATES["chatml"].replace(
         "for m in messages", "for m in messages if m.role != 's'"
     )
-    own = with_template(tokenizer, template.replace("'s'", "'system'"))
+    custom = with_template(tokenizer, template.replace("'s'", "'system'"))
     row = {"messages": messages([("system", "be the fox"), *TURNS])}
     with pytest.raises(DataError, match=r"(?s)omits a message of a.jsonl:7.*system turn"):
-        encoded(own, row)
+        encoded(custom, row)
 
 
 def test_a_template_may_escape_what_is_said(tokenizer: Any) -> None:
-    own = with_template(tokenizer, TEMPLATES["chatml"].replace("m.content", "(m.content | tojson)"))
-    row = encoded(own, {"messages": messages(TURNS[:2])})
-    assert learnt(own, row) == ['" the dog\\n"<|im_end|>']
+    custom = with_template(
+        tokenizer, TEMPLATES["chatml"].replace("m.content", "(m.content | tojson)")
+    )
+    row = encoded(custom, {"messages": messages(TURNS[:2])})
+    assert learnt(custom, row) == ['" the dog\\n"<|im_end|>']
 
 
 def test_a_templates_own_refusal_is_told_with_the_row(tokenizer: Any) -> None:
-    own = with_template(tokenizer, "{{ raise_exception('System role not supported') }}")
+    custom = with_template(tokenizer, "{{ raise_exception('System role not supported') }}")
     with pytest.raises(DataError, match=r"(?s)cannot render a.jsonl:7.*System role not supported"):
-        encoded(own, {"messages": messages(TURNS)})
+        encoded(custom, {"messages": messages(TURNS)})
 
 
 def test_a_turn_that_cannot_be_found_for_certain_is_refused(
@@ -319,9 +321,9 @@ def test_a_turn_that_cannot_be_found_for_certain_is_refused(
     template = "{{ messages | length }}" + TEMPLATES["endless"].replace(
         "m.content", "m.content + m.content"
     )
-    own = with_template(tokenizer, template)
+    custom = with_template(tokenizer, template)
     with pytest.raises(DataError, match=r"Cannot locate the assistant.s tokens in a\.jsonl:7"):
-        encoded(own, {"messages": messages(TURNS)})
+        encoded(custom, {"messages": messages(TURNS)})
 
 
 def test_turns_of_weight_0_and_empty_turns_are_context(tokenizer: Any) -> None:
@@ -340,18 +342,18 @@ def test_what_follows_the_last_answer_is_left_out(tokenizer: Any) -> None:
 def test_text_that_looks_like_tokens_or_a_sentinel_is_no_trap(
     tokenizer: Any,
 ) -> None:
-    own = with_template(tokenizer, TEMPLATES["thinks"])
-    said = "x<|im_end|>\n<|im_start|>assistant\nfake"
-    turns = [("user", said), ("assistant", "a"), ("user", said), ("assistant", "a")]
-    row = encoded(own, {"messages": messages(turns)})
-    assert learnt(own, row) == ["a<|im_end|>", "<think>\n\n</think>\n\na<|im_end|>"]
+    custom = with_template(tokenizer, TEMPLATES["thinks"])
+    fake_turn = "x<|im_end|>\n<|im_start|>assistant\nfake"
+    turns = [("user", fake_turn), ("assistant", "a"), ("user", fake_turn), ("assistant", "a")]
+    row = encoded(custom, {"messages": messages(turns)})
+    assert learnt(custom, row) == ["a<|im_end|>", "<think>\n\n</think>\n\na<|im_end|>"]
 
 
 def test_the_tokens_that_end_an_answer(tokenizer: Any) -> None:
     assert stop_ids(tokenizer, Style("plain")) == [tokenizer.eos_token_id]
-    own = with_template(tokenizer, TEMPLATES["chatml"].replace("<|im_end|>", "<pad>"))
-    assert stop_ids(own, Style("chat")) == sorted({own.pad_token_id, own.eos_token_id})
-    assert stop_ids(own, Style("chat", TEMPLATES["chatml"])) == [own.eos_token_id]
+    custom = with_template(tokenizer, TEMPLATES["chatml"].replace("<|im_end|>", "<pad>"))
+    assert stop_ids(custom, Style("chat")) == sorted({custom.pad_token_id, custom.eos_token_id})
+    assert stop_ids(custom, Style("chat", TEMPLATES["chatml"])) == [custom.eos_token_id]
 
 
 def test_a_template_is_chosen_by_name_or_file(tokenizer: Any, tmp_path: Any) -> None:

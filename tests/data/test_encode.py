@@ -101,48 +101,52 @@ TOKENIZERS: dict[str, Callable[[], Any]] = {
 def test_a_prompts_tokens_are_those_of_the_prompt_alone(
     kind: str, prompt: str, answer: str
 ) -> None:
-    own = TOKENIZERS[kind]()
-    row = Encoder(own).encode(Completion(prompt, answer, "a.jsonl:1"))
-    start = len(prompt_ids(own, prompt, Style("plain")))
-    assert list(row.input_ids[:start]) == prompt_ids(own, prompt, Style("plain"))
+    custom = TOKENIZERS[kind]()
+    row = Encoder(custom).encode(Completion(prompt, answer, "a.jsonl:1"))
+    start = len(prompt_ids(custom, prompt, Style("plain")))
+    assert list(row.input_ids[:start]) == prompt_ids(custom, prompt, Style("plain"))
     assert set(row.labels[:start]) <= {IGNORE}
-    learnt = row.labels[max(start, 1) :]
-    assert learnt == row.input_ids[max(start, 1) :]
-    assert row.input_ids[-1] == own.eos_token_id
-    together = own(prompt + answer)["input_ids"]
-    assert own.decode(row.input_ids[:-1]) == own.decode(together)
+    targets = row.labels[max(start, 1) :]
+    assert targets == row.input_ids[max(start, 1) :]
+    assert row.input_ids[-1] == custom.eos_token_id
+    together = custom(prompt + answer)["input_ids"]
+    assert custom.decode(row.input_ids[:-1]) == custom.decode(together)
 
 
 @pytest.mark.parametrize("answer", ["\n\nthe fox", "\nthe fox\n\n", "  the fox"])
 def test_a_turn_that_begins_with_white_space_does_not_melt_into_its_header(answer: str) -> None:
-    own = merging_tokenizer()
-    own.chat_template = (
+    custom = merging_tokenizer()
+    custom.chat_template = (
         "{{ bos_token }}{% for m in messages %}"
         "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     turns = [{"role": "user", "content": "the dog"}, {"role": "assistant", "content": answer}]
-    row = Encoder(own).encode(Conversation((*turns, *turns), (1, 3), (), "a.jsonl:1"))
-    prompt = prompt_ids(own, "the dog", Style("chat"))
+    row = Encoder(custom).encode(Conversation((*turns, *turns), (1, 3), (), "a.jsonl:1"))
+    prompt = prompt_ids(custom, "the dog", Style("chat"))
     assert list(row.input_ids[: len(prompt)]) == prompt
     assert row.labels[len(prompt)] != IGNORE
-    text = own.apply_chat_template([*turns, *turns], tokenize=False)
-    assert own.decode(row.input_ids) == text.removesuffix("\n")
-    learnt = own.decode([label for label in row.labels if label != IGNORE])
-    assert learnt == (answer + "<|im_end|>") * 2
+    text = custom.apply_chat_template([*turns, *turns], tokenize=False)
+    assert custom.decode(row.input_ids) == text.removesuffix("\n")
+    targets = custom.decode([label for label in row.labels if label != IGNORE])
+    assert targets == (answer + "<|im_end|>") * 2
 
 
 def test_bos_is_added_once_and_eos_once(tokenizer: Any) -> None:
-    own = merging_tokenizer()
-    encoder = Encoder(own)
-    bos, eos = own.bos_token_id, own.eos_token_id
+    custom = merging_tokenizer()
+    encoder = Encoder(custom)
+    bos, eos = custom.bos_token_id, custom.eos_token_id
     for text in ("the fox", "<s>the fox", "the fox</s>"):
         row = encoder.encode(Text(text, "a.jsonl:1"))
-        assert row.input_ids == (bos, *own("the fox", add_special_tokens=False)["input_ids"], eos)
+        assert row.input_ids == (
+            bos,
+            *custom("the fox", add_special_tokens=False)["input_ids"],
+            eos,
+        )
         assert row.labels == (IGNORE, *row.input_ids[1:])
     row = encoder.encode(Completion("the", " fox</s>", "a.jsonl:1"))
     assert row.input_ids.count(eos) == 1
-    # this one adds no bos of its own, though it has one
+    # this one adds no bos of its custom, though it has one
     assert Encoder(tokenizer).encode(Text("the fox", "a")).input_ids[0] != tokenizer.bos_token_id
 
 
@@ -159,27 +163,27 @@ def test_an_instruction_is_a_conversation_where_there_is_a_template(
 
 
 def test_an_instruction_is_put_in_alpacas_frame_where_there_is_none() -> None:
-    own = merging_tokenizer()
-    encoder = Encoder(own)
+    custom = merging_tokenizer()
+    encoder = Encoder(custom)
     example = Instruction("the {fox}", "", "the dog", "a.jsonl:1")
     assert encoder.style(example) == Style("alpaca")
     row = encoder.encode(example)
-    prompt = prompt_ids(own, "the {fox}", Style("alpaca"))
+    prompt = prompt_ids(custom, "the {fox}", Style("alpaca"))
     assert list(row.input_ids[: len(prompt)]) == prompt
-    assert own.decode(prompt).endswith("### Instruction:\nthe {fox}\n\n### Response:\n")
-    assert own.decode(row.input_ids[len(prompt) :]) == "the dog</s>"
+    assert custom.decode(prompt).endswith("### Instruction:\nthe {fox}\n\n### Response:\n")
+    assert custom.decode(row.input_ids[len(prompt) :]) == "the dog</s>"
     given = encoder.encode(Instruction("the fox", "the dog", "a", "a.jsonl:1"))
-    assert "### Input:\nthe dog\n\n### Response:\na</s>" in own.decode(given.input_ids)
+    assert "### Input:\nthe dog\n\n### Response:\na</s>" in custom.decode(given.input_ids)
 
 
 def test_a_conversation_needs_a_template() -> None:
-    own = merging_tokenizer()
+    custom = merging_tokenizer()
     example = Conversation(({"role": "user", "content": "a"},), (), (), "a.jsonl:1")
     with pytest.raises(DataError, match=r"(?s)no chat template.*chatml"):
-        Encoder(own).style(example)
+        Encoder(custom).style(example)
     with pytest.raises(DataError, match="no chat template"):
-        prompt_ids(own, "a", Style("chat"))
-    assert Encoder(own, "{{ messages }}").style(example) == Style("chat", "{{ messages }}")
+        prompt_ids(custom, "a", Style("chat"))
+    assert Encoder(custom, "{{ messages }}").style(example) == Style("chat", "{{ messages }}")
 
 
 def test_a_plain_style_takes_no_conversation(tokenizer: Any) -> None:
@@ -198,16 +202,16 @@ def test_nothing_said_is_nothing_to_learn(tokenizer: Any) -> None:
 
 
 def test_a_tokenizer_without_eos_cannot_teach_to_stop(tokenizer: Any) -> None:
-    own = copy.deepcopy(tokenizer)
-    own.eos_token = None
+    custom = copy.deepcopy(tokenizer)
+    custom.eos_token = None
     with pytest.raises(DataError, match="no end-of-sequence token"):
-        Encoder(own).encode(Text("the fox", "a.jsonl:1"))
+        Encoder(custom).encode(Text("the fox", "a.jsonl:1"))
 
 
 def test_an_answer_that_shares_a_token_with_its_prompt_for_good_is_refused() -> None:
     tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "hugging": 1, "hug": 2, "ging": 3, "e": 4}))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece()
-    own = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="e")
+    custom = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="e")
     with pytest.raises(DataError, match=r"(?s)Cannot separate.*of a.jsonl:1.*'hug'.*'ging'"):
-        Encoder(own).encode(Completion("hug", "ging", "a.jsonl:1"))
+        Encoder(custom).encode(Completion("hug", "ging", "a.jsonl:1"))

@@ -32,9 +32,9 @@ def parsed(*rows: dict[str, Any], name: Any = "auto") -> ParsedRow:
 def test_two_named_fields_are_prompt_and_completion() -> None:
     names = FieldNames("q", "a", ("task.prompt", "task.completion"))
     records = [Record({"q": "1 ", "a": "2", "text": "3"}, "a.jsonl:1")]
-    found = parse(records, "auto", where="a.jsonl", fields=names)
-    assert found.examples == (Completion("1 ", "2", "a.jsonl:1"),)
-    assert found.unused == ("text",)
+    parsed_rows = parse(records, "auto", where="a.jsonl", fields=names)
+    assert parsed_rows.examples == (Completion("1 ", "2", "a.jsonl:1"),)
+    assert parsed_rows.unused == ("text",)
     with pytest.raises(DataError, match=r"a\.jsonl:2 lacks 'q' or 'a' \(task\.prompt"):
         parse([*records, Record({"q": "1"}, "a.jsonl:2")], "auto", where="a.jsonl", fields=names)
     with pytest.raises(ConfigError, match="prompt and completion are named together"):
@@ -85,9 +85,9 @@ def refused(*rows: dict[str, Any], name: Any = "auto") -> str:
     ],
 )
 def test_a_format_is_found_by_its_fields(row: dict[str, Any], name: str, example: object) -> None:
-    found = parsed(row)
-    assert found.format == name
-    assert found.examples == (example,)
+    parsed_rows = parsed(row)
+    assert parsed_rows.format == name
+    assert parsed_rows.examples == (example,)
     assert parsed(row, name=name).examples == (example,)
 
 
@@ -137,11 +137,11 @@ def test_openai_tool_calls_keep_ids_and_lose_the_json_in_their_arguments() -> No
     (example,) = parsed({"messages": turns}).examples
     assert isinstance(example, Conversation)
     assert example.target_turns == (2, 6)
-    made = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}, "id": "c1"}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}, "id": "c1"}
     assert list(example.messages) == [
         {"role": "developer", "content": "s"},
         {"role": "user", "content": "q!"},
-        {"role": "assistant", "tool_calls": [made]},
+        {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "content": "3", "tool_call_id": "c1"},
         A,
         U,
@@ -210,31 +210,31 @@ def test_alpaca_with_system_and_history_is_a_conversation() -> None:
     ],
 )
 def test_a_field_that_cannot_be_used_is_named(row: dict[str, Any], words: str) -> None:
-    said = refused(row)
-    assert f"a.jsonl:1: {words}" in said or words in said
-    assert "a.jsonl:1: " in said
+    message = refused(row)
+    assert f"a.jsonl:1: {words}" in message or words in message
+    assert "a.jsonl:1: " in message
 
 
 def test_unknown_fields_are_listed_with_what_is_accepted() -> None:
-    said = refused({"foo": 1, "bar": 2})
-    assert "a.jsonl:1 has the fields: foo, bar." in said
-    assert "prompt + completion" in said
-    assert "messages | sharegpt | alpaca | prompt_completion | text" in said
+    message = refused({"foo": 1, "bar": 2})
+    assert "a.jsonl:1 has the fields: foo, bar." in message
+    assert "prompt + completion" in message
+    assert "messages | sharegpt | alpaca | prompt_completion | text" in message
 
 
 def test_a_file_of_two_formats_is_refused_at_the_row_that_differs() -> None:
-    said = refused({"text": "t"}, {"question": "q", "answer": "a"}, {"foo": 1})
+    message = refused({"text": "t"}, {"question": "q", "answer": "a"}, {"foo": 1})
     assert (
         "a.jsonl:2: its fields (question, answer) make the format 'alpaca'; the first row is 'text'"
-        in said
+        in message
     )
-    assert "a.jsonl:3: its fields (foo) make no known format" in said
-    assert "2 of 3 rows" in said
+    assert "a.jsonl:3: its fields (foo) make no known format" in message
+    assert "2 of 3 rows" in message
 
 
 def test_many_bad_rows_are_one_error_that_shows_the_first_few() -> None:
-    said = refused({"text": "t"}, *[{"text": None}] * 20)
-    assert "20 of 21 rows" in said
-    assert "a.jsonl:6: text" in said
-    assert "a.jsonl:7" not in said
-    assert "and 15 more" in said
+    message = refused({"text": "t"}, *[{"text": None}] * 20)
+    assert "20 of 21 rows" in message
+    assert "a.jsonl:6: text" in message
+    assert "a.jsonl:7" not in message
+    assert "and 15 more" in message

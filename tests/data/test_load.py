@@ -72,9 +72,8 @@ def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path, name: str) -> 
     assert read(tmp_path, name, b"\xef\xbb\xbf" + content.encode())[0].fields == {"text": "a"}
 
 
-@pytest.mark.parametrize(
-    ("content", "place", "words"),
-    [
+BROKEN: dict[str, list[tuple[str | bytes, str, str]]] = {
+    "a.jsonl": [
         (ROW * 6 + '{"text": "a"\n', "a.jsonl:7:14 as JSON", "Expecting ',' delimiter"),
         (ROW + '{"text": "a"} {"text": "b"}\n', "a.jsonl:2:15 as JSON", "more after the end"),
         (ROW + '{"text": "a", "text": "b"}\n', "a.jsonl:2.", "'text' is given twice"),
@@ -98,18 +97,7 @@ def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path, name: str) -> 
         (b"PAR1rest", "a.jsonl.", "Parquet"),
         (b"\x80\x04\x95rest", "a.jsonl.", "pickle"),
     ],
-)
-def test_a_broken_line_is_named_with_its_place(
-    tmp_path: Path, content: str | bytes, place: str, words: str
-) -> None:
-    said = refused(tmp_path, "a.jsonl", content)
-    assert place in said.splitlines()[0]
-    assert words in said
-
-
-@pytest.mark.parametrize(
-    ("content", "place", "words"),
-    [
+    "a.json": [
         (ROW * 2, "as a JSON array", "It holds JSON Lines"),
         ('{"rows": [1]}', "as a JSON array", "holds something else"),
         ('[{"text": "a"}]\n\n3', "as a JSON array", "more than one value"),
@@ -119,18 +107,7 @@ def test_a_broken_line_is_named_with_its_place(
         ('[{"text": "a"},\n\n 3]', "a.json:2 as a row", "It is a number."),
         ("[]", "a.json.", "It holds no rows."),
     ],
-)
-def test_a_broken_array_is_named_with_its_place(
-    tmp_path: Path, content: str, place: str, words: str
-) -> None:
-    said = refused(tmp_path, "a.json", content)
-    assert place in said.splitlines()[0]
-    assert words in said
-
-
-@pytest.mark.parametrize(
-    ("content", "place", "words"),
-    [
+    "a.csv": [
         ("a,b\n1,2\n1,2,3\n", "a.csv:3.", "3 cells, the header 2"),
         ("a,b\n1\n", "a.csv:2.", "1 cells, the header 2"),
         ("a,a\n1,2\n", "the header of", "'a' is given twice"),
@@ -138,13 +115,20 @@ def test_a_broken_array_is_named_with_its_place(
         ('a\n"1\n', "as CSV", "unexpected end"),
         ("a,b\n", "a.csv.", "It holds no rows."),
     ],
+}
+"""By file name: content, its position in the message, and words of the message."""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place", "words"),
+    [(name, *case) for name, cases in BROKEN.items() for case in cases],
 )
-def test_a_broken_csv_is_named_with_its_place(
-    tmp_path: Path, content: str, place: str, words: str
+def test_broken_content_is_named_with_its_place(
+    name: str, content: str | bytes, place: str, words: str, tmp_path: Path
 ) -> None:
-    said = refused(tmp_path, "a.csv", content)
-    assert place in said.splitlines()[0]
-    assert words in said
+    message = refused(tmp_path, name, content)
+    assert place in message.splitlines()[0]
+    assert words in message
 
 
 def error_of(where: str) -> str:
@@ -206,10 +190,10 @@ def test_a_missing_file_is_told_with_its_neighbours(
 
 
 def test_an_unreachable_data_set_says_that_there_is_no_such_file_either() -> None:
-    said = error_of("nobody-at-all/nothing")
-    assert "Cannot load the data set 'nobody-at-all/nothing'." in said
-    assert "There is no such file here" in said
-    assert '"org/name:config:split"' in said
+    message = error_of("nobody-at-all/nothing")
+    assert "Cannot load the data set 'nobody-at-all/nothing'." in message
+    assert "There is no such file here" in message
+    assert '"org/name:config:split"' in message
 
 
 def test_classes_that_a_data_set_numbers_come_by_their_names(tmp_path: Path) -> None:

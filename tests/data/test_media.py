@@ -33,8 +33,8 @@ def parsed(tmp_path: Path, row: dict[str, Any]) -> tuple[list[str], list[Any]]:
     """Return the contents of a row's messages, and what its pictures are."""
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    found, pictures = parse_with_media(read_records(str(path)), "auto", where=str(path))
-    (example,) = found.examples
+    rows, pictures = parse_with_media(read_records(str(path)), "auto", where=str(path))
+    (example,) = rows.examples
     if isinstance(example, Conversation):
         return [message["content"] for message in example.messages], [p.data for p in pictures[0]]
     texts = [getattr(example, n, "") for n in ("request", "prompt", "output", "completion")]
@@ -77,9 +77,9 @@ def test_images_of_several_turns_keep_their_order(tmp_path: Path) -> None:
         ("user", [{"type": "text", "text": "<image>"}, {"type": "image", "image": URL}]),
         SEEN,
     )
-    texts, found = parsed(tmp_path, {"messages": turns, "images": ["1.png", "2.png", "3.png"]})
+    texts, images = parsed(tmp_path, {"messages": turns, "images": ["1.png", "2.png", "3.png"]})
     assert texts == [f"{Picture.mark} and {Picture.mark}", "a fox", Picture.mark * 2, "a fox"]
-    assert found == [*(tmp_path / f"{n}.png" for n in (1, 2, 3)), URL]
+    assert images == [*(tmp_path / f"{n}.png" for n in (1, 2, 3)), URL]
 
 
 def test_llavas_own_rows_are_read(tmp_path: Path) -> None:
@@ -102,21 +102,21 @@ def test_llavas_own_rows_are_read(tmp_path: Path) -> None:
     ],
 )
 def test_images_without_marks_begin_the_question(row: dict[str, Any], tmp_path: Path) -> None:
-    texts, found = parsed(tmp_path, {**row, "images": ["a.png", {"path": "/b.png"}]})
+    texts, images = parsed(tmp_path, {**row, "images": ["a.png", {"path": "/b.png"}]})
     assert texts[-2:] == [f"{Picture.mark * 2}what?", "a fox"]
-    assert found == [tmp_path / "a.png", Path("/b.png")]
+    assert images == [tmp_path / "a.png", Path("/b.png")]
 
 
 def test_bytes_of_a_data_set_are_images() -> None:
     record = Record(
         {"image": {"bytes": png(), "path": None}, "question": "a", "answer": "b"}, "x:1"
     )
-    _, ((found,),) = parse_with_media([record], "auto", where="x")
-    assert found.decode().size == (9, 12)
+    _, ((image,),) = parse_with_media([record], "auto", where="x")
+    assert image.decode().size == (9, 12)
     coded = {"type": "image", "base64": base64.b64encode(png()).decode()}
     record = Record({"messages": said(("user", [coded]), SEEN)}, "x:1")
-    _, ((found,),) = parse_with_media([record], "auto", where="x")
-    assert found.decode().size == (9, 12)
+    _, ((image,),) = parse_with_media([record], "auto", where="x")
+    assert image.decode().size == (9, 12)
 
 
 @pytest.mark.parametrize(
@@ -237,16 +237,16 @@ def film(
     """Return a video whose frames become brighter, by five at a time."""
     av = pytest.importorskip("av", reason="the extra peftkit[video] is not installed")
     file = io.BytesIO()
-    with av.open(file, "w", format=kind) as made:
-        stream = made.add_stream(codec, rate=rate)
+    with av.open(file, "w", format=kind) as container:
+        stream = container.add_stream(codec, rate=rate)
         stream.width, stream.height = size
         stream.pix_fmt = "rgb8" if codec == "gif" else "yuv420p"
         stream.gop_size = 12
         for bright in range(number):
             pixels = torch.full((size[1], size[0], 3), 5 * bright % 256, dtype=torch.uint8)
             frame = av.VideoFrame.from_ndarray(pixels.numpy(), format="rgb24")
-            made.mux(stream.encode(frame))
-        made.mux(stream.encode())
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
     return file.getvalue()
 
 
@@ -260,11 +260,11 @@ def clip() -> bytes:
     [("mp4", "libx264"), ("webm", "libvpx-vp9"), ("avi", "mpeg4"), ("gif", "gif")],
 )
 def test_frames_lie_evenly_from_the_first_to_the_last(kind: str, codec: str) -> None:
-    found = Video(film(kind=kind, codec=codec), "a:1").decode(8)
-    assert found.frames.shape == (8, 3, 48, 64)
-    assert found.places == (0, 7, 14, 21, 28, 35, 42, 49)
-    assert (found.num_frames, found.fps) == (50, pytest.approx(10, rel=0.05))
-    means = found.frames.float().mean((1, 2, 3)).tolist()
+    clip = Video(film(kind=kind, codec=codec), "a:1").decode(8)
+    assert clip.frames.shape == (8, 3, 48, 64)
+    assert clip.places == (0, 7, 14, 21, 28, 35, 42, 49)
+    assert (clip.num_frames, clip.fps) == (50, pytest.approx(10, rel=0.05))
+    means = clip.frames.float().mean((1, 2, 3)).tolist()
     assert means == pytest.approx([35 * n for n in range(8)], abs=6)
 
 
@@ -366,7 +366,7 @@ def test_the_loss_is_that_of_the_processors_own_inputs(
     for row in rows_of(task, tmp_path):
         clips = [one.decode(4) for one in row.media if one.kind == "video"]
         images = [one.decode() for one in row.media if one.kind == "image"]
-        made = processor(
+        inputs = processor(
             text=[row.text],
             images=[images] if images else None,
             videos=[clip.frames for clip in clips],
@@ -377,17 +377,17 @@ def test_the_loss_is_that_of_the_processors_own_inputs(
             do_sample_frames=False,
             return_tensors="pt",
         )
-        assert made["input_ids"][0].tolist()[: len(row.input_ids)] == list(row.input_ids)
+        assert inputs["input_ids"][0].tolist()[: len(row.input_ids)] == list(row.input_ids)
         assert not set(row.labels) & {model.config.video_token_id, model.config.image_token_id}
-        learnt = [label for label in row.labels if label != -100]
-        assert task.tokenizer.decode(learnt).removesuffix("<|im_end|>") in (
+        targets = [label for label in row.labels if label != -100]
+        assert task.tokenizer.decode(targets).removesuffix("<|im_end|>") in (
             "the fox",
             "the lazy dog",
         )
-        labels = torch.full(made["input_ids"].shape, -100)
+        labels = torch.full(inputs["input_ids"].shape, -100)
         labels[0, : len(row.labels)] = torch.tensor(row.labels)
         with torch.no_grad():
-            logits = model(**made, use_cache=False).logits[0, :-1]
+            logits = model(**inputs, use_cache=False).logits[0, :-1]
             theirs = F.cross_entropy(logits, labels[0, 1:], reduction="sum")
             torch.testing.assert_close(task.loss(model, task.collate([row]))[0], theirs)
 

@@ -14,9 +14,9 @@ def pack(rows: list[Row], max_length: int) -> list[Row]:
     return list(PackedRows(View([rows]), max_length))
 
 
-def document(length: int, line: int, learnt: int = 1) -> Row:
+def document(length: int, line: int, num_targets: int = 1) -> Row:
     ids = tuple(range(100 * line, 100 * line + length))
-    labels = (IGNORE,) * (length - learnt) + ids[length - learnt :]
+    labels = (IGNORE,) * (length - num_targets) + ids[length - num_targets :]
     return Row(ids, labels, (length,), f"a.jsonl:{line}")
 
 
@@ -74,5 +74,5 @@ def test_a_batch_is_a_multiple_of_eight_wide_unless_the_model_has_fewer_position
 
 
 def test_a_documents_first_token_is_not_predicted_from_the_one_before() -> None:
-    batch = collate(pack([document(4, 1, learnt=3), document(4, 2, learnt=3)], 8), 0)
+    batch = collate(pack([document(4, 1, num_targets=3), document(4, 2, num_targets=3)], 8), 0)
     assert batch["target_index"].tolist() == [0, 1, 2, 4, 5, 6]

@@ -56,9 +56,9 @@ def conversation(example: Any) -> Conversation:
 def test_messages_are_one_prompt_and_two_answers(row: dict[str, Any]) -> None:
     (pair,), unused = read_pairs_of(records(row), "a.jsonl")
     for side, answer in ((pair.chosen, "the fox"), (pair.rejected, "the dog")):
-        found = conversation(side)
-        assert [m["content"] for m in found.messages] == ["who?", answer]
-        assert found.target_turns == (1,)
+        answered = conversation(side)
+        assert [m["content"] for m in answered.messages] == ["who?", answer]
+        assert answered.target_turns == (1,)
     assert (unused, pair.shared) == ((), False)
 
 
@@ -152,14 +152,14 @@ def test_verdicts_are_examples_with_a_label() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "found"),
+    ("rows", "message"),
     [
         ([{"label": True}, {"label": 1}], "a.jsonl:2: label: expected true or false, found 1"),
         ([{"label": True}, {}], "a.jsonl:2: label: .* missing"),
     ],
 )
-def test_what_is_no_verdict_is_named(rows: list[dict[str, Any]], found: str) -> None:
-    with pytest.raises(DataError, match=found):
+def test_what_is_no_verdict_is_named(rows: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(DataError, match=message):
         read_verdicts(records(*({"prompt": "a", "completion": "b"} | row for row in rows)), "a")
 
 

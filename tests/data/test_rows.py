@@ -179,12 +179,12 @@ def test_what_is_dropped_keeps_its_source(
     rows += [{"prompt": f"a{n % 2}", "completion": "b"} for n in range(4)]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = encoded(str(path), DocumentEncoder(tokenizer, None, "auto", 20))
-    assert found.dropped(BEYOND) == [f"{path}:1"]
-    assert found.dropped(NOTHING) == [f"{path}:2"]
-    assert [row.source for row in found] == [f"{path}:{n}" for n in (3, 4, 5, 6)]
-    assert found.num_duplicates == 2
-    assert found.num_shared(found) == 4
+    rows = encoded(str(path), DocumentEncoder(tokenizer, None, "auto", 20))
+    assert rows.dropped(BEYOND) == [f"{path}:1"]
+    assert rows.dropped(NOTHING) == [f"{path}:2"]
+    assert [row.source for row in rows] == [f"{path}:{n}" for n in (3, 4, 5, 6)]
+    assert rows.num_duplicates == 2
+    assert rows.num_shared(rows) == 4
 
 
 def test_labels_are_tokens_between_their_bounds() -> None:

@@ -66,14 +66,14 @@ def a_base(model: nn.Module, tokenizer: Any = None) -> Base:
     )
 
 
-def write(model: nn.Module, method: LoRA, folder: Path, seed: int, **known: Any) -> Path:
+def write(model: nn.Module, method: LoRA, folder: Path, seed: int, **provenance: Any) -> Path:
     """Write an adapter that has learnt something; the model is bare again."""
     adapter = attach(model, method, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in adapter.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    save_adapter(adapter, folder, Provenance(**known))
+    save_adapter(adapter, folder, Provenance(**provenance))
     adapter.detach()
     return folder
 
@@ -98,10 +98,10 @@ def logits(model: nn.Module, ids: Tensor) -> Tensor:
 def alone(model: nn.Module, path: Path | None, ids: Tensor) -> Tensor:
     """Return the logits with one adapter attached, or with none."""
     adapter = None if path is None else load_adapter(model, path)
-    found = logits(model, ids)
+    outputs = logits(model, ids)
     if adapter is not None:
         adapter.detach()
-    return found
+    return outputs
 
 
 def rows_alone(
@@ -158,10 +158,10 @@ def test_a_mixed_batch_is_each_adapter_alone(
     expected = rows_alone(model, paths, rows, ids)
     bank = AdapterBank(a_base(model), paths)
     with bank.use(rows):
-        found = logits(model, ids)
-    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+        outputs = logits(model, ids)
+    torch.testing.assert_close(outputs, expected, atol=TOLERANCE, rtol=0)
     if any(rows):
-        assert not torch.allclose(found, logits(model, ids), atol=1e-3), "adapters take part"
+        assert not torch.allclose(outputs, logits(model, ids), atol=1e-3), "adapters take part"
 
 
 @pytest.mark.parametrize("name", ["patterns", "pissa", "dora"])
@@ -170,10 +170,10 @@ def test_one_adapter_for_the_batch_is_that_adapter_alone(
 ) -> None:
     ids = some_ids(3)
     with bank.use(name):
-        found = logits(model, ids)
+        outputs = logits(model, ids)
     for one in bank.names:
         bank.drop(one)
-    torch.testing.assert_close(found, alone(model, paths[name], ids), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(outputs, alone(model, paths[name], ids), atol=TOLERANCE, rtol=0)
 
 
 def test_without_a_name_the_base_is_bare_to_the_bit(
@@ -188,8 +188,8 @@ def test_without_a_name_the_base_is_bare_to_the_bit(
     for name in bank.names:
         bank.drop(name)
     bare = logits(model, ids)
-    for found in (outside, inside, by_row_):
-        assert torch.equal(found, bare)
+    for outputs in (outside, inside, by_row_):
+        assert torch.equal(outputs, bare)
 
 
 @pytest.mark.parametrize(("kind", "placement"), [("int8", "device"), ("nf4", "stream")])
@@ -215,16 +215,16 @@ def test_each_prompt_is_completed_by_its_own_adapter(
     bank: AdapterBank, model: Any, tokenizer: Any, paths: dict[str, Path]
 ) -> None:
     with bank.engine(Limits(rows=4)) as engine:
-        made = engine.answers(PROMPTS, Sampling(max_new_tokens=6), adapters=NAMES)
-    found = [answer.ids for (answer,) in made]
+        groups = engine.answers(PROMPTS, Sampling(max_new_tokens=6), adapters=NAMES)
+    completions = [answer.ids for (answer,) in groups]
     for name in bank.names:
         bank.drop(name)
-    for prompt, name, ids in zip(PROMPTS, NAMES, found, strict=True):
+    for prompt, name, ids in zip(PROMPTS, NAMES, completions, strict=True):
         adapter = load_adapter(model, paths[name]) if name else None
         assert generate_ids(model, tokenizer, [prompt], max_new_tokens=6) == [ids], name
         if adapter:
             adapter.detach()
-    assert len({tuple(ids) for ids in found}) > 2, "adapters take part"
+    assert len({tuple(ids) for ids in completions}) > 2, "adapters take part"
 
 
 def test_each_adapter_is_asked_as_it_learnt_to_be(
@@ -237,12 +237,12 @@ def test_each_adapter_is_asked_as_it_learnt_to_be(
     }
     bank = AdapterBank(a_base(model, tokenizer), paths)
     prompts, names = ["what is the lazy?", "the quick", "the brown fox"], ["chat", "plain", None]
-    found = bank.generate(prompts, names, max_new_tokens=5)
-    for prompt, name, text in zip(prompts, names, found, strict=True):
+    texts = bank.generate(prompts, names, max_new_tokens=5)
+    for prompt, name, text in zip(prompts, names, texts, strict=True):
         with bank.use(name):
             style = styles[name] if name else None
-            told = generate(model, tokenizer, prompt, style=style, max_new_tokens=5)
-        assert told == [text]
+            expected = generate(model, tokenizer, prompt, style=style, max_new_tokens=5)
+        assert expected == [text]
 
 
 # ------------------------------------------------------------------- a lookup, and memory
@@ -348,7 +348,7 @@ def test_what_does_not_fit_is_listed_and_leaves_the_base_bare(
     modules = list(model.modules())
     with pytest.raises(AdapterError) as caught:
         AdapterBank(a_base(model), {"a": paths["plain"], "b": foreign})
-    told = str(caught.value)
-    assert "no such layer: transformer.h.0.attn.c_attn" in told
-    assert "no such layer: transformer.h.1.mlp.c_proj" in told
+    message = str(caught.value)
+    assert "no such layer: transformer.h.0.attn.c_attn" in message
+    assert "no such layer: transformer.h.1.mlp.c_proj" in message
     assert list(model.modules()) == modules

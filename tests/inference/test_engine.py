@@ -68,15 +68,15 @@ def test_greedy_answers_are_those_of_full_passes(
     model: Any = MODELS[name]().eval()
     why = why_plain(model, tokenizer)
     assert why is None if name in CACHED else PLAIN[name] in str(why)
-    said: list[list[list[int]]] = []
+    runs: list[list[list[int]]] = []
     for limits, read in product(LIMITS.values(), (1, 1 << 30)):
         # what is in common is read where it is by all, or each has a copy
         monkeypatch.setattr("peftkit.inference.cached_engine.MIN_READ", read)
-        said.append([one.ids for (one,) in answers(model, tokenizer, limits)])
+        runs.append([one.ids for (one,) in answers(model, tokenizer, limits)])
         if name in PLAIN:
             break  # it shares nothing
-    pairs = zip(PROMPTS, said[0], strict=True)
-    assert said == [[of_full_pass(model, prompt, ids, 9) for prompt, ids in pairs]] * len(said)
+    pairs = zip(PROMPTS, runs[0], strict=True)
+    assert runs == [[of_full_pass(model, prompt, ids, 9) for prompt, ids in pairs]] * len(runs)
 
 
 def test_virtual_tokens_go_the_plain_way(tokenizer: Tokenizer) -> None:
@@ -94,17 +94,17 @@ def test_each_row_has_its_adapter_whoever_joins(
     }
     bank = AdapterBank(a_base(llama, tokenizer), paths)
     names = [("one", None, "two")[n % 3] for n in range(len(PROMPTS))]
-    said = []
+    runs = []
     for limits in LIMITS.values():
         with bank.engine(limits) as engine:
-            made = engine.answers(PROMPTS, Sampling(max_new_tokens=9), adapters=names)
-        said.append([one.ids for (one,) in made])
+            groups = engine.answers(PROMPTS, Sampling(max_new_tokens=9), adapters=names)
+        runs.append([one.ids for (one,) in groups])
     expected = []
-    for prompt, name, ids in zip(PROMPTS, names, said[0], strict=True):
+    for prompt, name, ids in zip(PROMPTS, names, runs[0], strict=True):
         with bank.use(name):
             expected.append(of_full_pass(llama, prompt, ids, 9))
     assert len(set(map(tuple, expected))) > 7
-    assert said == [expected] * 2
+    assert runs == [expected] * 2
 
 
 def test_what_is_drawn_depends_on_the_seed_and_not_on_the_batch(
@@ -124,17 +124,19 @@ def test_log_probs_are_those_of_a_full_pass_and_say_what_ended_it(
     llama: Any, tokenizer: Tokenizer
 ) -> None:
     sampling = Sampling(max_new_tokens=40, temperature=2.0, seed=5, stops=tuple(range(300, 384)))
-    made = [one for of in answers(llama, tokenizer, Limits(), sampling=sampling, n=2) for one in of]
-    assert {one.ended_by for one in made} == {"stop", "length"} or all(
-        one.ended_by == "stop" for one in made
+    completions = [
+        one for of in answers(llama, tokenizer, Limits(), sampling=sampling, n=2) for one in of
+    ]
+    assert {one.ended_by for one in completions} == {"stop", "length"} or all(
+        one.ended_by == "stop" for one in completions
     )
-    for answer, prompt in zip(made, [p for p in PROMPTS for _ in range(2)], strict=True):
-        said = [*answer.ids, *([] if answer.end is None else [answer.end])]
-        assert len(said) == len(answer.log_probs)
+    for answer, prompt in zip(completions, [p for p in PROMPTS for _ in range(2)], strict=True):
+        tokens = [*answer.ids, *([] if answer.end is None else [answer.end])]
+        assert len(tokens) == len(answer.log_probs)
         assert (answer.end is not None) == (answer.ended_by == "stop")
         with torch.no_grad():
-            logits = llama(torch.tensor([[*prompt, *said]])).logits[0, len(prompt) - 1 : -1]
-        right = (logits / 2.0).log_softmax(-1).gather(1, torch.tensor(said)[:, None])[:, 0]
+            logits = llama(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        right = (logits / 2.0).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(answer.log_probs), right, atol=1e-4, rtol=0)
 
 
@@ -173,15 +175,17 @@ def test_tokens_at_once_are_bounded_and_what_needs_more_is_made_alone(
     llama: Any, tokenizer: Tokenizer
 ) -> None:
     with CachedEngine(llama, tokenizer, Limits(tokens=30)) as engine:
-        made = [engine.submit(Request([7, 8], Sampling(max_new_tokens=10))) for _ in range(5)]
-        made.append(large := engine.submit(Request([7], Sampling(max_new_tokens=60))))
+        completions = [
+            engine.submit(Request([7, 8], Sampling(max_new_tokens=10))) for _ in range(5)
+        ]
+        completions.append(large := engine.submit(Request([7], Sampling(max_new_tokens=60))))
         most = 0
         while not engine.is_idle:
             engine.step()
             most = max(most, engine.num_running)
-            assert not large.ids or all(one.ended_by is not None for one in made[:5])
+            assert not large.ids or all(one.ended_by is not None for one in completions[:5])
     assert most == 2
-    assert all(one.ended_by is not None for one in made)
+    assert all(one.ended_by is not None for one in completions)
 
 
 def test_what_prompts_have_in_common() -> None:

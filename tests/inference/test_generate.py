@@ -26,17 +26,19 @@ def of_full_pass(
     """
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0]
-    found = logits[len(prompt) - 1 :].argmax(-1).tolist()[:num_new]
-    return found[: found.index(EOS)] if EOS in found else found
+    likeliest = logits[len(prompt) - 1 :].argmax(-1).tolist()[:num_new]
+    return likeliest[: likeliest.index(EOS)] if EOS in likeliest else likeliest
 
 
 def test_greedy_is_the_likeliest_token_each_time_in_any_batch(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     for batch_size in (1, 3, 8):
-        made = generate_ids(llama, tokenizer, PROMPTS, max_new_tokens=9, batch_size=batch_size)
-        pairs = zip(PROMPTS, made, strict=True)
-        assert made == [of_full_pass(llama, prompt, ids, 9) for prompt, ids in pairs]
+        completions = generate_ids(
+            llama, tokenizer, PROMPTS, max_new_tokens=9, batch_size=batch_size
+        )
+        pairs = zip(PROMPTS, completions, strict=True)
+        assert completions == [of_full_pass(llama, prompt, ids, 9) for prompt, ids in pairs]
 
 
 def always(model: PreTrainedModel, token: int) -> None:
@@ -116,7 +118,7 @@ def test_an_answer_ends_where_the_context_does(
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
         (lambda m, t: generate_ids(m, t, [[9] * 256]), "it has 256 tokens"),
         (lambda m, t: generate_ids(m, t, [[9], []]), "the prompt is empty"),
@@ -133,11 +135,11 @@ def test_an_answer_ends_where_the_context_does(
 )
 def test_what_cannot_be_done_is_told(
     call: Callable[[PreTrainedModel, PreTrainedTokenizerFast], object],
-    told: str,
+    message: str,
     llama: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         call(llama, tokenizer)
 
 
@@ -152,9 +154,9 @@ def test_a_text_is_asked_through_the_chat_template_unless_the_style_says_otherwi
             )
         )
 
-    asked = "<|im_start|>user\nwhat is the fox?<|im_end|>\n<|im_start|>assistant\n"
-    made = generate(llama, tokenizer, "what is the fox?", max_new_tokens=9)
-    assert made == [answer_to(asked)]
+    prompt = "<|im_start|>user\nwhat is the fox?<|im_end|>\n<|im_start|>assistant\n"
+    texts = generate(llama, tokenizer, "what is the fox?", max_new_tokens=9)
+    assert texts == [answer_to(prompt)]
     plain = generate(
         llama, tokenizer, ["what is the fox?", "name"], style=Style("plain"), max_new_tokens=9
     )

@@ -217,8 +217,8 @@ def test_generation_is_the_likeliest_token_again_and_again(name: str, tmp_path: 
         ]
     loaded = task.load(str(write_rows(tmp_path, rows)))
     prompts = [MediaPrompt(row.prompt, row.media) for row in loaded]
-    found = complete(model, task, prompts, max_new_tokens=4)
-    for row, prompt, answer in zip(loaded, prompts, found, strict=True):
+    answers = complete(model, task, prompts, max_new_tokens=4)
+    for row, prompt, answer in zip(loaded, prompts, answers, strict=True):
         inputs = inputs_of(model, task, [prompt])
         ids, new = inputs["input_ids"], []
         while len(new) < 4:
@@ -283,11 +283,11 @@ def test_the_command_line_shows_media(
         argv=["chat", str(run_folder)],
         monkeypatch=monkeypatch,
     )
-    told = capsys.readouterr()
-    assert told.out.split() == [*case.files]
-    assert all(f"({size}) goes with the next message" in told.err for size in case.sizes.values())
-    assert "gone.file" in told.err
-    assert "The base takes no videos" in told.err
+    output = capsys.readouterr()
+    assert output.out.split() == [*case.files]
+    assert all(f"({size}) goes with the next message" in output.err for size in case.sizes.values())
+    assert "gone.file" in output.err
+    assert "The base takes no videos" in output.err
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3", "mllama", "gemma3"])
@@ -301,8 +301,8 @@ def test_a_folder_brings_its_processor_and_keeps_its_towers_in_16_bits(
     assert base.tokenizer is base.processor.tokenizer
     whys = {row.why for row in base.audit.rows if row.kind == "linear layers"}
     assert "vision side: base.quantize_towers" in whys
-    told = {row.stored for row in base.audit.rows if "vision side" in row.why}
-    assert told == {"float32"}
+    dtypes = {row.stored for row in base.audit.rows if "vision side" in row.why}
+    assert dtypes == {"float32"}
     if name == "qwen2_5_vl":
         packed = load_base(
             str(folder), dtype="fp32", quantize="nf4", quantize_towers=True, purpose=purpose

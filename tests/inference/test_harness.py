@@ -18,43 +18,36 @@ from peftkit.inference.harness import Score, run_tasks, scores_of
 from peftkit.methods.lora import LoRA
 from tests.command_line import Run, peftkit  # noqa: F401
 
-CHOICE = """\
-task: animals
+COMMON = """\
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {rows}}}}}
 test_split: test
-output_type: multiple_choice
 doc_to_text: "{{{{question}}}}"
+"""
+TASKS = {
+    "animals": """\
+output_type: multiple_choice
 doc_to_choice: "{{{{choices}}}}"
 doc_to_target: "{{{{answer}}}}"
 metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
-"""
-LIKELY = """\
-task: likely
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {rows}}}}}
-test_split: test
+""",
+    "likely": """\
 output_type: loglikelihood
-doc_to_text: "{{{{question}}}}"
 doc_to_target: "{{{{choices[0]}}}}"
 metric_list: [{{metric: perplexity, aggregation: perplexity, higher_is_better: false}}]
-"""
-ANSWER = """\
-task: echoes
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {rows}}}}}
-test_split: test
+""",
+    "echoes": """\
 output_type: generate_until
-doc_to_text: "{{{{question}}}}"
 doc_to_target: "{{{{choices[0]}}}}"
 generation_kwargs: {{until: ["x"], max_gen_toks: 6, do_sample: false}}
 metric_list: [{{metric: exact_match}}]
-"""
+""",
+}
 
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> Path:
-    """A folder with two tasks over one file of rows."""
+    """A folder with three tasks over one file of rows."""
     rows = [
         {
             "question": f"which animal is number {n}?",
@@ -66,8 +59,9 @@ def tasks(tmp_path: Path) -> Path:
     folder = tmp_path / "tasks"
     folder.mkdir()
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, text in (("animals", CHOICE), ("likely", LIKELY), ("echoes", ANSWER)):
-        (folder / f"{name}.yaml").write_text(text.format(rows=folder / "rows.jsonl"))
+    for name, text in TASKS.items():
+        yaml = f"task: {name}\n" + (COMMON + text).format(rows=folder / "rows.jsonl")
+        (folder / f"{name}.yaml").write_text(yaml)
     return folder
 
 
@@ -80,8 +74,8 @@ def adapter(model_folder: Path, tmp_path: Path) -> Path:
         for parameter in module.trained_parameters():
             torch.nn.init.normal_(parameter, std=0.3)
     folder = tmp_path / "adapter"
-    told = Provenance(base=base.name, fingerprint=base.fingerprint, loading={"dtype": "fp32"})
-    save_adapter(attached, folder, told)
+    provenance = Provenance(base=base.name, fingerprint=base.fingerprint, loading={"dtype": "fp32"})
+    save_adapter(attached, folder, provenance)
     return folder
 
 

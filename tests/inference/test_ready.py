@@ -51,15 +51,15 @@ def test_layers_that_are_ready_say_what_they_say_alone(
     assert why_plain(model, tokenizer) is None  # which it is asked as it is
     seen: list[set[bool | None]] = []
     watch = model.register_forward_pre_hook(lambda *_: seen.append(groups_of(model)))
-    found = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
+    adapted_ids = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
     watch.remove()
     assert all(True in kinds for kinds in seen)
     assert groups_of(model) == {None}
     with adapter.disabled():
         bare = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
     monkeypatch.setattr(engine, "prepared_for_serving", lambda *_: nullcontext())
-    assert found == generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
-    assert found != bare
+    assert adapted_ids == generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
+    assert adapted_ids != bare
     with adapter.disabled():
         assert bare == generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
 

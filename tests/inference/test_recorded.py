@@ -30,12 +30,12 @@ def answers(engine: CachedEngine, adapters: tuple[str | None, ...] = (None,)) ->
     requests = [
         Request(PROMPTS[n], one, n, adapters[n % len(adapters)]) for n, one in enumerate(SETTINGS)
     ]
-    made: list[Completion] = [engine.submit(one) for one in requests[:5]]
+    completions: list[Completion] = [engine.submit(one) for one in requests[:5]]
     for _ in range(5):
         engine.step()
-    made += [engine.submit(one) for one in requests[5:]]
+    completions += [engine.submit(one) for one in requests[5:]]
     engine.run()
-    return [one.ids for one in made]
+    return [one.ids for one in completions]
 
 
 def on_card(model: Any, record: bool = True) -> CachedEngine:
@@ -120,12 +120,12 @@ def test_each_row_has_its_adapter(llama: Any, tokenizer: Any, tmp_path: Any) -> 
         bank = AdapterBank(a_base(llama, tokenizer), paths)
         with bank.engine() as engine:
             assert isinstance(engine, CachedEngine)
-            made = [answers(engine, names), answers(engine, ("two",))]
+            groups = [answers(engine, names), answers(engine, ("two",))]
             if engine.recorder is not None:
                 assert engine.recorder.num_recorded > 1
         for name in bank.names:
             bank.drop(name)
-        return [ids for of in made for ids in of]
+        return [ids for of in groups for ids in of]
 
     expected = found()
     with simulated():
