@@ -1,4 +1,4 @@
-"""The recipe: everything that `peftkit train` needs to know, and which settings exclude each other.
+"""The recipe: everything that `peftkit train` needs to know, and settings that conflict.
 
 `check_settings` runs when a recipe is made, and again before a run, with the launched processes.
 """
@@ -89,25 +89,19 @@ LEAVE_ONE = "Leave one of them out."
 
 
 def check_settings(recipe: Any, processes: int | None = None) -> None:
-    """Make sure that a recipe's settings go together.
+    """Check that the settings of a recipe go together.
 
     Args:
-        processes: That were launched to run it; None where it is only read.
+        processes: Number of launched processes; None if the recipe is only read.
 
     Raises:
-        ConfigError: The first two that do not.
+        ConfigError: Names the first two that do not.
     """
-    for error in broken(recipe, processes):
-        raise error
-
-
-def broken(recipe: Any, processes: int | None = None) -> Iterator[ConfigError]:
-    """Yield what `check_settings` raises, for every two settings that exclude each other."""
     conflicts = chain(
         _of_base(recipe), _of_data(recipe), _of_evaluation(recipe), _of_processes(recipe, processes)
     )
     for setting, reason, fix in conflicts:
-        yield ConfigError(setting, found=reason, fix=fix)
+        raise ConfigError(setting, found=reason, fix=fix)
 
 
 Conflict = tuple[str, str, str]

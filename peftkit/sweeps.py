@@ -76,7 +76,7 @@ class Member:
 
 @dataclass(slots=True)
 class Outcome:
-    """The state of a member, as in sweep.json.
+    """The state of a member, as sweep.json has it.
 
     Attributes:
         state: "waiting", "done" or "failed".
@@ -130,11 +130,9 @@ def grid(
             found=f"--over: {', '.join(keys) or 'nothing'}",
             fix="peftkit sweep RECIPE --over method.rank=8,16 --over train.learning_rate=1e-4,3e-4",
         )
-    choices = list(itertools.product(*(values for _, values in axes)))
-    picked = {
-        _name(dict(zip(keys, values, strict=True))): dict(zip(keys, values, strict=True))
-        for values in choices
-    }
+    products = itertools.product(*(values for _, values in axes))
+    choices = [dict(zip(keys, values, strict=True)) for values in products]
+    picked = {_name(settings): settings for settings in choices}
     if len(picked) < len(choices):
         raise ConfigError("two members of the sweep are the same", found="; ".join(over))
     return _members(path, picked, overrides, out)
@@ -183,8 +181,8 @@ def sweep(
 ) -> list[Outcome]:
     """Train the members one after the other; each has a folder below `out`.
 
-    A member that fails does not end the others, unless nothing was trained before it: what is wrong
-    with the first is most likely wrong with all.
+    A member that fails does not end the others, unless no member has taken a step before: an error
+    of the first is most likely one of all.
 
     Args:
         members: From `grid` or `pick`.
@@ -226,7 +224,7 @@ def sweep(
 
 
 def check_members(members: Sequence[Member]) -> Purpose:
-    """Check that one base serves all members; return the purpose that it is loaded for.
+    """Check that all members share one base; return the purpose that it is loaded for.
 
     Raises:
         ConfigError: Names the first setting that differs, and in which members.
@@ -285,7 +283,7 @@ def _load_base(members: Sequence[Member], purpose: Purpose, on_event: Listener) 
 
 
 def _without_repeats(on_event: Listener) -> Listener:
-    """Pass on each notice and table once: much of them is the same for all members."""
+    """Pass on each notice and table once: members share most of them."""
     passed: list[Event] = []
 
     def listener(event: Event) -> None:
@@ -346,7 +344,7 @@ def _train(
 
 
 def _outcomes_in(out: Path, members: Sequence[Member], resume: bool) -> dict[str, Outcome]:
-    """Return the members' outcomes so far; refuse the folder of another sweep."""
+    """Return the saved outcomes of members; refuse the folder of another sweep."""
     outcomes = {
         m.name: Outcome(m.name, dict(m.settings), str(m.recipe.train.output_dir)) for m in members
     }

@@ -1,11 +1,11 @@
-"""Which rows each optimizer step trains on, and how they become batches.
+"""The rows of each optimizer step, and their batches.
 
 A step's rows are a function of seed and step alone: there is no iterator and so no state, and a
 resumed run gets the same rows for its next step.
 
-While a GPU computes a step, a thread collates the rows of the next into pinned memory: their copies
-wait for nothing, and the GPU does not wait for Python. On a CPU rows are collated when they are
-needed: there the thread would take its time from the model.
+While a GPU computes a step, a thread collates the rows of the next into pinned memory, so that the
+GPU does not wait for Python. On a CPU rows are collated when they are needed: the thread would take
+time from the model.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class BatchPrefetcher:
     def __init__(self, task: Task, device: torch.device) -> None:
         self._task, self._device = task, device
         self._worker: ThreadPoolExecutor | None = None
-        # by the ids of their rows, which are held too: a freed row could leave its id to another
+        # by the ids of their rows; the rows are held, since a freed row's id may be reused
         self._pending: dict[_Key, tuple[Sequence[Part], Future[list[Batch]]]] = {}
 
     @property
@@ -79,18 +79,18 @@ class BatchPrefetcher:
         """Start collating the parts that `batches` will get next."""
         if not self.is_ahead:
             return
-        parts = [list(part) for part in parts]  # a lazy sequence is no matter for two threads
+        parts = [list(part) for part in parts]  # lazy sequences are not thread-safe
         if _key(parts) in self._pending:
             return
         if self._worker is None:
-            # a thread begins on the first GPU: memory pinned there would be another one's
+            # a new thread's current GPU is the first one, and would pin memory for that
             self._worker = ThreadPoolExecutor(
                 1, "collate", initializer=torch.cuda.set_device, initargs=(self._device,)
             )
         self._pending[_key(parts)] = parts, self._worker.submit(self._collate, parts)
 
     def batches(self, parts: Sequence[Part]) -> list[Batch]:
-        """Return a batch of each part; if they were not prefetched, what was is dropped."""
+        """Return a batch of each part; drops prefetched batches of other parts."""
         parts = [list(part) for part in parts]
         pending = self._pending.pop(_key(parts), None)
         if pending is not None:
@@ -113,7 +113,7 @@ class BatchPrefetcher:
 
 
 def on_device(numbers: Sequence[float], device: torch.device) -> Tensor:
-    """Return numbers of the host as a tensor on the device, without waiting for the device."""
+    """Copy numbers to a tensor on the device, without waiting for the device."""
     tensor = torch.tensor([float(number) for number in numbers])
     if device.type != "cuda":
         return tensor.to(device)

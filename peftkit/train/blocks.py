@@ -1,9 +1,8 @@
-"""A model's blocks: what they keep for the backward pass, and whether they are compiled.
+"""A model's blocks: their activations, and whether they are compiled.
 
-Blocks are the layers that transformers marks for gradient checkpointing. We set these marks, and
-hand transformers our own function to recompute a block with. transformers' own switch also makes
-the embeddings' output require a gradient, which costs the backward pass of all blocks below the
-lowest adapter.
+Blocks are the layers that transformers marks for gradient checkpointing. We set these marks and our
+own checkpointing function. transformers' switch also makes the embeddings' output require a
+gradient, which costs the backward pass of all blocks below the lowest adapter.
 """
 
 from __future__ import annotations
@@ -29,31 +28,31 @@ from peftkit.model.blocks import STREAMED, feed_forward_modules, recomputable_bl
 from peftkit.model.places import FrozenWrapper
 
 BACKEND = "inductor"
-"""Of torch.compile."""
+"""Backend of torch.compile."""
 
-MAX_FORMS = 64
-"""Compiled forms of a block: requires a gradient or not, one row or several, short or long, ... All
-kinds of blocks count together; beyond torch's own limit of 8 they would run eagerly, unnoticed."""
+MAX_COMPILED_VERSIONS = 64
+"""Maximum compiled versions of all blocks together: with or without a gradient, one row or several,
+short or long, ... Beyond torch's default of 8 blocks would run eagerly, without notice."""
 
 COMPILER_WARNING = r"The \.grad attribute of a Tensor that is not a leaf"
-"""A warning that torch.compile causes itself, about code that nobody wrote."""
+"""A warning about torch.compile's own code."""
 
 COMPILERS = ("c++", "g++", "clang++")
 
 
 class Blocks:
-    """The blocks of one model; `restore` leaves them as they were found.
+    """The blocks of one model.
 
-    Five things on the model are changed: the marks for gradient checkpointing and the function
-    that goes with them, the blocks' compiled call, the forward of feed-forward modules, and while
-    blocks are compiled, torch's compiler settings.
+    Changes, until `restore`: the marks for gradient checkpointing and their function, the blocks'
+    compiled call, the forward of feed-forward modules and, while blocks are compiled, torch's
+    compiler settings.
 
     Args:
         plan: By default the one that suits the model's device.
 
     Attributes:
         blocks: The innermost ones, in the order of the model.
-        activations: What they keep.
+        activations: Their activation mode.
         compiled: Whether they run compiled.
     """
 
@@ -81,7 +80,7 @@ class Blocks:
 
     @property
     def num_kinds(self) -> int:
-        """How many different blocks there are: each is compiled by itself."""
+        """Number of different blocks; each kind is compiled separately."""
         kinds = {
             tuple((name, type(module)) for name, module in block.named_modules())
             for block in self.blocks
@@ -99,10 +98,10 @@ class Blocks:
         )
 
     def set_activations(self, activations: Activations) -> None:
-        """Set what blocks keep from now on.
+        """Set the activation mode.
 
         Raises:
-            PeftkitError: Not all is to be kept, and the model has no blocks.
+            PeftkitError: The mode needs blocks, and the model has none.
         """
         if activations != "keep" and not self._marked:
             raise PeftkitError(
@@ -115,7 +114,7 @@ class Blocks:
 
     @contextmanager
     def keeping_all(self) -> Iterator[None]:
-        """Keep all activations within this context."""
+        """Keep all activations within the context."""
         self._set_recomputed(False)
         try:
             yield
@@ -123,7 +122,7 @@ class Blocks:
             self._set_recomputed(self.activations != "keep")
 
     def why_not_compiled(self) -> str:
-        """Return why the blocks cannot be compiled here; "" if that has to be tried."""
+        """Return why the blocks cannot be compiled; "" if nothing is known against it."""
         if self.are_streamed:
             return "Their weights are streamed (base.placement), each block's when it is entered."
         if not self.blocks:
@@ -133,7 +132,7 @@ class Blocks:
         return ""
 
     def compile(self, is_on: bool = True) -> None:
-        """Run the blocks compiled, or eagerly, from now on."""
+        """Switch between compiled and eager blocks."""
         self.compiled = is_on
         self._compiler_settings.close()
         self._recompute.compiled_call = None
@@ -149,7 +148,7 @@ class Blocks:
         enter = self._compiler_settings.enter_context
         # numbers of a config are the same in all blocks; to find that it needs them as they are,
         # the compiler would trace each block twice
-        enter(config.patch(recompile_limit=MAX_FORMS, specialize_float=True))
+        enter(config.patch(recompile_limit=MAX_COMPILED_VERSIONS, specialize_float=True))
         # sizes that are equal in the first batch, by chance, are not taken to be the same
         enter(symbols.patch(use_duck_shape=False))  # type: ignore[attr-defined]
         enter(warnings.catch_warnings())
@@ -160,7 +159,7 @@ class Blocks:
         return torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
 
     def restore(self) -> None:
-        """Leave the model as it was found."""
+        """Undo all changes of the model."""
         self.compiled = False
         self._compiler_settings.close()
         self._set_tiled(False)
@@ -172,7 +171,7 @@ class Blocks:
     def _apply(self) -> None:
         self._recompute.offloads = self.activations == "offload"
         self._set_recomputed(self.activations != "keep")
-        is_whole = self.compiled and self.activations == "keep"  # else what is computed twice is
+        is_whole = self.compiled and self.activations == "keep"  # else the recomputed call is
         for block in self.blocks:
             block._compiled_call_impl = None
             if is_whole:
@@ -181,7 +180,7 @@ class Blocks:
             self._compile_lowest_as_others()
 
     def _set_recomputed(self, is_on: bool) -> None:
-        """Recompute the blocks from now on, their feed-forward modules tile by tile, or neither."""
+        """Switch recomputation of blocks on or off, and tiles of their feed-forward modules."""
         for module, (_, function) in zip(self._marked, self._marks_before, strict=True):
             _mark(module, is_on, self._recompute if is_on else function)
         # the backward pass of a tile needs the weights, which are elsewhere by then
@@ -195,10 +194,10 @@ class Blocks:
                 module.forward = functools.partial(_in_tiles, self._plan, module)
 
     def _compile_lowest_as_others(self) -> None:
-        """Let the lowest trained block run the code of those above it.
+        """Let the lowest trained block run the code of the blocks above it.
 
-        Otherwise it gets its own, for an input without gradient, which takes as long to compile as
-        that of all the others; what it saves in each step is a thousandth of it.
+        Its input has no gradient: code for that would double the time to compile, and saves a
+        thousandth of it in each step.
         """
         trained = (b for b in self.blocks if any(p.requires_grad for p in b.parameters()))
         if (lowest := next(trained, None)) is not None:
@@ -207,7 +206,7 @@ class Blocks:
 
 
 def _mark(module: Any, enabled: bool, function: Callable[..., Any] | None) -> None:
-    """Set transformers' mark for gradient checkpointing, and the function that goes with it."""
+    """Set transformers' mark for gradient checkpointing, and its function."""
     module.gradient_checkpointing = enabled
     if function is not None:
         module._gradient_checkpointing_func = function
@@ -272,13 +271,13 @@ class _Recompute:
             return run(*args)
 
     def _generators(self) -> list[Tensor]:
-        """Return the state of torch's own generators, which lives on the CPU for a GPU too."""
+        """Return the state of torch's generators, as CPU tensors."""
         gpu = gpu_of(self._device)
         return [torch.get_rng_state(), *([] if gpu is None else [gpu.get_rng(self._device)])]
 
 
 def _in_tiles(plan: ExecutionPlan, module: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute a feed-forward module, in tiles where a row is long."""
+    """Compute a feed-forward module, in tiles if the row is long."""
     run: Any = functools.partial(type(module).forward, module)
     plain = args or kwargs or not isinstance(x, Tensor) or x.dim() != 3
     if plain or not torch.is_grad_enabled() or (tokens := plan.tile(x.shape[1])) >= x.shape[1]:

@@ -28,7 +28,7 @@ from peftkit.train.step import Trainer
 
 
 class Weights(Protocol):
-    """What a checkpoint holds of the model: `TrainableWeights`, or an adapter's files."""
+    """Saves and loads a model's weights: `TrainableWeights`, or an adapter folder."""
 
     def save(self, folder: Path) -> None:
         """Write files into an existing folder."""
@@ -83,7 +83,7 @@ class Saver:
     """Saves and resumes one run. All processes call its methods; the main one writes.
 
     Args:
-        weights: What to save of the model.
+        weights: Saves the model's weights.
         identity: What a resumed run must have in common with the saved one.
 
     Attributes:
@@ -122,7 +122,7 @@ class Saver:
             self.run.say(Notice(f"{size} Up to {most} are there at once: the disk may fill up."))
 
     def save(self) -> None:
-        """Write a checkpoint of this moment.
+        """Write a checkpoint.
 
         Raises:
             RunError: The disk is full, or the weights are not finite.
@@ -172,13 +172,13 @@ class Saver:
         self.last, self.last_step, self.resumed_step = newest.folder, newest.step, newest.step
 
     def _newest(self) -> Checkpoint:
-        """Return, on all processes, the newest checkpoint that the main process finds valid."""
+        """Return the newest valid checkpoint, as the main process sees it, on all processes."""
         world, error, newest = self.run.world, None, None
         if world.is_main:
             try:
                 newest = self.checkpoints.newest_valid(self.run.say)
             except CheckpointError as problem:
-                error = problem  # the others must hear of it before this one ends
+                error = problem  # raised once all processes know
         step = world.max(-1 if newest is None else newest.step)
         if step < 0:
             raise error or self.checkpoints.nothing_to_resume()
@@ -236,12 +236,12 @@ UNBOUND = {
     "sample_prompts",
     "sample_tokens",
 }
-"""Settings that a resumed run may change: no weight depends on them."""
+"""Settings that a resumed run may change: weights do not depend on them."""
 Identity = Mapping[str, Any]
 
 
 def identity_of(run: Run, identity: Identity) -> dict[str, Any]:
-    """Return everything that the numbers of a run depend on, as plain JSON.
+    """Return all that the weights of a run depend on, as plain JSON.
 
     Args:
         identity: What the caller adds: base, method, data.

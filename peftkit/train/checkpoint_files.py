@@ -49,7 +49,7 @@ _TEMPORARY = re.compile(r"step-[0-9]+\.(?:tmp|old)-([0-9]+)")
 
 
 def failpoint(name: str) -> None:
-    """Do nothing. Tests put a crash in its place; called after each write of a save."""
+    """Do nothing: tests replace it by a crash. Called after each write of a save."""
 
 
 @functools.cache
@@ -145,9 +145,9 @@ class Checkpoints:
         """Yield a folder to write files into; then publish it and delete old checkpoints.
 
         Args:
-            facts: What the manifest holds besides files, versions and step.
-            best_step: The step whose checkpoint is kept whatever its age.
-            num_bytes: About how much is going to be written.
+            facts: Fields of the manifest besides files, versions and step.
+            best_step: Its checkpoint is not deleted.
+            num_bytes: Estimated size.
 
         Raises:
             RunError: The disk is full or fails; earlier checkpoints are untouched.
@@ -160,7 +160,7 @@ class Checkpoints:
             with _disk_errors(final):
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir()
-                failpoint("made")
+                failpoint("created")
                 yield temporary
                 _seal(temporary, {**facts, "step": step})
                 failpoint("synced")
@@ -285,7 +285,7 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 
 def _is_alive(pid: int) -> bool:
-    """Tell whether another process with this id is running."""
+    """Return whether another process with this id is running."""
     if pid == os.getpid():
         return False
     if sys.platform == "win32":  # there os.kill ends it, whatever the signal

@@ -67,17 +67,17 @@ def fit(
     allow_changes: Sequence[str] = (),
     on_event: Listener = ignore,
 ) -> Result:
-    """Train the parameters of a model that require a gradient, where the model is.
+    """Train the parameters of a model that require a gradient, on the model's device.
 
-    Seeds python's, numpy's and torch's generators. Puts the model into training mode, and back.
+    Seeds the generators of python, numpy and torch. Restores the model's train and eval modes.
 
     Args:
-        task: Makes batches of rows, and losses of batches.
-        config: How to learn; `TrainConfig()` by default.
-        weights: What checkpoints hold of the model; by default its trainable parameters.
+        task: Collates rows to batches, and computes their losses.
+        config: By default `TrainConfig()`.
+        weights: Saves the model's weights; by default its trainable parameters.
         identity: What else a resumed run must have in common with the saved one, as plain JSON.
-        resume: Go on from the newest valid checkpoint in config.output_dir.
-        overwrite: Delete the checkpoints that are there.
+        resume: Continue from the newest valid checkpoint in config.output_dir.
+        overwrite: Delete the checkpoints in config.output_dir.
         allow_changes: Dotted keys of identity, "train" or "rows" that may have changed.
         on_event: Receives the run's events, on the main process alone.
 
@@ -115,9 +115,9 @@ def train(
 
     Args:
         resume, overwrite, allow_changes: As `fit`.
-        weights: What checkpoints hold of the model; by default its trainable parameters.
+        weights: Saves the model's weights; by default its trainable parameters.
         identity: What a resumed run must have in common with the saved one, as plain JSON.
-        watch: Generates samples and answers while it trains.
+        watch: Generates samples and answers during training.
     """
     if overwrite:
         delete_checkpoints(run.config.output_dir)
@@ -145,18 +145,18 @@ class Loop:
         self.validation = Validation(self.trainer, self.num_steps, watch)
         self.saver = Saver(self.trainer, self.sampler, weights, identity_of(run, identity))
         self._agreed_stop = 0
-        self._began = time.perf_counter()  # less what earlier parts of the run took
-        self._resumed = (0, 0.0)  # steps and seconds of these
+        self._began = time.perf_counter()  # minus the seconds before a resume
+        self._resumed = (0, 0.0)  # steps and seconds before a resume
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Put the model into training mode, and leave it as it was; record events meanwhile."""
+        """Prepare the model for training, and record events, within the context."""
         trainer, model = self.trainer, self.run.model
         try:
             trainer.use(trainer.plan)
             with recording(self.run), modes_kept(model), ExitStack() as stack:
                 begin_training(model)
-                with self.world.autocast():  # layers are laid out for what they will compute in
+                with self.world.autocast():  # whose dtype the copies of adapters have
                     stack.enter_context(prepared_for_training(model, trainer.requested))
                 with self.run.task.training(model, trainer.requested):
                     yield
@@ -176,7 +176,7 @@ class Loop:
         with reporting_a_stop(self.run):
             self.run.say(run_started(self.trainer, self.num_steps))
             if resume is not None:
-                self._after_step()  # a run that was stopped during an evaluation owes it still
+                self._after_step()  # a run stopped during an evaluation has yet to do it
             else:
                 self._before_steps()
             while not self.validation.is_over:
@@ -187,13 +187,13 @@ class Loop:
         return result
 
     def _start(self, resume: Sequence[str] | None) -> None:
-        """Seed the generators, or take up the newest checkpoint; see `train`."""
+        """Seed the generators, or load the newest checkpoint; see `train`."""
         run, device = self.run, self.world.device
         if (gpu := gpu_of(device)) is not None:
             gpu.restart(device)
         else:
             keep_freed_memory(large_ones=not self.trainer.blocks.are_streamed)
-        self.world.wait()  # nobody writes before everybody has looked at the folder
+        self.world.wait()  # no process writes before all have read the folder
         if resume is None:
             rng.seed_everything(self.config.seed, self.world.rank)
             self.world.broadcast_parameters(shared_tensors(run.model))
@@ -237,13 +237,13 @@ class Loop:
         return [] if is_over else self.sampler.step_indices(step, parallel.rank, parallel.size)
 
     def _learn(self, rows: Sequence[Any], rate: float) -> StepFacts:
-        """Take the optimizer steps that the task makes of rows; none where they teach nothing."""
+        """Take the optimizer steps that the task makes of rows, possibly none."""
         run, step = self.run, self.run.state.step
         run.figures = {}
         try:
             with self.trainer.blocks.eagerly():
                 batches = run.task.before_step(rows, run)
-        except PeftkitError:  # of a reward function: nothing that was learnt is lost
+        except PeftkitError:  # of a reward function: save the progress
             if step and self.saver.last_step != step:
                 self.saver.save()
             raise
@@ -252,7 +252,7 @@ class Loop:
             return StepFacts(0.0, run.figures, 0.0, num_tokens=0, stop=signum, notice="")
         began = time.perf_counter()
         coming = None
-        # of rows that `before_step` makes, the next ones are not known yet
+        # if `before_step` makes rows, the next ones do not exist yet
         if self.trainer.prefetcher.is_ahead and batches[0] is rows:
             coming = [run.rows[index] for index in self._indices(step + 1)]
         for batch in batches:
@@ -262,7 +262,7 @@ class Loop:
         return replace(facts, figures={**run.figures, **facts.figures})
 
     def _record(self, facts: StepFacts, rate: float, seconds: float) -> None:
-        """Count a step that was done, and report it."""
+        """Count a completed step, and report it."""
         run, state = self.run, self.run.state
         state.step += 1
         if state.step % GIVE_BACK_EVERY == 0:
@@ -276,14 +276,14 @@ class Loop:
         run.say(self._step_done(facts, rate, seconds))
 
     def _before_steps(self) -> None:
-        """Evaluate and sample before the first step, as far as asked for."""
+        """Evaluate and sample before the first step, if requested."""
         if self.config.eval_before and self.run.eval_rows:
             self._evaluate()
         if self.config.sample_every is not None:
             self.validation.sample()
 
     def _after_step(self) -> None:
-        """Evaluate, sample, save and stop, as far as each is due."""
+        """Evaluate, sample, save and stop, if due."""
         run, state = self.run, self.run.state
         due = self._is_due(self.config.eval_every) and state.evaluated_step != state.step
         if due and run.eval_rows and not self._stopping:
@@ -293,7 +293,7 @@ class Loop:
             self.validation.sample()
         is_best = state.best_step == state.step
         if not (is_best or self._is_due(self.config.save_every) or self._stopping):
-            return  # and a signal that comes right now is one of the next step
+            return  # a signal from here on counts in the next step
         if self.saver.resumed_step != state.step:
             state.seconds = time.perf_counter() - self._began
             self.saver.save()

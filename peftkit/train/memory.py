@@ -1,16 +1,15 @@
-"""What is decided before the first step: how much fits into memory, and whether blocks compile.
+"""Decisions before the first step: micro-batches that fit into memory, and compilation.
 
-Both follow from config, rows and memory, and are saved with the run's state: a resumed run goes on
-with them. What a row's forward pass saves for its backward pass is counted, not estimated: hooks
-see each saved tensor and keep none, so that counting takes no more memory than inference. This
-gives the bytes per token of each activation mode. Nothing is timed. Plans made before a run
-(planning/) know neither its rows nor its model.
+Both follow from config, rows and memory, and are saved with the run's state for a resumed run. The
+bytes that a row's forward pass saves are counted: hooks see each saved tensor and hold none, so
+that counting takes no more memory than inference. This gives the bytes per token of each activation
+mode. Nothing is timed. Plans made before a run (planning/) know neither its rows nor its model.
 
-Compiling takes ten to twenty seconds for each kind of block, whatever the run. It is repaid by what
-each token saves, which grows with the model: it is done where tokens times parameters come to at
-least WORTH for each kind (most decoders have one, T5 four). They are compiled on the first rows of
-the data, with symbolic sizes: the code does not depend on the step that a run begins or resumes at.
-Evaluations run eagerly: they would need code of their own.
+Compiling takes ten to twenty seconds for each kind of block. What it saves per token grows with the
+model, so blocks are compiled if tokens times parameters are at least WORTH for each kind (most
+decoders have one, T5 four). They are compiled on the first rows of the data, with symbolic sizes:
+the code does not depend on the step at which a run starts. Evaluations run eagerly: they would need
+other code.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ from peftkit.train.optim import STATE_BYTES
 from peftkit.train.step import Trainer
 
 AUTO_SHARE = 0.8
-"""Share of the free main memory that train.memory: auto takes on a CPU."""
+"""Share of the free main memory for train.memory: auto on a CPU."""
 
 BUDGET_SHARE = 0.92
-"""Share of the memory budget that is planned; the rest is for fragmentation."""
+"""Share of the memory budget to plan for; the rest is for fragmentation."""
 
 SAMPLE = 2_000
-"""Rows of which lengths are measured, where there are more."""
+"""Maximum number of rows whose lengths are measured."""
 
 WORTH = {"cpu": 1.2e13, "cuda": 4e16}
 """Minimum of tokens of the run times parameters of the model, per kind of block, to compile."""
@@ -66,7 +65,7 @@ class ActivationBytes:
     Attributes:
         outside: Outside of blocks: norms, the loss.
         inside: In each block.
-        inputs: Hidden states that enter each block.
+        inputs: Of each block's hidden states.
     """
 
     outside: int
@@ -81,13 +80,13 @@ class ActivationBytes:
         largest = max(self.inside, default=0)
         if activations == "keep":
             return self.outside + sum(self.inside) + largest
-        # of offloaded inputs, one is in use and one on its way back
+        # of offloaded inputs, one is in use and one in transfer
         inputs = sum(self.inputs if activations == "recompute" else sorted(self.inputs)[-2:])
         return self.outside + inputs + 2 * largest
 
 
 def saved_by(run: Callable[[], Tensor], blocks: Sequence[nn.Module]) -> ActivationBytes:
-    """Count what a forward pass saves, without tensors that outlive it, such as weights."""
+    """Count the bytes that a forward pass saves, without weights and others that outlive it."""
     seen: dict[StorageWeakRef, tuple[int, int]] = {}  # bytes, call of a block
     inputs: list[int] = []
     within: list[int] = []
@@ -124,9 +123,9 @@ def _unneeded(_: None) -> Tensor:
 
 
 def plan_memory_and_compile(trainer: Trainer, num_steps: int) -> None:
-    """Refine the plan by what rows take and compile the blocks, unless a resumed run has done so.
+    """Refine the plan by measured rows, unless the run is resumed, and compile the blocks.
 
-    All processes call it, with the same rows, and come to the same plan.
+    All processes call it, with the same rows, and get the same plan.
 
     Args:
         num_steps: Of the whole run.
@@ -149,11 +148,11 @@ def plan_memory_and_compile(trainer: Trainer, num_steps: int) -> None:
 
 
 def _sample(rows: Sequence[Any]) -> Sequence[Any]:
-    """Return the rows; of many, some of all lengths, the shortest and the longest among them."""
+    """Return at most SAMPLE rows, evenly by length, with the shortest and the longest."""
     if len(rows) <= SAMPLE:
         return rows
-    order = tokens_of_each(rows).sort(stable=True).indices
-    chosen = order[torch.arange(SAMPLE) * (len(rows) - 1) // (SAMPLE - 1)]
+    by_length = tokens_of_each(rows).sort(stable=True).indices
+    chosen = by_length[torch.arange(SAMPLE) * (len(rows) - 1) // (SAMPLE - 1)]
     return [rows[n] for n in chosen.tolist()]
 
 
@@ -254,7 +253,7 @@ def _too_little(trainer: Trainer, longest: Any, costs: Costs, available: float) 
 
 
 def compile_blocks(trainer: Trainer, num_steps: int) -> None:
-    """Compile the blocks if the plan says so, or if it leaves that open and the run repays it.
+    """Compile the blocks if the plan says so, or leaves it open and the run is long enough.
 
     Raises:
         RunError: Blocks that have to be compiled cannot be.
@@ -282,7 +281,7 @@ def compile_blocks(trainer: Trainer, num_steps: int) -> None:
 
 
 def is_worth_it(config: TrainConfig, work: float, device: str) -> bool:
-    """Tell whether to compile: as the config says, or if the run is long enough.
+    """Return whether to compile: as the config says, or if the run is long enough.
 
     Args:
         work: Tokens of the run times parameters of the model, per kind of block.
@@ -302,7 +301,7 @@ def work_of(trainer: Trainer, num_steps: int) -> float:
 
 
 def _try_to_compile(trainer: Trainer) -> str:
-    """Run one forward and backward pass with compiled blocks; return why that does not work."""
+    """Run one forward and backward pass with compiled blocks; return why it failed, or ""."""
     run = trainer.run
     try:
         trainer.blocks.compile()

@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl always, the trackers that the recipe names, and its header."""
+"""The reports of a run: its header, metrics.jsonl, and the trackers of `train.log_to`."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from peftkit.execution.signals import Interrupted
 from peftkit.kernels.device import gpu_of, peak_resident_bytes
 from peftkit.model.fused import num_fused
 from peftkit.quant.audit import audit
+from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Run
 from peftkit.train.blocks import Blocks
 from peftkit.train.step import Trainer
@@ -42,7 +43,7 @@ FILE, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
 RECORDED = (RunStarted, StepDone, EvalDone, Saved, Notice, RunDone, RunStopped)
 Complain = Callable[[str], None]
 PREFIX = "peftkit_"
-"""Of the names of our own attention functions."""
+"""Prefix of the names of our attention functions."""
 IN_BLOCKS: Mapping[Activations, str] = {
     "keep": "",
     "recompute": ", recomputed",
@@ -51,10 +52,10 @@ IN_BLOCKS: Mapping[Activations, str] = {
 
 
 def lines_of(event: Event) -> tuple[str, list[dict[str, Any]]]:
-    """Return the file that an event goes into, and its lines; none for what is only shown.
+    """Return the file of an event, and its lines; none for events that are only shown.
 
     metrics.jsonl: {"event": "StepDone", "step": 1, ...} for each event. samples.jsonl: step,
-    prompt, completion, reference. answers.jsonl, of what was learnt from: step, prompt, completion,
+    prompt, completion, reference. answers.jsonl, the answers trained on: step, prompt, completion,
     reward.
     """
     if isinstance(event, Sampled):
@@ -70,8 +71,8 @@ def lines_of(event: Event) -> tuple[str, list[dict[str, Any]]]:
 class MetricsFiles:
     """Appends JSON lines for events to the files of a run.
 
-    A resumed run goes on in the same files, after a RunStarted line with its `start_step`: of two
-    lines for one step the later counts. A disk that refuses costs the file, not the run.
+    A resumed run appends to the same files, after a RunStarted line with its `start_step`: of two
+    lines for one step the later counts. A full disk costs the file, not the run.
     """
 
     def __init__(self, output_dir: Path, complain: Complain) -> None:
@@ -102,10 +103,25 @@ _COLUMNS = sorted(
 
 
 class Trackers:
-    """Passes figures on to trackers; one that raises is dropped with one Notice."""
+    """The trackers of `train.log_to`; one that raises is dropped with one Notice."""
 
-    def __init__(self, trackers: Iterable[GeneralTracker], complain: Complain) -> None:
-        self._trackers, self._complain = list(trackers), complain
+    def __init__(self, config: TrainConfig, complain: Complain) -> None:
+        self._trackers: list[GeneralTracker] = []
+        self._complain = complain
+        settings = config.model_dump(mode="json", exclude={"log_to"})
+        # TensorBoard takes plain values only
+        plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in settings.items()}
+        for name in config.log_to:
+            try:
+                kind = LOGGER_TYPE_TO_CLASS[name]
+                needs_folder = kind.requires_logging_directory
+                folder = {"logging_dir": config.output_dir} if needs_folder else {}
+                tracker = kind("peftkit", **folder)
+                tracker.start()
+                tracker.store_init_configuration(plain)
+                self._trackers.append(tracker)
+            except Exception as error:  # no account, no network, a broken install
+                complain(_failed(name, error))
 
     def on_event(self, event: Event) -> None:
         """Log a step's or an eval's figures."""
@@ -134,20 +150,18 @@ class Trackers:
 
 @contextmanager
 def recording(run: Run) -> Iterator[None]:
-    """Write a run's events to its files and the trackers of train.log_to, on the main process."""
+    """Write events to the run's files and trackers within the context, on the main process."""
     if not run.world.is_main:
         yield
         return
-    config, listeners = run.config, [*run.listeners]
+    listeners = [*run.listeners]
 
     def complain(text: str) -> None:
         for listener in listeners:
             listener(Notice(text))
 
-    settings = config.model_dump(mode="json", exclude={"log_to"})
-    started = start_trackers(config.log_to, config.output_dir, settings, complain)
-    trackers = Trackers(started, complain)
-    files = MetricsFiles(config.output_dir, complain)
+    trackers = Trackers(run.config, complain)
+    files = MetricsFiles(run.config.output_dir, complain)
     run.listeners += [files.on_event, trackers.on_event]
     try:
         yield
@@ -176,32 +190,10 @@ def require_trackers(names: Iterable[str]) -> None:
             )
 
 
-def start_trackers(
-    names: Iterable[str], output_dir: Path, settings: Mapping[str, Any], complain: Complain
-) -> list[GeneralTracker]:
-    """Start accelerate's trackers, each by itself: if one cannot start, the others do."""
-    started: list[GeneralTracker] = []
-    for name in names:
-        try:
-            kind = LOGGER_TYPE_TO_CLASS[name]
-            places = {"logging_dir": output_dir} if kind.requires_logging_directory else {}
-            tracker = kind("peftkit", **places)
-            tracker.start()
-            # TensorBoard takes plain values only
-            plain = {
-                k: v if isinstance(v, int | float | str) else str(v) for k, v in settings.items()
-            }
-            tracker.store_init_configuration(plain)
-            started.append(tracker)
-        except Exception as error:  # no account, no network, a broken install
-            complain(_failed(name, error))
-    return started
-
-
 def peak_bytes(device: torch.device) -> int:
     """Return the run's peak memory: what torch allocated on a GPU, else the process's peak RSS.
 
-    The latter counts from the process's start, loading the model included; 0 where unknown.
+    Peak RSS is since the process started, loading included; 0 where the system does not tell.
     """
     gpu = gpu_of(device)
     return peak_resident_bytes() if gpu is None else gpu.peak(device)
@@ -234,11 +226,7 @@ def run_started(trainer: Trainer, num_steps: int) -> RunStarted:
 
 
 def _execution_paths(model: nn.Module, blocks: Blocks, task_paths: Mapping[str, str]) -> str:
-    """Return "attention: grouped; LoRA: 2 groups of 5 layers; blocks: compiled".
-
-    Args:
-        task_paths: What the task adds: `Task.paths`.
-    """
+    """Return "attention: grouped; LoRA: 2 groups of 5 layers; blocks: compiled"."""
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     attention = str(task_paths.get("attention", attention) or "")
     paths = {"attention": attention.removeprefix(PREFIX), **adapter_paths(model)}
@@ -256,14 +244,14 @@ def _failed(name: str, error: Exception) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON can hold: NaN and Infinity become null."""
+    """Replace NaN and infinity by null, for JSON."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_cut_short(path: Path) -> bool:
-    """Return whether a run that was killed left half a line."""
+    """Return whether a file ends in the middle of a line, as after a killed run."""
     try:
         with open(path, "rb") as file:
             file.seek(-1, 2)

@@ -1,4 +1,4 @@
-"""What a run begins with: a folder of its own, its processes, and its plan."""
+"""The start of a run: its output folder, its processes, and its plan."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def prepare_output(
     Args:
         resume: Continue from the newest valid checkpoint of the folder.
         overwrite: Delete its checkpoints, once the new run can begin.
-        allow_changes: Dotted keys of the identity, "train" or "rows" that a resumed run may change.
+        allow_changes: Dotted keys of the identity, "train" or "rows" that may have changed.
 
     Raises:
         OutputError: The folder cannot be written to, or holds a run.
@@ -74,10 +74,10 @@ def prepare_output(
 
 @contextlib.contextmanager
 def locked(output_dir: Path) -> Iterator[None]:
-    """Lock a folder against other runs; the main process of a run does it.
+    """Lock a folder against other runs, on the main process.
 
     Raises:
-        OutputError: Another run has it; names its process.
+        OutputError: Another run has locked it; names its process.
     """
     if not is_main_process():
         yield
@@ -124,12 +124,12 @@ def new_run(
     plan: ExecutionPlan | None = None,
     world: World | None = None,
 ) -> Run:
-    """Return a run at its beginning.
+    """Return a run before its first step.
 
     Args:
         on_event: Receives the run's events, on the main process alone.
-        plan: By default that of a model that is loaded, as it is.
-        world: The processes that train together; by default those that were launched.
+        plan: By default that of the loaded model.
+        world: The processes that train together; by default all that were launched.
 
     Raises:
         DataError: There are no rows.
@@ -157,7 +157,7 @@ def new_run(
 
 
 def _plan_over(model: Any, config: TrainConfig, world: World) -> ExecutionPlan:
-    """Return how a loaded model goes through its rows, before anything is measured."""
+    """Return the plan of a loaded model, before its rows are measured."""
     return config.plan(
         world.device.type,
         world.world_size,
@@ -191,7 +191,7 @@ def _parallel_of(
 
 
 def shared_tensors(model: nn.Module) -> list[Tensor]:
-    """Return trainable parameters and the buffers next to them, such as PiSSA's start."""
+    """Return trainable parameters and their modules' buffers, such as PiSSA's initial values."""
     tensors: list[Tensor] = []
     for module in model.modules():
         trained = [p for p in module.parameters(recurse=False) if p.requires_grad]

@@ -87,7 +87,7 @@ class Trainer:
         """Go on from a saved state.
 
         Args:
-            is_exact: False: the settings have changed, so its plan does not hold any more.
+            is_exact: Whether the settings are unchanged, so that the saved plan applies.
         """
         saved, plan = state.plan, self.requested
         if is_exact:
@@ -105,7 +105,7 @@ class Trainer:
         return self.run.state.plan
 
     def use(self, plan: ExecutionPlan) -> None:
-        """Follow a plan from now on; compiling the blocks is up to `compile_blocks`."""
+        """Switch to a plan; only `compile_blocks` compiles blocks."""
         self.run.state.plan = plan
         if plan.activations != self.blocks.activations:
             self.blocks.set_activations(plan.activations)
@@ -118,7 +118,7 @@ class Trainer:
         """Train on this process's rows of a step, possibly none.
 
         Args:
-            coming: The rows of the next step, which may be collated meanwhile.
+            coming: The rows of the next step, to collate ahead.
 
         Raises:
             NonFiniteError: The loss or a gradient is not finite.
@@ -150,7 +150,7 @@ class Trainer:
         return replace(facts, notice=self._plan_changes(before))
 
     def _plan_changes(self, before: ExecutionPlan) -> str:
-        """Return how a step has changed the plan, in words for the user; "" if not."""
+        """Return how a step changed the plan, in words; "" if it did not."""
         notice = ""
         if before.compile and not self.plan.compile:
             notice = "Blocks run as they are written from here on, which takes longer. "
@@ -215,7 +215,7 @@ class Trainer:
         ]
 
     def _use_less_memory(self, rows: Sequence[Any], ran_out: bool, start: rng.State) -> None:
-        """Use the next plan in the fallback order; all processes call this and use the same.
+        """Switch to the next plan in the fallback order, the same on all processes.
 
         Args:
             ran_out: Whether memory ran out on this process.

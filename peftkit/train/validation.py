@@ -1,5 +1,4 @@
-"""Evaluations and samples while a run goes on: the mean loss of the eval rows, the best step, and
-whether it still improves."""
+"""Evaluations and samples during training: the eval loss, the best step, early stopping."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Evaluator:
-    """Measures the loss; leaves the generators as they were, so that training takes no notice.
+    """Computes the eval loss, without effect on training: the generators are restored.
 
     Attributes:
         rows: This process's share of the eval rows.
@@ -40,7 +39,7 @@ class Evaluator:
         self.rows = self.run.eval_rows[parallel.rank :: parallel.size]
 
     def evaluate(self) -> dict[str, float] | None:
-        """Return what `figures` does, or None if some process was asked to stop meanwhile."""
+        """Return `figures` and the task's metrics; None if a process got a signal to stop."""
         world = self.run.world
         before = rng.capture(world.device)
         self.run.model.eval()
@@ -102,10 +101,10 @@ class Evaluator:
 
 
 class Validation:
-    """Evaluates a run, and counts evaluations without improvement.
+    """Evaluations, samples and early stopping of a run.
 
     Args:
-        watch: Generates samples and answers to eval rows, if that is asked for.
+        watch: Generates samples and answers to eval rows, if requested.
     """
 
     def __init__(self, trainer: Trainer, num_steps: int, watch: TextWatch | None) -> None:
@@ -117,13 +116,13 @@ class Validation:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last step is done, or early stopping has seen enough."""
+        """Whether the last step is done, or the run has stopped early."""
         state, early_stopping = self.run.state, self.run.config.early_stopping
         enough = early_stopping is not None and state.worse_evals >= early_stopping.patience
         return enough or state.is_ended or state.step >= self.num_steps
 
     def evaluate(self) -> bool:
-        """Evaluate, and emit EvalDone; False where some process was asked to stop meanwhile."""
+        """Evaluate, and emit EvalDone; False if a process got a signal to stop."""
         run, state, batch_size = self.run, self.run.state, self.evaluator.batch_size
         with self.trainer.blocks.eagerly():
             metrics = run.task.evaluate(self.evaluator.rows, run)
@@ -160,7 +159,7 @@ class Validation:
         return self.evaluator.figures(loss)
 
     def sample(self) -> None:
-        """Emit what the model says to the sample prompts."""
+        """Emit completions of the sample prompts."""
         if self.watch is not None:
             with self.trainer.blocks.eagerly():
                 self._gather()

@@ -16,7 +16,7 @@ from tests.train.children import exit_code, start
 from tests.train.toy import Played, Toy, go_on, names, play, same
 
 FAILPOINTS = [
-    "made",
+    "created",
     "weights",
     "optimizer",
     "rng",
