@@ -19,8 +19,7 @@ from benchmarks import shapes
 from benchmarks.report import table
 from peftkit.config.schema import from_dict
 from peftkit.execution.environment import gpu_of_size
-from peftkit.planning.cards import CARDS
-from peftkit.planning.memory import MemoryEstimator
+from peftkit.planning.memory import CARDS, MemoryEstimator
 from peftkit.recipe import Recipe
 
 LINKS = (8.0, 16.0, 25.0)

@@ -33,8 +33,9 @@ from peftkit.base.build import LoadedModel, build
 from peftkit.base.pretrained import files_of
 from peftkit.base.purpose import head_modules
 from peftkit.base.request import BaseRequest
-from peftkit.base.skeleton import packed_skeleton
+from peftkit.base.skeleton import WeightFootprint, packed_skeleton
 from peftkit.base.store import folder_of, keep, open_stored
+from peftkit.base.streaming import AT_ONCE
 from peftkit.errors import BaseError, ConfigError, OutputError
 from peftkit.events import Listener, Notice
 from peftkit.execution.world import World
@@ -193,3 +194,33 @@ def local_bytes(model: nn.Module) -> Mapping[str, int]:
         kind = "trained" if parameter.requires_grad else "base"
         sizes[kind] += local.numel() * local.element_size()
     return sizes
+
+
+def sharded_footprint(
+    model: nn.Module, num_devices: int, *, offload: bool = False
+) -> WeightFootprint:
+    """Return what each of several devices holds of a base that is sharded.
+
+    A tensor is cut along its first dimension, into parts of one size. What is in no block, such as
+    embeddings and head, is gathered for all of a step; blocks are gathered for the forward pass and
+    for the backward pass.
+    """
+    frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
+    blocks = []
+    for block in recomputable_blocks(model):
+        keys = [id(p) for p in block.parameters() if id(p) in frozen and p.dim()]
+        blocks.append([frozen.pop(key) for key in keys])
+    scalars = [tensor for tensor in frozen.values() if not tensor.dim()]
+    rest = [tensor for tensor in frozen.values() if tensor.dim()]
+    parts = sum(
+        -(-tensor.shape[0] // num_devices) * (tensor.nbytes // max(tensor.shape[0], 1))
+        for tensor in (*rest, *(tensor for block in blocks for tensor in block))
+    )
+    outside = sum(tensor.nbytes for tensor in rest)
+    sizes = [sum(tensor.nbytes for tensor in block) for block in blocks]
+    moved = (2 * sum(sizes) + outside) * (num_devices - 1) // num_devices
+    passing = outside + AT_ONCE * max(sizes, default=0)
+    always = sum(tensor.nbytes for tensor in scalars)
+    if offload:
+        return WeightFootprint(always, passing, moved + parts, parts)
+    return WeightFootprint(always + parts, passing, moved)

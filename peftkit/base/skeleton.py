@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -158,6 +159,28 @@ def packed_skeleton(
 def _is_known(module: nn.Module) -> bool:
     """Tell by a module's class alone what it computes with its weight."""
     return isinstance(module, nn.Embedding) or has_plain_forward(module)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFootprint:
+    """The part of a base that one device holds.
+
+    Attributes:
+        resident: Bytes that are always there.
+        passing: Bytes that are there for a while, at their most.
+        moved: Bytes that reach the device in a forward and backward pass that recomputes.
+        elsewhere: Bytes that wait in main memory.
+    """
+
+    resident: int
+    passing: int = 0
+    moved: int = 0
+    elsewhere: int = 0
+
+    @property
+    def at_most(self) -> int:
+        """Bytes on the device."""
+        return self.resident + self.passing
 
 
 def weight_bytes(config: Any, settings: BaseConfig, purpose: Purpose, dtype: torch.dtype) -> int:

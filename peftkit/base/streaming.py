@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from peftkit.base.skeleton import WeightFootprint
 from peftkit.base.transfer import CopyStream, DeviceBuffer, Unit, pinned
 from peftkit.errors import BaseError
 from peftkit.kernels.device import LARGE, trim_malloc
@@ -26,6 +27,8 @@ from peftkit.kernels.stacked import Group, PackedExperts, PackedStack, has_apart
 from peftkit.model.blocks import STREAMED, recomputable_blocks
 from peftkit.quant.layers import Packing
 
+AT_ONCE = 2
+"""Blocks that are there at once: one that computes, and one that is being copied."""
 EXPERT_BYTES = 1 << 26
 """Of packed experts that are fetched together."""
 
@@ -46,7 +49,7 @@ class _Stack:
         packed = owner._parameters["original"]
         self.packed, self._is_pinned = packed, pins and pinned([packed])
         self._by_expert = packed.detach().view(packing.form.shape[0], -1).view(torch.uint8)
-        self._group = group_size(packed, packing)
+        self._group = _group_size(packed, packing)
         self._was_full = False
         self._read: tuple[Tensor, list[int]] | None = None
 
@@ -138,7 +141,7 @@ class BlockStream:
         self.buffer, self.experts = DeviceBuffer(copies), DeviceBuffer(copies)
         blocks = [
             _Block(number, module, places, self.experts, pins=pins)
-            for number, (module, places) in enumerate(streamed_places(model))
+            for number, (module, places) in enumerate(_streamed_places(model))
         ]
         if not blocks:
             raise BaseError(
@@ -225,7 +228,7 @@ class BlockStream:
 def _stacks(block: nn.Module, buffer: DeviceBuffer, *, pins: bool) -> list[_Stack]:
     """Return the stacked experts of a block that are fetched one by one, module by module."""
     stacked = []
-    for stacks in expert_places(block):
+    for stacks in _expert_places(block):
         siblings = [_Stack(owner, packing, buffer, pins=pins) for owner, packing in stacks]
         for stack in siblings:
             stack.siblings = siblings
@@ -233,13 +236,13 @@ def _stacks(block: nn.Module, buffer: DeviceBuffer, *, pins: bool) -> list[_Stac
     return stacked
 
 
-def streamed_places(model: nn.Module) -> list[tuple[nn.Module, list[Place]]]:
+def _streamed_places(model: nn.Module) -> list[tuple[nn.Module, list[Place]]]:
     """Return the blocks of a model that can be streamed, and where their packed tensors belong."""
     blocks = [(block, list(_packed_places(block))) for block in recomputable_blocks(model)]
     return [(block, places) for block, places in blocks if places]
 
 
-def expert_places(block: nn.Module) -> list[list[tuple[Any, Packing]]]:
+def _expert_places(block: nn.Module) -> list[list[tuple[Any, Packing]]]:
     """Return a block's stacks of experts that are fetched one by one, of each module together."""
     of_modules = []
     for module in block.modules():
@@ -251,7 +254,7 @@ def expert_places(block: nn.Module) -> list[list[tuple[Any, Packing]]]:
     return of_modules
 
 
-def group_size(packed: Tensor, packing: Packing) -> int:
+def _group_size(packed: Tensor, packing: Packing) -> int:
     """Return how many experts of a stack are fetched together."""
     return int(max(1, EXPERT_BYTES * packing.form.shape[0] // packed.nbytes))
 
@@ -265,3 +268,34 @@ def _packed_places(block: nn.Module) -> Iterator[Place]:
         name = "original" if "original" in module._parameters else "packed"
         yield module, name
         yield from ((packing, each) for each, t in packing._parameters.items() if t is not None)
+
+
+def streamed_footprint(model: nn.Module) -> WeightFootprint:
+    """Return what a device holds of a base whose blocks are streamed.
+
+    Each block comes for the forward pass and for the backward pass, less the two that are there
+    when a pass begins. Experts come a group at a time, all of them in a step: for the forward pass,
+    again, and for the backward pass, which begins with the two groups that are there.
+    """
+    blocks, groups = [], []
+    for block, places in _streamed_places(model):
+        stacks = [stack for stacks in _expert_places(block) for stack in stacks]
+        groups.append([size for owner, packing in stacks for size in _groups(owner, packing)])
+        packed = (module._parameters[name] for module, name in places)
+        blocks.append(sum(t.nbytes for t in packed if t is not None) - sum(groups[-1]))
+    two = max((sum(blocks[n : n + AT_ONCE]) for n in range(len(blocks))), default=0)
+    two += AT_ONCE * max((size for each in groups for size in each), default=0)
+    moved = 2 * sum(blocks) - sum(blocks[:AT_ONCE]) - sum(blocks[-AT_ONCE:])
+    moved += sum(3 * sum(each) - sum(each[-AT_ONCE:]) for each in groups)
+    moved -= sum(size for each in groups[:1] for size in each[:AT_ONCE])
+    total = sum(blocks) + sum(map(sum, groups))
+    resident = sum(p.nbytes for p in model.parameters() if not p.requires_grad) - total
+    return WeightFootprint(resident, two, max(moved, 0), total)
+
+
+def _groups(owner: Any, packing: Packing) -> list[int]:
+    """Return the bytes of each group that a stack's experts are fetched in."""
+    packed = owner._parameters["original"]
+    size, number = _group_size(packed, packing), packing.form.shape[0]
+    each = packed.nbytes // number
+    return [each * min(size, number - begin) for begin in range(0, number, size)]

@@ -1,34 +1,71 @@
-"""The memory of a recipe's step on a machine, counted from the config of a model.
+"""The memory of a recipe's step on a machine, counted from the config of a model; GPUs by name.
 
 For a run `smallest_step` is the only entry, called where a base's size alone does not decide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
-
 from peftkit.base.request import fits_device
-from peftkit.base.streaming import expert_places, group_size, streamed_places
+from peftkit.base.sharding import sharded_footprint
+from peftkit.base.skeleton import WeightFootprint
+from peftkit.base.streaming import streamed_footprint
 from peftkit.events import Listener, Notice
 from peftkit.execution.environment import Environment
 from peftkit.execution.plan import Activations, ExecutionPlan, Placement, Shard
-from peftkit.planning.cards import LINK, WIRES, card_of
 from peftkit.planning.step_estimator import CountError, StepEstimator, steps_of
-from peftkit.quant.layers import Packing
 from peftkit.recipe import Recipe
-from peftkit.train.blocks import Blocks
 from peftkit.train.optim import STATE_BYTES
 
-AT_ONCE = 2
-"""Blocks that are there at once: one that computes, and one that is being copied."""
+PRODUCT_SHARE = 0.4
+"""Of the peak rate a step reaches, as the best published LoRA runs do."""
+BANDWIDTH_SHARE = 0.85
+LINK = 16.0
+"""GB/s from main memory to a GPU: PCIe 4.0 x16 in practice is a little under it."""
+WIRES = (25.0, 3.0)
+"""GB/s between GPUs: of one machine, over PCIe; of several, over 25 Gbit/s."""
 LONGEST = 1 << 20
 STEP = 64
 """Lengths of rows are rounded down to a multiple of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU: dense bf16 TFLOP/s with fp32 sums, GB/s and GB of its memory, as its maker says."""
+
+    name: str
+    tflops: float
+    gigabytes_per_second: float
+    gigabytes: int
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s that a step reaches."""
+        return PRODUCT_SHARE * self.tflops * 1e12
+
+    def seconds(self, flops: float, num_bytes: float) -> float:
+        """Return the time of a step: by its FLOPs, or by the bytes that it reads."""
+        by_flops = flops / self.rate
+        return max(by_flops, num_bytes / (BANDWIDTH_SHARE * self.gigabytes_per_second * 1e9))
+
+
+CARDS = (
+    Card("RTX 3060", 25, 360, 12),
+    Card("RTX 4060 Ti", 44, 288, 16),
+    Card("RTX 4090", 165, 1008, 24),
+    Card("A100", 312, 2039, 80),
+    Card("H100", 989, 3350, 80),
+    Card("H200", 989, 4800, 141),
+)
+
+
+def card_of(memory: int) -> Card:
+    """Return the named GPU that has so much memory: the smallest, or else the largest."""
+    return next((card for card in CARDS if card.gigabytes * 1e9 >= 0.95 * memory), CARDS[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +159,7 @@ class MemoryEstimator:
     @cached_property
     def streams(self) -> WeightFootprint:
         """The device's part of a base whose blocks are streamed."""
-        return streamed(self.steps.whole)
+        return streamed_footprint(self.steps.whole)
 
     @cached_property
     def can_stream(self) -> bool:
@@ -175,7 +212,7 @@ class MemoryEstimator:
         footprint = self.streams if placement == "stream" else None
         if shard != "none":
             number = self.environment.world_size
-            footprint = sharded(self.steps.whole, number, offload=shard == "offload")
+            footprint = sharded_footprint(self.steps.whole, number, offload=shard == "offload")
         rows = rows or self.rows
         peak, longest, flops = self._count(footprint, activations, rows)
         num_bytes = sum(peak.values())
@@ -197,7 +234,9 @@ class MemoryEstimator:
     def share(self, cards: int) -> DeviceEstimate:
         """Estimate one card of several, with the first activation mode that fits."""
         offload = self.recipe.train.shard == "offload"
-        footprint = sharded(self.steps.whole, cards, offload=offload) if cards > 1 else None
+        footprint = (
+            sharded_footprint(self.steps.whole, cards, offload=offload) if cards > 1 else None
+        )
         summed = 2 * (cards - 1) * sum(p.nbytes for p in self.steps.trained) // cards
         for activations in self.activations():
             peak, longest, flops = self._count(footprint, activations, self.rows)
@@ -251,89 +290,3 @@ def smallest_step(
     except CountError as error:
         on_event(Notice(f"{error} So the weights alone tell whether the base fits the device."))
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class WeightFootprint:
-    """The part of a base that one device holds.
-
-    Attributes:
-        resident: Bytes that are always there.
-        passing: Bytes that are there for a while, at their most.
-        moved: Bytes that reach the device in a forward and backward pass that recomputes.
-        elsewhere: Bytes that wait in main memory.
-    """
-
-    resident: int
-    passing: int = 0
-    moved: int = 0
-    elsewhere: int = 0
-
-    @property
-    def at_most(self) -> int:
-        """Bytes on the device."""
-        return self.resident + self.passing
-
-
-def streamed(model: nn.Module) -> WeightFootprint:
-    """Return what a device holds of a base whose blocks are streamed (base/streaming.py).
-
-    Each block comes for the forward pass and for the backward pass, less the two that are there
-    when a pass begins. Experts come a group at a time, all of them in a step: for the forward pass,
-    again, and for the backward pass, which begins with the two groups that are there.
-    """
-    blocks, groups = [], []
-    for block, places in streamed_places(model):
-        stacks = [stack for stacks in expert_places(block) for stack in stacks]
-        groups.append([size for owner, packing in stacks for size in _groups(owner, packing)])
-        blocks.append(_sum(m._parameters[name] for m, name in places) - sum(groups[-1]))
-    two = max((sum(blocks[n : n + AT_ONCE]) for n in range(len(blocks))), default=0)
-    two += AT_ONCE * max((size for each in groups for size in each), default=0)
-    moved = 2 * sum(blocks) - sum(blocks[:AT_ONCE]) - sum(blocks[-AT_ONCE:])
-    moved += sum(3 * sum(each) - sum(each[-AT_ONCE:]) for each in groups)
-    moved -= sum(size for each in groups[:1] for size in each[:AT_ONCE])
-    total = sum(blocks) + sum(map(sum, groups))
-    return WeightFootprint(_sum(_frozen(model)) - total, two, max(moved, 0), total)
-
-
-def _groups(owner: Any, packing: Packing) -> list[int]:
-    """Return the bytes of each group that a stack's experts are fetched in."""
-    packed = owner._parameters["original"]
-    size, number = group_size(packed, packing), packing.form.shape[0]
-    each = packed.nbytes // number
-    return [each * min(size, number - begin) for begin in range(0, number, size)]
-
-
-def sharded(model: nn.Module, num_devices: int, *, offload: bool = False) -> WeightFootprint:
-    """Return what each of several devices holds of a base that is sharded (base/sharding.py).
-
-    A tensor is cut along its first dimension, into parts of one size. What is in no block, such as
-    embeddings and head, is gathered for all of a step; blocks are gathered for the forward pass and
-    for the backward pass.
-    """
-    frozen = {id(tensor): tensor for tensor in _frozen(model)}
-    blocks = []
-    for block in Blocks(model).blocks:
-        keys = [id(p) for p in block.parameters() if id(p) in frozen and p.dim()]
-        blocks.append([frozen.pop(key) for key in keys])
-    scalars = [tensor for tensor in frozen.values() if not tensor.dim()]
-    rest = [tensor for tensor in frozen.values() if tensor.dim()]
-    parts = sum(
-        -(-tensor.shape[0] // num_devices) * (tensor.nbytes // max(tensor.shape[0], 1))
-        for tensor in (*rest, *(tensor for block in blocks for tensor in block))
-    )
-    outside, sizes = _sum(rest), [_sum(block) for block in blocks]
-    moved = (2 * sum(sizes) + outside) * (num_devices - 1) // num_devices
-    passing = outside + AT_ONCE * max(sizes, default=0)
-    always = _sum(scalars)
-    if offload:
-        return WeightFootprint(always, passing, moved + parts, parts)
-    return WeightFootprint(always + parts, passing, moved)
-
-
-def _frozen(model: nn.Module) -> list[Tensor]:
-    return [p for p in model.parameters() if not p.requires_grad]
-
-
-def _sum(tensors: Iterable[Tensor | None]) -> int:
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

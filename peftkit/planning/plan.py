@@ -6,16 +6,21 @@ Of a model only the config is read. A training step is counted on tensors withou
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from peftkit.config.schema import from_dict
+from peftkit.errors import ConfigError
 from peftkit.execution.environment import gpu_of_size, this_machine
 from peftkit.execution.plan import ExecutionPlan
-from peftkit.planning.cards import CARDS, LINK, measured_rate, parse_size
-from peftkit.planning.memory import STEP, DeviceEstimate, MemoryEstimator, Strategy
+from peftkit.kernels.device import gpu_here
+from peftkit.planning.memory import CARDS, LINK, STEP, DeviceEstimate, MemoryEstimator, Strategy
 from peftkit.planning.resolve import config_of, plan_as_requested
 from peftkit.recipe import Recipe, load
 from peftkit.train.optim import STATE_BYTES
@@ -23,6 +28,10 @@ from peftkit.train.optim import STATE_BYTES
 BYTES_PER_TOKEN = 4
 """Of text in most languages and most vocabularies, about; data is not tokenised for a plan."""
 NUM_CARDS = (1, 2, 4, 8)
+MOMENT = 0.5
+"""Seconds that measuring may take, about."""
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{unit}I": 1 << (10 * n) for n, unit in enumerate("KMGT", 1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +153,41 @@ def plan_run(
             for card in CARDS
         },
     )
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a text like 8GB, 12 GiB or 16 means; a bare number is in GB.
+
+    Raises:
+        ConfigError: It is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?(B?)\s*", text, re.IGNORECASE)
+    value = float(match[1]) if match else 0.0
+    if match is None or value <= 0 or (match[3] and not match[2]):
+        raise ConfigError(
+            f"--memory {text!r} is no size.",
+            found="Expected a number of GB above zero.",
+            fix="Write it as 8GB, 24GB or 7.5GiB.",
+        )
+    return int(value * _UNITS[(match[2] or "G").upper()])
+
+
+def measured_rate(dtype: torch.dtype) -> float:
+    """Return the FLOP/s of a product of matrices on this machine, measured for a moment."""
+    here = gpu_here()
+    device, size = (here[0], 4096) if here else (torch.device("cpu"), 512)
+    wait = torch.get_device_module(device).synchronize if here else lambda: None
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    best, until = float("inf"), time.perf_counter() + MOMENT
+    for done in range(4):  # the first one makes its kernel
+        if done > 1 and time.perf_counter() > until:
+            break  # of a dtype that the machine is slow at
+        wait()
+        began = time.perf_counter()
+        a @ a
+        wait()
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best
 
 
 def _recipe(target: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:

@@ -14,9 +14,9 @@ import transformers
 from benchmarks.plan import reckoner_of
 from peftkit.adapter import attach
 from peftkit.base import streaming
-from peftkit.base.streaming import BlockStream
+from peftkit.base.sharding import sharded_footprint
+from peftkit.base.streaming import AT_ONCE, BlockStream, streamed_footprint
 from peftkit.methods.lora import LoRA
-from peftkit.planning.memory import AT_ONCE, sharded, streamed
 from peftkit.quant.quantize import quantize_model
 from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES, FAMILIES
@@ -44,7 +44,7 @@ def bytes_of(model: Any) -> int:
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 def test_streamed_base_is_held_as_reckoned(quantize) -> None:
     config = llama()
-    held, model = streamed(reckoned(config, quantize)), real(config, quantize)
+    held, model = streamed_footprint(reckoned(config, quantize)), real(config, quantize)
     total = bytes_of(model)
     assert held.resident + held.elsewhere == total == bytes_of(reckoned(config, quantize))
     stream = BlockStream(model, torch.device("cpu"))
@@ -75,7 +75,7 @@ def test_streamed_experts_are_held_as_reckoned(size, monkeypatch) -> None:
     config = FAMILIES["mixtral"]().config
     config.num_hidden_layers = 4
     monkeypatch.setattr(streaming, "EXPERT_BYTES", size * 1024)  # of 1024 and 2048 for an expert
-    held, model = streamed(reckoned(config)), real(config)
+    held, model = streamed_footprint(reckoned(config)), real(config)
     stream = BlockStream(model, torch.device("cpu"))
     attach(model, LoRA(rank=2))
     assert moved_in_a_step(model, stream) == held.moved
@@ -84,11 +84,11 @@ def test_streamed_experts_are_held_as_reckoned(size, monkeypatch) -> None:
 
 def test_more_devices_have_less_each_and_all_of_it_together() -> None:
     model = reckoned(llama())
-    total, found = bytes_of(model), [sharded(model, n) for n in (2, 3, 4)]
+    total, found = bytes_of(model), [sharded_footprint(model, n) for n in (2, 3, 4)]
     for number, held in zip((2, 3, 4), found, strict=True):
         assert total / number <= held.resident < 1.02 * total / number + 100
         assert held.passing == found[0].passing
-    offloaded = sharded(model, 2, offload=True)
+    offloaded = sharded_footprint(model, 2, offload=True)
     assert offloaded.resident + offloaded.elsewhere == found[0].resident
 
 
@@ -133,6 +133,6 @@ def test_sharded_base_is_held_and_moved_as_reckoned(family, tmp_path) -> None:
     children = start_ranks(at_work, family, tmp_path / "found.json")
     assert [exit_code(child) for child in children] == [0, 0]
     found = json.loads((tmp_path / "found.json").read_text())
-    held = sharded(reckoned(config_of(family)), 2)
+    held = sharded_footprint(reckoned(config_of(family)), 2)
     assert held.resident == pytest.approx(found["base"], rel=0.01)
     assert held.moved == pytest.approx(found["gathered"], rel=0.01)

@@ -10,7 +10,7 @@ from benchmarks.plan import Measured, planned, reckoner_of
 from peftkit.base.skeleton import with_depth
 from peftkit.errors import ConfigError
 from peftkit.execution.plan import Activations
-from peftkit.planning.cards import parse_size
+from peftkit.planning.plan import parse_size
 from peftkit.planning.step_estimator import CountError
 from peftkit.quant.layers import empty_packed, pack
 from peftkit.tasks.masked_lm import MaskedLMConfig

@@ -7,7 +7,7 @@ codes; what cannot stay in codes is dequantised and loaded as any weight is (bas
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from peftkit.base.pack import (
     PackingQuantizer,
 )
 from peftkit.base.pretrained import published
-from peftkit.base.published.checkpoint import UnreadableError, scheme_of
+from peftkit.base.published.checkpoint import PublishedCheckpoint, UnreadableError, scheme_of
 from peftkit.base.published.codes import (
     LEAVES,
     STACKS,
@@ -35,9 +35,8 @@ from peftkit.base.published.codes import (
     stacked_codes,
     unpacked,
 )
-from peftkit.base.request import BaseRequest
 from peftkit.errors import BaseError, first_few
-from peftkit.events import Listener, Notice
+from peftkit.events import Notice
 from peftkit.quant.layers import Packing
 from peftkit.quant.quantize import stores_transposed
 
@@ -52,18 +51,8 @@ class CodesLoader(PackingLoader):
         dequantised: Names of parameters whose codes could not be kept.
     """
 
-    def __init__(
-        self,
-        request: BaseRequest,
-        *,
-        put: Callable[[Tensor], Tensor] | None = None,
-        on_event: Listener,
-    ) -> None:
-        super().__init__(request, put=put, on_event=on_event)
-        checkpoint = published(request.config)
-        assert checkpoint is not None
-        self.checkpoint = checkpoint
-        self.dequantised: list[str] = []
+    checkpoint: PublishedCheckpoint
+    dequantised: list[str]
 
     def arguments(self) -> LoaderArguments:
         """Return the arguments with which transformers loads the model through here."""
@@ -73,6 +62,9 @@ class CodesLoader(PackingLoader):
     def begin(self, model: Any) -> None:
         """Look at the model while it has no weights."""
         super().begin(model)
+        checkpoint = published(self.request.config)
+        assert checkpoint is not None
+        self.checkpoint, self.dequantised = checkpoint, []
         if not self._packs:
             self._find_jobs(model)
 
@@ -155,7 +147,9 @@ class CodesQuantizer(PackingQuantizer):
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.pre_quantized = True
-        self._method = quantization_config.loader.checkpoint.settings.get("quant_method")
+        loader: CodesLoader = quantization_config.loader
+        checkpoint = published(loader.request.config)
+        self._method = checkpoint.settings.get("quant_method") if checkpoint else None
         self.serialized_names = STACKS if self._method == "mxfp4" else {"weight": [*LEAVES]}
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
