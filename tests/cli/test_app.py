@@ -79,16 +79,16 @@ COMMANDS: dict[str, list[str]] = {
 def test_commands_and_flags_are_frozen() -> None:
     import typer
 
-    found = {}
+    commands = {}
     for name, command in typer.main.get_command(app.app).commands.items():
         below = getattr(command, "commands", None)  # of a group
-        found |= {f"{name} {n}": c for n, c in below.items()} if below else {name: command}
+        commands |= {f"{name} {n}": c for n, c in below.items()} if below else {name: command}
     names = {
         command: [
             parameter.opts[0] if parameter.opts[0].startswith("--") else parameter.metavar
-            for parameter in found[command].params
+            for parameter in commands[command].params
         ]
-        for command in found
+        for command in commands
     }
     assert names == COMMANDS
 
@@ -110,7 +110,7 @@ def test_every_command_has_help_that_loads_no_torch_and_comes_soon() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         (["trian", "x.yaml"], "No such command 'trian'. Did you mean 'train'?"),
         (["check"], "Missing argument 'RECIPE.yaml'"),
@@ -122,12 +122,12 @@ def test_every_command_has_help_that_loads_no_torch_and_comes_soon() -> None:
     ],
 )
 def test_a_wrong_command_line_is_told_in_one_message(
-    args: list[str], told: str, peftkit: Run
+    args: list[str], message: str, peftkit: Run
 ) -> None:
     done = peftkit(*args)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("UsageError: ")
-    assert told in done.err
+    assert message in done.err
     assert done.err.splitlines()[-1].startswith("  See: peftkit")
 
 
@@ -195,7 +195,7 @@ def test_recipes_are_listed_shown_and_copied(peftkit: Run, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         (["show", "dor"], "Did you mean 'dora'?"),
         (["show", "../pyproject"], "there is no recipe named '../pyproject'."),
@@ -204,12 +204,12 @@ def test_recipes_are_listed_shown_and_copied(peftkit: Run, tmp_path: Path) -> No
     ],
 )
 def test_recipes_refuse_what_is_wrong(
-    args: list[str], told: str, peftkit: Run, tmp_path: Path
+    args: list[str], message: str, peftkit: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "taken.yaml").write_text("mine")
     done = peftkit("recipes", *args)
     assert (done.code, done.out) == (2, "")
-    assert told in done.err
+    assert message in done.err
     assert (tmp_path / "taken.yaml").read_text() == "mine"
 
 
@@ -224,12 +224,12 @@ def test_an_adapter_near_to_a_misspelt_one_is_offered(peftkit: Run, tmp_path: Pa
     assert "Did you mean 'demo'?" in peftkit("generate", "runs/dmo", "--prompt", "hi").err
     assert "holds: demo." in peftkit("inspect", "runs/zebra").err
     (tmp_path / "runs" / "demo" / "checkpoints").mkdir()
-    told = peftkit("generate", "runs/demo", "--prompt", "hi").err
-    assert "holds no adapter_config.json" in told
-    assert "--resume" in told
+    message = peftkit("generate", "runs/demo", "--prompt", "hi").err
+    assert "holds no adapter_config.json" in message
+    assert "--resume" in message
     (tmp_path / "runs" / "demo" / "adapter_config.json").touch()
-    told = peftkit("generate", "runs", "--prompt", "hi").err
-    assert "Give one of the adapters in it: runs/demo" in told
+    message = peftkit("generate", "runs", "--prompt", "hi").err
+    assert "Give one of the adapters in it: runs/demo" in message
 
 
 def test_env_tells_versions_and_devices_on_one_screen(peftkit: Run) -> None:

@@ -32,13 +32,13 @@ def two(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[st
         with torch.no_grad():
             for parameter in adapter.parameters():
                 parameter += 0.3 * torch.randn_like(parameter)
-        known = Provenance(
+        provenance = Provenance(
             base=base.name,
             fingerprint=base.fingerprint,
             loading={"dtype": "fp32"},
             prompt_style=default_style(base.tokenizer),
         )
-        paths[name] = save_adapter(adapter, folder / name, known)
+        paths[name] = save_adapter(adapter, folder / name, provenance)
         adapter.detach()
     return paths
 
@@ -53,14 +53,14 @@ def options(two: dict[str, Path]) -> list[str]:
 def answers(two: dict[str, Path]) -> dict[str, str]:
     """What each says to ASKED, asked alone."""
     bank = open_bank(two)
-    found = {}
+    texts = {}
     for name in (*bank.names, None):
         with bank.use(name):
-            (found[name or "base"],) = generate(
+            (texts[name or "base"],) = generate(
                 bank.base.model, bank.base.tokenizer, ASKED, max_new_tokens=5
             )
-    assert len(set(found.values())) == 3
-    return found
+    assert len(set(texts.values())) == 3
+    return texts
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
@@ -80,8 +80,8 @@ def test_adapters_are_switched_by_name(
     )
     done = peftkit("chat", *options)
     assert done.code == 0, done.err
-    said = [answers[name] for name in ("json", "sql", "base", "sql", "sql")]
-    assert done.out == "".join(f"{text}\n" for text in said)
+    replies = [answers[name] for name in ("json", "sql", "base", "sql", "sql")]
+    assert done.out == "".join(f"{text}\n" for text in replies)
     assert "There is no adapter jsn. Did you mean 'json'?" in done.err
     assert "/base takes nothing after it" in done.err
 
@@ -115,7 +115,7 @@ def test_the_conversation_goes_on_with_the_current_ones_answer(
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         ([], "Give one as `peftkit chat ADAPTER`"),
         (["{json}", "--adapter", "a={json}"], "give either one adapter or several names"),
@@ -129,8 +129,8 @@ def test_the_conversation_goes_on_with_the_current_ones_answer(
     ],
 )
 def test_what_is_wrong_is_told_with_exit_code_2(
-    args: list[str], told: str, two: dict[str, Path], peftkit: Run
+    args: list[str], message: str, two: dict[str, Path], peftkit: Run
 ) -> None:
     done = peftkit("chat", *(arg.format(**two) for arg in args))
     assert (done.code, done.out) == (2, "")
-    assert told in done.err
+    assert message in done.err

@@ -61,8 +61,8 @@ def test_predict_prints_a_label_and_its_probability(peftkit: Run, classifier) ->
 
 
 def test_what_a_classifier_is_good_for_is_not_generation(peftkit: Run, classifier) -> None:
-    told = peftkit("inspect", classifier / "out").err
-    assert "peftkit generate" not in told
+    output = peftkit("inspect", classifier / "out").err
+    assert "peftkit generate" not in output
     refused = peftkit("export", classifier / "out", "--to", "mlx", "--out", "mlx")
     assert refused.code == 2
     assert "peftkit generate" not in refused.err
@@ -71,9 +71,9 @@ def test_what_a_classifier_is_good_for_is_not_generation(peftkit: Run, classifie
 def test_eval_prints_the_tasks_metrics(peftkit: Run, classifier) -> None:
     done = peftkit("eval", classifier / "out", "--data", classifier / "rows.jsonl", "--json")
     assert done.code == 0, done.err
-    found = json.loads(done.out)
-    assert found.keys() == {"loss", "accuracy", "f1_macro", "f1_weighted", "num_rows"}
-    assert found["accuracy"] == 1.0
+    metrics = json.loads(done.out)
+    assert metrics.keys() == {"loss", "accuracy", "f1_macro", "f1_weighted", "num_rows"}
+    assert metrics["accuracy"] == 1.0
 
 
 def test_train_says_what_to_do_next(peftkit: Run, classifier, tmp_path) -> None:

@@ -48,7 +48,7 @@ def test_combine_writes_an_adapter_and_prints_its_folder(
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         (["a", "a=1", "--out", "c"], "AdapterError: 'a' has no weight, and others have.\n .*: a=1"),
         (["a=half", "--out", "c"], "AdapterError: the weight 'half' of a is not a number."),
@@ -63,20 +63,20 @@ def test_combine_writes_an_adapter_and_prints_its_folder(
     ],
 )
 def test_combine_refuses_what_is_wrong(
-    args: list[str], told: str, adapters: list[LowRank], peftkit: Run, tmp_path: Path
+    args: list[str], message: str, adapters: list[LowRank], peftkit: Run, tmp_path: Path
 ) -> None:
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     done = peftkit("combine", *args)
     assert (done.code, done.out) == (2, "")
-    assert re.search(told, done.err), done.err
+    assert re.search(message, done.err), done.err
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
 def test_inspect_shows_how_large_updates_are(
     adapters: list[LowRank], peftkit: Run, tmp_path: Path
 ) -> None:
-    found = json.loads(peftkit("inspect", "a", "--json").out)
-    (update,) = found["updates"]
+    facts = json.loads(peftkit("inspect", "a", "--json").out)
+    (update,) = facts["updates"]
     assert (update["role"], update["num_layers"], update["rank"]) == ("q", 1, 2)
     assert update["norm"] == pytest.approx(float(adapters[0].delta().norm()))
     assert "effective rank" in peftkit("inspect", "a").out

@@ -28,9 +28,9 @@ def write(folder: Path) -> Path:
 
 def test_fields_are_counted_without_a_model(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["data", str(write(tmp_path)), "--json"])
-    found = json.loads(done.stdout)
-    assert (found["num_rows"], found["format"], found["num_duplicates"]) == (5, "alpaca", 1)
-    fields = {field["name"]: field for field in found["fields"]}
+    facts = json.loads(done.stdout)
+    assert (facts["num_rows"], facts["format"], facts["num_duplicates"]) == (5, "alpaca", 1)
+    fields = {field["name"]: field for field in facts["fields"]}
     assert fields["input"]["num_empty"] == 5
     assert fields["output"]["num_empty"] == 1
 

@@ -33,7 +33,7 @@ def prompt(peftkit: Run, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> str:
+def questions(tmp_path: Path) -> str:
     """A file of questions."""
     rows = [{"prompt": f"what is the {word} of {n}?"} for n in range(5) for word in ("dog", "fox")]
     write_rows(tmp_path / "asked.jsonl", rows)
@@ -41,9 +41,9 @@ def asked(tmp_path: Path) -> str:
 
 
 def test_it_writes_its_recipe_trains_and_tells_what_was_reached(
-    prompt: Path, asked: str, peftkit: Run, model_folder: Path
+    prompt: Path, questions: str, peftkit: Run, model_folder: Path
 ) -> None:
-    more = ("--data", asked, "--base", model_folder, "--out", "out", *FEW)
+    more = ("--data", questions, "--base", model_folder, "--out", "out", *FEW)
     done = peftkit("distill", prompt, *more)
     assert (done.code, done.out) == (0, "out\n"), done.err
     for text in ("The teacher's answers", "saved per request", "equal to the prompted base's: 0%"):
@@ -57,11 +57,11 @@ def test_it_writes_its_recipe_trains_and_tells_what_was_reached(
 
 
 def test_questions_that_are_not_there_are_told_before_anything_is_loaded(
-    prompt: Path, asked: str, peftkit: Run
+    prompt: Path, questions: str, peftkit: Run
 ) -> None:
     done = peftkit("distill", prompt, "--data", "ask.jsonl", "--base", "nowhere", "--out", "out")
     assert done.code == 2
-    assert asked in done.err
+    assert questions in done.err
     assert not Path("out").exists()
 
 
@@ -78,15 +78,15 @@ def test_without_questions_the_base_makes_some_and_shows_them(
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [("", "is empty"), ("## User\nOne?\n", "user follows user")],
     ids=["empty", "no answer"],
 )
 def test_a_prompt_that_is_of_no_use_is_told_before_anything_is_loaded(
-    text: str, told: str, prompt: Path, asked: str, peftkit: Run
+    text: str, message: str, prompt: Path, questions: str, peftkit: Run
 ) -> None:
     prompt.write_text(text)
-    done = peftkit("distill", prompt, "--data", asked, "--base", "nowhere", "--out", "out")
+    done = peftkit("distill", prompt, "--data", questions, "--base", "nowhere", "--out", "out")
     assert done.code == 2
-    assert told in done.err
+    assert message in done.err
     assert not Path("out").exists()

@@ -108,7 +108,7 @@ def test_a_taken_place_is_left_alone_without_force(adapter: Path, peftkit: Run) 
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         (("export", "json", "--to", "mlx", "--out", "x", "--profile", "serving"), "--to peft"),
         (("export", "json", "--to", "mlx", "--out", "x", "--dtype", "q8_0"), "no dtype q8_0"),
@@ -124,11 +124,11 @@ def test_a_taken_place_is_left_alone_without_force(adapter: Path, peftkit: Run) 
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(
-    args: tuple[str, ...], told: str, adapter: Path, peftkit: Run
+    args: tuple[str, ...], message: str, adapter: Path, peftkit: Run
 ) -> None:
     done = peftkit(*args)
     assert (done.code, done.out) == (2, "")
-    assert told in done.err
+    assert message in done.err
     assert not Path("x").exists()
 
 

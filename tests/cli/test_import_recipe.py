@@ -66,10 +66,10 @@ def recipe_of(peftkit: Run, folder: Path, text: str) -> tuple[Recipe, list[str]]
     (folder / "theirs.yaml").write_text(text, encoding="utf-8")
     done = peftkit("import-recipe", "theirs.yaml", "--out", "ours.yaml")
     assert done[:2] == (0, "ours.yaml\n"), done.err
-    told = [line.split(": ")[1] for line in done.err.splitlines() if "no counterpart" in line]
+    lost = [line.split(": ")[1] for line in done.err.splitlines() if "no counterpart" in line]
     commented = (folder / "ours.yaml").read_text(encoding="utf-8")
-    assert all(f"# No counterpart: {key}: " in commented for key in told)
-    return load(folder / "ours.yaml"), told
+    assert all(f"# No counterpart: {key}: " in commented for key in lost)
+    return load(folder / "ours.yaml"), lost
 
 
 def test_axolotl(peftkit: Run, tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ def test_every_recipe_is_valid_and_says_what_was_asked(
 
 def test_options_answer_the_questions(peftkit: Run, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [turn("a", f"b {n}") for n in range(9)])
-    asked = ("--data", "rows.jsonl", "--model", "smollm2-135m", "--memory", "12GB")
-    done = peftkit("init", *asked, "--task", "causal_lm")
+    args = ("--data", "rows.jsonl", "--model", "smollm2-135m", "--memory", "12GB")
+    done = peftkit("init", *args, "--task", "causal_lm")
     assert done[:2] == (0, "recipe.yaml\n"), done.err
     commands = [line.strip().removeprefix("Next: ") for line in done.err.splitlines()]
     assert commands == [
@@ -46,13 +46,13 @@ def test_options_answer_the_questions(peftkit: Run, tmp_path: Path) -> None:
     ]
     recipe = load(tmp_path / "recipe.yaml")
     assert (recipe.base.quantize, recipe.data.eval, recipe.train.epochs) == ("nf4", None, 5)
-    again = peftkit("init", *asked, "--task", "causal_lm")
+    again = peftkit("init", *args, "--task", "causal_lm")
     assert (again.code, again.out) == (2, "")
     assert "recipe.yaml" in again.err
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (("--data", "rows.jsonl"), "--task"),
         ((), "--data"),
@@ -61,12 +61,12 @@ def test_options_answer_the_questions(peftkit: Run, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_missing_or_wrong_is_named(
-    options: tuple[str, ...], told: str, peftkit: Run, tmp_path: Path
+    options: tuple[str, ...], message: str, peftkit: Run, tmp_path: Path
 ) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"anchor": "a", "positive": "b"}])
     done = peftkit("init", *options)
     assert (done.code, done.out) == (2, "")
-    assert told in done.err
+    assert message in done.err
     assert not (tmp_path / "recipe.yaml").exists()
 
 
@@ -74,17 +74,17 @@ def test_the_questions_name_what_the_rows_suit_first(
     peftkit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"anchor": "a", "positive": "b"}] * 120)
-    told: list[str] = []
+    questions: list[str] = []
 
     def prompt(question: str, default: str | None = None, **_: object) -> str:
-        told.append(question)
+        questions.append(question)
         return default or "rows.jsonl"
 
     monkeypatch.setattr("typer.prompt", prompt)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     done = peftkit("init")
     assert done.code == 0, done.err
-    assert len(told) == 4
-    assert told[1].splitlines()[1].split()[0] == "embedding"
+    assert len(questions) == 4
+    assert questions[1].splitlines()[1].split()[0] == "embedding"
     recipe = load(tmp_path / "recipe.yaml")
     assert (recipe.task.type, recipe.base.model) == ("embedding", "all-minilm-l6-v2")

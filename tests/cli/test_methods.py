@@ -45,20 +45,20 @@ def test_the_readme_has_the_table_of_smollm2() -> None:
     ]
     lines = README.read_text(encoding="utf-8").splitlines()
     rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
-    told = [[row[0], *row[2:]] for row in rows if row[0].strip("`") in METHODS]
-    assert told == expected
+    shown = [[row[0], *row[2:]] for row in rows if row[0].strip("`") in METHODS]
+    assert shown == expected
 
 
 def test_inspect_shows_what_each_method_would_train(peftkit: Run, model_folder: Path) -> None:
     done = peftkit("inspect", model_folder, "--json")
     assert (done.code, done.err) == (0, "")
-    found = {row["method"]: row for row in json.loads(done.out)["methods"]}
-    assert list(found) == list(METHODS)
+    facts = {row["method"]: row for row in json.loads(done.out)["methods"]}
+    assert list(facts) == list(METHODS)
     lora = attach(ARCHITECTURES["llama"](), METHODS["lora"]())
-    assert found["lora"]["num_trainable"] == lora.num_trainable
-    assert found["bitfit"]["num_trainable"] is None
-    assert found["bitfit"]["remark"] == "there is no bias to train in LlamaForCausalLM"
-    assert (found["bottleneck"]["merges"], found["bottleneck"]["files"]) == (False, "peftkit")
+    assert facts["lora"]["num_trainable"] == lora.num_trainable
+    assert facts["bitfit"]["num_trainable"] is None
+    assert facts["bitfit"]["remark"] == "there is no bias to train in LlamaForCausalLM"
+    assert (facts["bottleneck"]["merges"], facts["bottleneck"]["files"]) == (False, "peftkit")
     shown = peftkit("inspect", model_folder).out
     assert "Methods, each with its defaults" in shown
     assert "it adds tokens to the input and changes no weight" in shown

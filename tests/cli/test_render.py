@@ -121,7 +121,7 @@ def test_only_the_first_process_draws(
 
 
 @pytest.mark.parametrize(
-    ("made", "text"),
+    ("figure", "text"),
     [
         (figures.count(999), "999"),
         (figures.count(4_884_480), "4.88M"),
@@ -139,12 +139,12 @@ def test_only_the_first_process_draws(
         (figures.metric("peak_bytes", 1.5 * 2**30), "1.5 GiB"),
     ],
 )
-def test_figures_as_texts(made: str, text: str) -> None:
-    assert made == text
+def test_figures_as_texts(figure: str, text: str) -> None:
+    assert figure == text
 
 
 def test_how_the_model_is_computed_is_a_line_of_its_own() -> None:
     started = events.RunStarted(100, 0, 1500, 4_884_480, 139_400_000, "cpu", "blocks: compiled")
-    told, how = (render.describe(started) or "").splitlines()
-    assert told.endswith("1,500 rows, 100 steps")
+    line, how = (render.describe(started) or "").splitlines()
+    assert line.endswith("1,500 rows, 100 steps")
     assert "blocks: compiled" in how

@@ -29,8 +29,8 @@ def test_a_server_prints_its_address_answers_and_ends_on_ctrl_c(trained: Path) -
             "messages": [{"role": "user", "content": "what is the quick?"}],
             "max_tokens": 16,
         }
-        asked = Request(f"{url}/chat/completions", json.dumps(body).encode())
-        with urlopen(asked, timeout=60) as answer:
+        request = Request(f"{url}/chat/completions", json.dumps(body).encode())
+        with urlopen(request, timeout=60) as answer:
             (choice,) = json.load(answer)["choices"]
         assert choice["message"]["content"].strip()
     finally:
@@ -50,8 +50,8 @@ def test_sigterm_ends_an_answer_and_the_server_without_a_traceback(trained: Path
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         body = {"model": "base", "prompt": "the", "max_tokens": 100_000, "stream": True}
-        asked = Request(f"{url}/completions", json.dumps(body).encode())
-        with urlopen(asked, timeout=60) as answer:
+        request = Request(f"{url}/completions", json.dumps(body).encode())
+        with urlopen(request, timeout=60) as answer:
             assert answer.readline().startswith(b"data: ")
             process.send_signal(signal.SIGTERM)
             rest = answer.read()

@@ -30,12 +30,12 @@ def inside(trained: Path, peftkit: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def test_train_prints_the_folder_and_tells_the_rest_on_stderr(trained: Path) -> None:
     assert (trained / "out.txt").read_text() == "runs/demo\n"
-    told = (trained / "err.txt").read_text()
+    output = (trained / "err.txt").read_text()
     for line in ("Training ", "step 8/8  loss ", "eval at step 8: ", "saved adapter: runs/demo"):
-        assert line in told
-    assert "Warning" not in told
-    assert "\x1b" not in told, "no colours in a file"
-    assert "it/s" not in told, "no progress bars of libraries in a file"
+        assert line in output
+    assert "Warning" not in output
+    assert "\x1b" not in output, "no colours in a file"
+    assert "it/s" not in output, "no progress bars of libraries in a file"
     names = {path.name for path in (trained / "runs" / "demo").iterdir()}
     assert {
         "adapter_config.json",
@@ -136,9 +136,9 @@ def test_a_seed_repeats_a_sampled_completion(inside: Run) -> None:
 
 
 def test_a_prompt_can_come_from_stdin(inside: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = inside("generate", "runs/demo", "--prompt", ASKED).out
+    output = inside("generate", "runs/demo", "--prompt", ASKED).out
     monkeypatch.setattr("sys.stdin", StringIO(ASKED + "\n"))
-    assert inside("generate", "runs/demo", "--prompt", "-").out == told
+    assert inside("generate", "runs/demo", "--prompt", "-").out == output
     monkeypatch.setattr("sys.stdin", StringIO(""))
     assert inside("generate", "runs/demo", "--prompt", "-").code == 2
 
@@ -165,9 +165,9 @@ def test_eval_measures_and_speaks_json(inside: Run) -> None:
     assert done.code == 0
     names = [line.split()[0] for line in done.out.splitlines()]
     assert names[:3] == ["loss", "perplexity", "exact_match"]
-    found = json.loads(inside("eval", "runs/demo", "--data", "eval.jsonl", "--json").out)
-    assert found["num_rows"] == 3
-    assert list(found) == names
+    facts = json.loads(inside("eval", "runs/demo", "--data", "eval.jsonl", "--json").out)
+    assert facts["num_rows"] == 3
+    assert list(facts) == names
 
 
 def test_merge_writes_a_model_that_transformers_loads(
@@ -187,37 +187,37 @@ def test_merge_writes_a_model_that_transformers_loads(
 
 
 def test_inspect_tells_what_an_adapter_is(inside: Run, model_folder: Path) -> None:
-    found = json.loads(inside("inspect", "runs/demo", "--json").out)
-    assert (found["kind"], found["type"], found["rank"], found["alpha"]) == (
+    facts = json.loads(inside("inspect", "runs/demo", "--json").out)
+    assert (facts["kind"], facts["type"], facts["rank"], facts["alpha"]) == (
         "adapter",
         "lora",
         4,
         8,
     )
-    assert found["base"] == str(model_folder)
-    assert found["prompt_style"] == "chat"
+    assert facts["base"] == str(model_folder)
+    assert facts["prompt_style"] == "chat"
     q, v = (4 * 32 + 32 * 4, 4 * 32 + 16 * 4)
-    assert found["num_parameters"] == 2 * (q + v)
-    paths = {group["modules"] for group in found["modules"]}
+    assert facts["num_parameters"] == 2 * (q + v)
+    paths = {group["modules"] for group in facts["modules"]}
     assert paths == {"model.layers.*.self_attn.q_proj", "model.layers.*.self_attn.v_proj"}
-    told = inside("inspect", "runs/demo/adapter_config.json")
-    assert told.code == 0
-    assert "model.layers.*.self_attn.q_proj" in told.out
+    output = inside("inspect", "runs/demo/adapter_config.json")
+    assert output.code == 0
+    assert "model.layers.*.self_attn.q_proj" in output.out
 
 
 def test_inspect_tells_the_roles_of_a_model(inside: Run, model_folder: Path) -> None:
-    found = json.loads(inside("inspect", model_folder, "--json").out)
-    assert (found["kind"], found["num_blocks"]) == ("model", 2)
-    groups = {group["role"]: group for group in found["modules"]}
+    facts = json.loads(inside("inspect", model_folder, "--json").out)
+    assert (facts["kind"], facts["num_blocks"]) == ("model", 2)
+    groups = {group["role"]: group for group in facts["modules"]}
     assert groups["q"]["modules"] == "model.layers.*.self_attn.q_proj"
     assert groups["k"] | {"modules": ""} == {
         "role": "k", "modules": "", "count": 2, "shape": "32 -> 16", "parameters": 2 * 32 * 16,
     }  # fmt: skip
     assert groups["embed"]["shape"] == "384 -> 32"
     assert groups["down"]["shape"] == "64 -> 32"
-    told = inside("inspect", model_folder)
-    assert told.code == 0
-    assert "self_attn.q_proj" in told.out
+    output = inside("inspect", model_folder)
+    assert output.code == 0
+    assert "self_attn.q_proj" in output.out
 
 
 @pytest.mark.slow  # tests/reliability has one that is quicker
@@ -263,11 +263,11 @@ def test_wrong_input_is_told_with_exit_code_2(wrong: str, project: Path, peftkit
     )
     write_rows(project / "silent.jsonl", [turn("a", ""), turn("b", " ")])
     (project / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n{"text": "b"}\n')
-    changes, told = WRONG_RECIPES[wrong]
+    changes, parts = WRONG_RECIPES[wrong]
     done = peftkit(command, "recipe.yaml", *(part for c in changes for part in ("--set", c)))
     assert done.code == 2, done.err
     assert "Traceback" not in done.err
-    for part in told:
+    for part in parts:
         assert part in done.err
     left = [path for path in (project / "runs").rglob("*") if path.is_file()]
     assert not [path for path in left if path.parent.name != LOCKS]
@@ -304,12 +304,12 @@ def test_an_adapter_for_another_base_needs_force(
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(other)
-    asked = ("--prompt", ASKED, "--base", other)
-    refused = inside("generate", "runs/demo", *asked)
+    args = ("--prompt", ASKED, "--base", other)
+    refused = inside("generate", "runs/demo", *args)
     assert (refused.code, refused.out) == (2, "")
     assert "AdapterError: " in refused.err
     assert "--force" in refused.err
-    assert inside("generate", "runs/demo", *asked, "--force").code == 0
+    assert inside("generate", "runs/demo", *args, "--force").code == 0
 
 
 def test_an_adapter_without_its_tensors_or_with_a_pickle_is_refused(

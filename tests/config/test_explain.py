@@ -43,7 +43,7 @@ trian: {}
 
 
 @pytest.mark.parametrize(
-    ("section", "told"),
+    ("section", "message"),
     [
         ("method: {rank: 4}", "method.type: is required and missing"),
         (
@@ -76,9 +76,9 @@ trian: {}
         ("'1': x\n1: x", "1: a key must be text; put it in quotes: '1'"),
     ],
 )
-def test_a_wrong_value_is_told_in_plain_words(tmp_path: Path, section: str, told: str) -> None:
+def test_a_wrong_value_is_told_in_plain_words(tmp_path: Path, section: str, message: str) -> None:
     lines = refuse(tmp_path, f"{DATA}{section}\n")
-    assert any(told in line for line in lines)
+    assert any(message in line for line in lines)
     assert re.match(r"recipe.yaml:[23]: ", lines[0])
 
 
@@ -87,7 +87,7 @@ def test_a_missing_section_is_told_with_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("a: 1\n\tb: 2", "2: not valid YAML: .*'\\\\t'"),
         ("a: [1,\n2\nb: 2", "3: .*flow sequence from line 1, expected ',' or '\\]'"),
@@ -101,9 +101,11 @@ def test_a_missing_section_is_told_with_the_file(tmp_path: Path) -> None:
         ("[" * 500_000, "1: nested too deeply"),
     ],
 )
-def test_text_that_is_no_recipe_is_told_with_its_line(tmp_path: Path, text: str, told: str) -> None:
+def test_text_that_is_no_recipe_is_told_with_its_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
     (line,) = refuse(tmp_path, text)
-    assert re.match(f"recipe.yaml:{told}", line)
+    assert re.match(f"recipe.yaml:{message}", line)
 
 
 def test_many_errors_are_counted_and_large_files_refused(tmp_path: Path) -> None:
@@ -120,23 +122,26 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "real.yaml").write_text(DATA)
-    for path, told in [
+    for path, message in [
         (tmp_path / "none.yaml", "No such file or directory.\n  .* holds: real.yaml"),
         (tmp_path, "Is a directory.\n  .* holds: real.yaml"),
         (Path("a\0b"), "embedded null byte"),
     ]:
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             load(Whole, path)
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
-    for raw, told in [(b" \n\n", "the file is empty"), (b"a: 1\nb: \xff", "not UTF-8.*\n.*0xff")]:
-        with pytest.raises(ConfigError, match=told):
+    for raw, message in [
+        (b" \n\n", "the file is empty"),
+        (b"a: 1\nb: \xff", "not UTF-8.*\n.*0xff"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
             read(tmp_path, raw)
 
 
 def test_errors_of_overrides_name_the_override_and_stand_after_the_file(tmp_path: Path) -> None:
-    told = refuse(
+    lines = refuse(
         tmp_path,
         DATA + "train: {epochs: 0, batch_size: x}",
         "train.lr=3",
@@ -147,7 +152,7 @@ def test_errors_of_overrides_name_the_override_and_stand_after_the_file(tmp_path
         "data.train=a #b",
         "train.schedule=@x",
     )
-    assert told == [
+    assert lines == [
         "recipe.yaml:2: train.epochs: should be greater than or equal to 1; found 0",
         "--set train.lr=3: train.lr: unknown key. Did you mean 'learning_rate'?",
         "--set train.batch_size=2.0: train.batch_size: should be a valid integer; found 2.0",

@@ -17,8 +17,8 @@ def names(folder: Path) -> list[str]:
 
 def test_a_new_folder_appears_when_all_of_it_is_written(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
-    with new_folder(out) as made:
-        (made / "a").write_text("a")
+    with new_folder(out) as folder:
+        (folder / "a").write_text("a")
         assert not out.exists()
     assert names(tmp_path) == ["deep", "deep/out", "deep/out/a"]
 
@@ -32,8 +32,8 @@ def test_a_block_that_fails_leaves_nothing_behind(tmp_path: Path, is_there: bool
     before = names(tmp_path)
 
     def breaks_off() -> None:
-        with new_folder(out) as made:
-            (made / "a").write_text("a")
+        with new_folder(out) as folder:
+            (folder / "a").write_text("a")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -44,9 +44,9 @@ def test_a_block_that_fails_leaves_nothing_behind(tmp_path: Path, is_there: bool
 def test_what_was_there_goes_unless_it_is_to_stay(tmp_path: Path) -> None:
     for name in ("config", "old", "kept"):
         (tmp_path / name).write_text("before")
-    with new_folder(tmp_path, last="config", replaced=lambda name: name == "old") as made:
-        (made / "new").write_text("after")
-        (made / "config").write_text("after")
+    with new_folder(tmp_path, last="config", replaced=lambda name: name == "old") as folder:
+        (folder / "new").write_text("after")
+        (folder / "config").write_text("after")
     assert names(tmp_path) == ["config", "kept", "new"]
     assert (tmp_path / "config").read_text() == "after"
 
@@ -67,7 +67,7 @@ def waits() -> None:
 
 def test_a_lock_that_was_waited_for_is_held_by_one_alone(tmp_path: Path) -> None:
     """The holder took the lock's file away: whoever waited for it held a file without a name."""
-    path = tmp_path / "made"
+    path = tmp_path / "folder"
     waiting, is_held, end = (threading.Event() for _ in range(3))
 
     def second() -> None:

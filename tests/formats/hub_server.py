@@ -85,10 +85,10 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             length = int(self.headers.get("Content-Length") or 0)
             body = self.rfile.read(length)
             path = unquote(urlsplit(self.path).path)
-            asked = f"{self.command} {path}"
-            hub.requests.append(asked)
+            request = f"{self.command} {path}"
+            hub.requests.append(request)
             for start, status in hub.failing.items():
-                if asked.startswith(start):
+                if request.startswith(start):
                     self.answer({"error": "told to fail"}, status)
                     return
             parts = path.strip("/").split("/")
@@ -108,9 +108,9 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         do_GET = do_HEAD = do_POST = do_PUT = handle_one
 
-        def create(self, asked: dict[str, Any]) -> None:
-            name = f"{asked.get('organization') or 'me'}/{asked['name']}"
-            hub.repos[name] = Repo(asked.get("visibility") == "private")
+        def create(self, request: dict[str, Any]) -> None:
+            name = f"{request.get('organization') or 'me'}/{request['name']}"
+            hub.repos[name] = Repo(request.get("visibility") == "private")
             self.answer({"url": f"{hub.url}/{name}", "id": name, "name": name})
 
         def model(self, name: str, rest: list[str], body: bytes) -> None:
@@ -146,21 +146,21 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             ]
             self.answer(json.dumps(entries).encode())
 
-        def preupload(self, asked: dict[str, Any]) -> None:
+        def preupload(self, request: dict[str, Any]) -> None:
             files = [
                 {
                     "path": file["path"],
                     "uploadMode": "lfs" if file["path"].endswith("safetensors") else "regular",
                     "shouldIgnore": False,
                 }
-                for file in asked["files"]
+                for file in request["files"]
             ]
             self.answer({"files": files})
 
-        def lfs(self, asked: dict[str, Any]) -> None:
+        def lfs(self, request: dict[str, Any]) -> None:
             objects = [
                 {**o, "actions": {"upload": {"href": f"{hub.url}/upload/{o['oid']}"}}}
-                for o in asked["objects"]
+                for o in request["objects"]
             ]
             self.answer({"transfer": "basic", "objects": objects})
 

@@ -21,7 +21,7 @@ TWO = torch.ones(2, 2)
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("lora_unet_down_blocks_0.lora_down.weight", "kohya"),
         ("lora_te1_text_model_layers_0.alpha", "kohya"),
@@ -38,10 +38,10 @@ TWO = torch.ones(2, 2)
         ("model.layers.0.self_attn.q_proj.weight", "no tensors of a LoRA"),
     ],
 )
-def test_other_kinds_are_refused_by_name(name: str, told: str, tmp_path: Path) -> None:
+def test_other_kinds_are_refused_by_name(name: str, message: str, tmp_path: Path) -> None:
     save_file({name: TWO}, tmp_path / "x.safetensors")
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(AdapterError, match=told):
+    with pytest.raises(AdapterError, match=message):
         recognise(tmp_path)
 
 

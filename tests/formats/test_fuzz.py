@@ -62,16 +62,16 @@ def set_length(data: bytearray, rng: random.Random) -> None:
 
 
 def change_number(data: bytearray, rng: random.Random) -> None:
-    found = list(re.finditer(rb"-?\d+(?:\.\d+)?", bytes(data)))
-    if found:
-        match = rng.choice(found)
+    matches = list(re.finditer(rb"-?\d+(?:\.\d+)?", bytes(data)))
+    if matches:
+        match = rng.choice(matches)
         data[match.start() : match.end()] = rng.choice(NUMBERS)
 
 
 def change_word(data: bytearray, rng: random.Random) -> None:
-    found = list(re.finditer(rb'"[^"]*"|null|true|false', bytes(data)))
-    if found:
-        match = rng.choice(found)
+    matches = list(re.finditer(rb'"[^"]*"|null|true|false', bytes(data)))
+    if matches:
+        match = rng.choice(matches)
         data[match.start() : match.end()] = rng.choice(WORDS)
 
 

@@ -38,8 +38,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    _, made = trained("llama", LoRA(rank=2, targets=("q", "v")))
-    return save_adapter(made, tmp_path_factory.mktemp("adapter"), Provenance(base="org/base"))
+    _, tiny = trained("llama", LoRA(rank=2, targets=("q", "v")))
+    return save_adapter(tiny, tmp_path_factory.mktemp("adapter"), Provenance(base="org/base"))
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_only_the_files_of_an_adapter_come_down(hub: Hub, run_folder: Path, tmp_
     pull_adapter(NAME, tmp_path / "pulled")
     names = {path.name for path in (tmp_path / "pulled").iterdir()}
     assert names == {*FILES, "pulled.json"}
-    assert not [asked for asked in hub.requests if "evil" in asked or ".bin" in asked]
+    assert not [request for request in hub.requests if "evil" in request or ".bin" in request]
 
 
 def test_a_listing_that_leads_out_of_the_folder_is_refused(
@@ -125,7 +125,7 @@ def test_a_listing_that_leads_out_of_the_folder_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("files", "told"),
+    ("files", "message"),
     [
         ({}, "it holds nothing"),
         ({"adapter_config.json": b"{}", "adapter_model.bin": b"x"}, "A pickle can run code"),
@@ -145,11 +145,11 @@ def test_a_listing_that_leads_out_of_the_folder_is_refused(
     ],
 )
 def test_what_is_no_adapter_never_appears(
-    files: dict[str, bytes], told: str, hub: Hub, tmp_path: Path
+    files: dict[str, bytes], message: str, hub: Hub, tmp_path: Path
 ) -> None:
     hub.repos[NAME] = Repo()
     hub.repos[NAME].commit(files)
-    with pytest.raises(AdapterError, match=told):
+    with pytest.raises(AdapterError, match=message):
         pull_adapter(NAME, tmp_path / "pulled")
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == []
 
@@ -170,14 +170,14 @@ def test_a_folder_that_is_taken_is_not_asked_for(
 
 
 def test_a_push_that_fails_leaves_nothing(hub: Hub, run_folder: Path) -> None:
-    for failing, status, told in (
+    for failing, status, message in (
         ("GET /api/models/me/json", 401, "Log in|not valid"),
         ("POST /api/repos/create", 403, "no right"),
         ("PUT /upload", 403, "no right"),
         ("POST /api/models/me/json/commit", 412, "changed the repository"),
     ):
         hub.failing = {failing: status}
-        with pytest.raises(OutputError, match=told) as error:
+        with pytest.raises(OutputError, match=message) as error:
             push_adapter(run_folder, NAME)
         assert error.value.exit_code == 2
     assert all(not files for repo in hub.repos.values() for files in repo.commits.values())
@@ -204,9 +204,9 @@ def test_a_base_that_only_this_machine_has_is_said(
 ) -> None:
     file, modules = read_low_rank(run_folder)
     save_low_rank(modules, tmp_path / "run", replace(file.provenance, base="/home/me/base"))
-    said: list[Event] = []
-    push_adapter(tmp_path / "run", NAME, on_event=said.append)
-    assert any(isinstance(e, Notice) and "/home/me/base" in e.text for e in said)
+    events: list[Event] = []
+    push_adapter(tmp_path / "run", NAME, on_event=events.append)
+    assert any(isinstance(e, Notice) and "/home/me/base" in e.text for e in events)
 
 
 def test_no_repository_and_no_network_are_told_apart(

@@ -108,14 +108,14 @@ def test_the_file_computes_by_mlx_own_formula(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("family", "target", "told"), [("gpt2", "q", "Conv1D"), ("llama", "lm_head", "lm_head is")]
+    ("family", "target", "message"), [("gpt2", "q", "Conv1D"), ("llama", "lm_head", "lm_head is")]
 )
 def test_what_mlx_names_otherwise_is_refused(
-    family: str, target: str, told: str, tmp_path: Path
+    family: str, target: str, message: str, tmp_path: Path
 ) -> None:
     _, adapter = trained(family, LoRA(rank=2, targets=(target,)))
     save_adapter(adapter, tmp_path / "one")
-    with pytest.raises(AdapterError, match=told):
+    with pytest.raises(AdapterError, match=message):
         export_adapter(tmp_path / "one", tmp_path / "mlx", to="mlx")
     assert not (tmp_path / "mlx").exists()
 
@@ -128,7 +128,7 @@ def mlx(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"fine_tune_type": "full"}, "fine_tune_type is 'full'"),
         ({"fine_tune_type": "dora"}, r"missing: .*q_proj\.m"),
@@ -137,10 +137,12 @@ def mlx(tmp_path: Path) -> Path:
         ({"lora_parameters": {"rank": True, "scale": 1.0}}, "rank True"),
     ],
 )
-def test_a_config_that_does_not_fit_is_told(change: dict[str, Any], told: str, mlx: Path) -> None:
+def test_a_config_that_does_not_fit_is_told(
+    change: dict[str, Any], message: str, mlx: Path
+) -> None:
     config = mlx / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
-    with pytest.raises(AdapterError, match=told):
+    with pytest.raises(AdapterError, match=message):
         read_mlx(mlx)
 
 
@@ -151,10 +153,10 @@ def test_an_adapter_of_another_base_is_told_layer_by_layer(mlx: Path, tmp_path: 
     tensors = {n.replace("layers.1", "layers.7"): t for n, t in tensors.items()}
     save_file(tensors, mlx / MLX_TENSORS)
     base = base_folder("llama", tmp_path / "base")
-    with pytest.raises(AdapterError) as told:
+    with pytest.raises(AdapterError) as error:
         import_adapter(mlx, tmp_path / "two", base=base)
-    assert "layers.0.self_attn.q_proj is 48 -> 32, not 32 -> 32" in str(told.value)
-    assert "no such layer: model.layers.7.self_attn.v_proj" in str(told.value)
+    assert "layers.0.self_attn.q_proj is 48 -> 32, not 32 -> 32" in str(error.value)
+    assert "no such layer: model.layers.7.self_attn.v_proj" in str(error.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "mlx", "one"]
 
 

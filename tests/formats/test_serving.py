@@ -78,7 +78,7 @@ def test_one_rank_and_one_alpha_compute_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "tensors", "told"),
+    ("fields", "tensors", "message"),
     [
         ({"modules_to_save": ["lm_head"]}, {"lm_head.weight": torch.ones(2, 2)}, "lm_head.weight"),
         ({"lora_bias": True}, {"q_proj.lora_B.bias": torch.ones(2)}, "q_proj.lora_B.bias: a bias"),
@@ -92,12 +92,12 @@ def test_one_rank_and_one_alpha_compute_the_same(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_served_is_named(
-    fields: dict[str, Any], tensors: dict[str, Any], told: str, plain: Path, tmp_path: Path
+    fields: dict[str, Any], tensors: dict[str, Any], message: str, plain: Path, tmp_path: Path
 ) -> None:
     change(plain, fields, tensors)
     with pytest.raises(AdapterError) as error:
         export_adapter(plain, tmp_path / "served", to="peft", serving=True)
-    assert told in error.value.found
+    assert message in error.value.found
     assert "peftkit merge" in error.value.fix
     assert not (tmp_path / "served").exists()
 

@@ -96,27 +96,27 @@ def test_one_adapter_at_weight_one_is_itself_to_the_bit(update: LowRank, rule: A
 @given(update=updates, rule=st.sampled_from(RULES), density=st.sampled_from([0.3, 1.0]))
 def test_an_adapter_and_its_opposite_give_zero(update: LowRank, rule: Any, density: float) -> None:
     layers = [(update, 1.0), (update, -1.0)]
-    found = blend("x", layers, Settings(rule, density=density if rule in PRUNING else 1.0))
-    assert found.update.delta().abs().max() <= ROUNDING * update.delta().abs().max()
+    blended = blend("x", layers, Settings(rule, density=density if rule in PRUNING else 1.0))
+    assert blended.update.delta().abs().max() <= ROUNDING * update.delta().abs().max()
     if rule != "cat":
-        assert not found.update.delta().any()
+        assert not blended.update.delta().any()
 
 
 @EASY
 @given(layers=layers_of, rank=st.integers(1, 9))
 def test_svd_is_the_best_matrix_of_its_rank(layers: list[tuple[LowRank, float]], rank: int) -> None:
-    found = blend("x", layers, Settings("svd", rank=rank))
+    blended = blend("x", layers, Settings("svd", rank=rank))
     dense = delta(layers)
     if dense.ndim == 0 or not dense.any():
         return
     values = torch.linalg.svdvals(dense)
     best = values[rank:].square().sum().sqrt()
-    error = (found.update.delta().double() - dense).norm()
-    assert found.update.rank <= rank
+    error = (blended.update.delta().double() - dense).norm()
+    assert blended.update.rank <= rank
     assert error <= best + 1e-5 * values[0]
     if len([w for _, w in layers if w]) > 1:
-        assert found.lost == pytest.approx(float(best**2), abs=1e-6 * float(values[0]) ** 2)
-        assert found.total == pytest.approx(float(values.square().sum()))
+        assert blended.lost == pytest.approx(float(best**2), abs=1e-6 * float(values[0]) ** 2)
+        assert blended.total == pytest.approx(float(values.square().sum()))
 
 
 def naive_trim(matrix: Tensor, density: float) -> Tensor:
@@ -138,16 +138,16 @@ def naive_ties(deltas: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("density", [0.2, 0.5, 1.0])
 def test_ties_is_trim_elect_and_disjoint_mean(density: float) -> None:
     layers = [(random_update(s, 3), w) for s, w in ((1, 1.0), (2, 0.5), (3, -2.0))]
-    found = blend("x", layers, Settings("ties", rank=9, density=density)).update.delta()
+    blended = blend("x", layers, Settings("ties", rank=9, density=density)).update.delta()
     expected = naive_ties([w * naive_trim(u.delta(), density) for u, w in layers])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(blended, expected, rtol=0, atol=1e-4)
 
 
 def test_magnitude_prune_adds_what_trimming_leaves() -> None:
     layers = [(random_update(1, 2), 0.5), (random_update(2, 3), 2.0)]
-    found = blend("x", layers, Settings("magnitude_prune", rank=9, density=0.3)).update.delta()
+    blended = blend("x", layers, Settings("magnitude_prune", rank=9, density=0.3)).update.delta()
     expected = sum((w * naive_trim(u.delta(), 0.3) for u, w in layers), torch.zeros(()))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(blended, expected, rtol=0, atol=1e-4)
 
 
 def test_dropping_keeps_a_share_rescaled_and_is_seeded() -> None:
@@ -165,12 +165,12 @@ def test_dropping_keeps_a_share_rescaled_and_is_seeded() -> None:
 def test_dare_depends_on_seed_layer_and_adapter_alone(rule: Any) -> None:
     one, two = random_update(1, 3), random_update(2, 3)
     chosen = Settings(rule, rank=9, density=0.5, seed=1)
-    found = blend("x", [(one, 1.0), (two, 0.5)], chosen).update.delta()
+    blended = blend("x", [(one, 1.0), (two, 0.5)], chosen).update.delta()
     swapped = blend("x", [(two, 0.5), (one, 1.0)], chosen).update.delta()
-    torch.testing.assert_close(found, swapped, rtol=0, atol=1e-4)
+    torch.testing.assert_close(blended, swapped, rtol=0, atol=1e-4)
     for path, other in (("y", chosen), ("x", replace(chosen, seed=2))):
         elsewhere = blend(path, [(one, 1.0), (two, 0.5)], other).update.delta()
-        assert (elsewhere - found).abs().max() > 0.1
+        assert (elsewhere - blended).abs().max() > 0.1
 
 
 class Folders:
@@ -194,10 +194,10 @@ class Folders:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Folders:
-    found = Folders(tmp_path)
-    found.save("a", adapter(1))
-    found.save("b", adapter(20, ranks=(1, 5, 2), scaling=3.0))
-    return found
+    blendedrs = Folders(tmp_path)
+    blendedrs.save("a", adapter(1))
+    blendedrs.save("b", adapter(20, ranks=(1, 5, 2), scaling=3.0))
+    return blendedrs
 
 
 def test_what_is_written_is_what_was_computed_and_carries_its_origin(folders: Folders) -> None:
@@ -228,7 +228,7 @@ def test_a_lossy_method_keeps_to_its_rank_and_tells_its_error(rule: str, folders
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "told"),
+    ("one", "other", "message"),
     [
         (
             BASE,
@@ -241,11 +241,11 @@ def test_a_lossy_method_keeps_to_its_rank_and_tells_its_error(rule: str, folders
     ],
 )
 def test_adapters_that_do_not_belong_together_are_refused(
-    one: Provenance, other: Provenance, told: str, folders: Folders
+    one: Provenance, other: Provenance, message: str, folders: Folders
 ) -> None:
     folders.save("a", adapter(1), one)
     folders.save("other", adapter(2), other)
-    with pytest.raises(AdapterError, match=told):
+    with pytest.raises(AdapterError, match=message):
         folders.combine({"a": 1.0, "other": 1.0}, "linear")
     assert not (folders.root / "out").exists()
 
@@ -312,7 +312,7 @@ def test_dora_is_refused(folders: Folders) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         ({"method": "tise"}, "no combination method 'tise'\n.*Did you mean 'ties'"),
         ({"method": "cat", "rank": 4}, "cat takes no rank\n(.*\n)*.*--method svd --rank 4"),
@@ -322,10 +322,10 @@ def test_dora_is_refused(folders: Folders) -> None:
     ],
 )
 def test_settings_that_mean_nothing_are_refused(
-    how: dict[str, Any], told: str, folders: Folders
+    how: dict[str, Any], message: str, folders: Folders
 ) -> None:
     weight = how.pop("weight", 1.0)
-    with pytest.raises(AdapterError, match=told):
+    with pytest.raises(AdapterError, match=message):
         folders.combine({"a": weight, "b": 1.0}, **how)
 
 

@@ -442,7 +442,7 @@ def test_a_method_without_a_merged_form_says_so_by_name(llama: nn.Module) -> Non
 def test_agreement_counts_tokens_and_differences() -> None:
     a = torch.tensor([[1.0, 2.0], [3.0, 1.0], [0.0, 0.5]])
     b = torch.tensor([[1.0, 2.5], [1.0, 3.0], [0.0, 0.5]])
-    found = agreement([a[:2], a[2:]], [b[:2], b[2:]])
-    assert (found.max_difference, found.largest, found.num_positions) == (2.0, 3.0, 3)
-    assert found.top1 == pytest.approx(2 / 3)
+    compared = agreement([a[:2], a[2:]], [b[:2], b[2:]])
+    assert (compared.max_difference, compared.largest, compared.num_positions) == (2.0, 3.0, 3)
+    assert compared.top1 == pytest.approx(2 / 3)
     assert agreement([a * math.nan], [b]).max_difference == math.inf

@@ -30,7 +30,7 @@ def folder(request: pytest.FixtureRequest, llama: PreTrainedModel, tmp_path: Pat
     return tmp_path / "base"
 
 
-def found(folder: Path) -> Shards:
+def shards_of(folder: Path) -> Shards:
     shards = find_shards(folder)
     assert shards is not None
     return shards
@@ -43,7 +43,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def test_what_is_not_changed_is_copied_bit_for_bit(folder: Path, out: Path) -> None:
-    write_over_files(found(folder), out, {CHANGED: lambda weight: weight.float() + 1})
+    write_over_files(shards_of(folder), out, {CHANGED: lambda weight: weight.float() + 1})
     before, after = tensors_of(folder), tensors_of(out)
     assert after.keys() == before.keys()
     for name, tensor in before.items():
@@ -56,7 +56,7 @@ def test_what_is_not_changed_is_copied_bit_for_bit(folder: Path, out: Path) -> N
 
 
 def test_files_are_the_same_to_the_byte_when_nothing_changes(folder: Path, out: Path) -> None:
-    write_over_files(found(folder), out, {})
+    write_over_files(shards_of(folder), out, {})
     for path in folder.glob("*.safetensors"):
         assert (out / path.name).read_bytes() == path.read_bytes()
 
@@ -64,7 +64,7 @@ def test_files_are_the_same_to_the_byte_when_nothing_changes(folder: Path, out: 
 def test_a_dtype_asked_for_is_that_of_all_weights_and_of_the_config(
     folder: Path, out: Path
 ) -> None:
-    write_over_files(found(folder), out, {}, dtype=torch.float16)
+    write_over_files(shards_of(folder), out, {}, dtype=torch.float16)
     for name, tensor in tensors_of(out).items():
         assert tensor.dtype == torch.float16
         assert torch.equal(tensor, tensors_of(folder)[name].to(torch.float16))
@@ -85,7 +85,7 @@ def test_integers_and_foreign_dtypes_are_copied_whatever_the_dtype(
     }
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    write_over_files(found(tmp_path), out, {}, dtype=torch.bfloat16)
+    write_over_files(shards_of(tmp_path), out, {}, dtype=torch.bfloat16)
     after = load_file(out / "model.safetensors")
     assert after.pop("norm").dtype == torch.bfloat16
     assert all(torch.equal(after[n].view(torch.uint8), tensors[n].view(torch.uint8)) for n in after)
@@ -94,9 +94,9 @@ def test_integers_and_foreign_dtypes_are_copied_whatever_the_dtype(
 def test_what_is_not_finite_in_its_dtype_is_refused(tmp_path: Path, out: Path) -> None:
     save_file({"a": torch.tensor([1e6])}, tmp_path / "model.safetensors")
     with pytest.raises(RunError, match="too large for that dtype"):
-        write_over_files(found(tmp_path), out, {}, dtype=torch.float16)
+        write_over_files(shards_of(tmp_path), out, {}, dtype=torch.float16)
     with pytest.raises(RunError, match="cannot write a"):
-        write_over_files(found(tmp_path), out, {"a": lambda weight: weight / 0})
+        write_over_files(shards_of(tmp_path), out, {"a": lambda weight: weight / 0})
     assert not list(out.iterdir())
 
 
@@ -110,7 +110,7 @@ def test_weights_other_licences_and_notes_stay_behind(tmp_path: Path, out: Path)
     (tmp_path / "blob").write_text("{}")
     (base / "config.json").symlink_to("../blob")  # as in the hub's cache
     save_file({"a": torch.ones(2)}, base / "model.safetensors")
-    write_over_files(found(base), out, {})
+    write_over_files(shards_of(base), out, {})
     names = [*copied, "config.json", "model.safetensors"]
     assert sorted(p.name for p in out.iterdir()) == sorted(names)
     assert all((out / n).read_text() == f"{n} of the base" for n in copied)
@@ -162,7 +162,7 @@ def test_a_tensor_or_two_are_in_memory_whatever_the_model(tmp_path: Path, out: P
         alive.append(sum(one() is not None for one in seen))
         return -weight
 
-    write_over_files(found(tmp_path), out, dict.fromkeys(names, change))
+    write_over_files(shards_of(tmp_path), out, dict.fromkeys(names, change))
     assert len(alive) == len(names)
     assert max(alive) <= 2
     assert all((tensor == -1).all() for tensor in load_file(out / "model.safetensors").values())

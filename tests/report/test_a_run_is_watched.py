@@ -48,8 +48,8 @@ def run(settings: dict[str, Any], out: Path, **train: Any) -> list[Event]:
     events: list[Event] = []
     more = {name: train.pop(name) for name in ("metrics", "resume") if name in train}
     whole = {**settings, "train": {**settings["train"], "output_dir": str(out), **train}}
-    asked = from_dict(Recipe, whole, "test")
-    run_recipe(asked, on_event=events.append, **more)
+    recipe = from_dict(Recipe, whole, "test")
+    run_recipe(recipe, on_event=events.append, **more)
     return events
 
 
@@ -109,8 +109,8 @@ def test_memory_that_runs_out_while_it_generates_halves_the_prompts_at_once(
     prompts = ("Say yes 2.", "Say no 3.")
     more = {"sample_tokens": 3, "sample_prompts": prompts}
     events = run(settings, tmp_path / "run", sample_every=2, max_steps=2, **more)
-    told = [e.text for e in events if isinstance(e, Notice) and "prompts at a time" in e.text]
-    assert [text.split(":")[1].split()[0] for text in told][-1:] == [str(fits)]
+    notices = [e.text for e in events if isinstance(e, Notice) and "prompts at a time" in e.text]
+    assert [text.split(":")[1].split()[0] for text in notices][-1:] == [str(fits)]
     first, _ = [e for e in events if isinstance(e, Sampled)]
     assert [s.source for s in first.samples] == [f"train.sample_prompts[{n}]" for n in (0, 1)]
     assert "Say no 3." in first.samples[1].prompt
@@ -187,7 +187,7 @@ def test_a_run_that_gets_no_better_ends_early_and_stays_ended(
 
 
 @pytest.mark.parametrize(
-    ("train", "data", "told"),
+    ("train", "data", "message"),
     [
         ({"keep_best": True}, {"eval": None}, r"train\.keep_best needs eval rows"),
         ({"sample_every": 2}, {"eval": None}, "sample_every, without sample_prompts"),
@@ -199,10 +199,10 @@ def test_what_has_nothing_to_look_at_is_refused(
     tmp_path: Path,
     train: dict[str, Any],
     data: dict[str, Any],
-    told: str,
+    message: str,
 ) -> None:
     settings["data"] |= data
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         run(settings, tmp_path / "run", **train)
 
 

@@ -74,10 +74,10 @@ def test_runs_are_listed_newest_first_with_what_differs(tmp_path: Path) -> None:
         facts["recipe"]["method"]["rank"] = 8 * (number + 1)
         (folder / "run.json").write_text(json.dumps(facts))
         os.utime(folder / "metrics.jsonl", (1e9 + number, 1e9 + number))
-    found = list_runs(tmp_path)
-    assert [Path(run.run).name for run in found] == ["new", "old"]
-    assert [run.differs for run in found] == [{"method.rank": "16"}, {"method.rank": "8"}]
-    assert (found[0].best_eval_loss, found[0].best_step) == (0.05, 40)
+    runs = list_runs(tmp_path)
+    assert [Path(run.run).name for run in runs] == ["new", "old"]
+    assert [run.differs for run in runs] == [{"method.rank": "16"}, {"method.rank": "8"}]
+    assert (runs[0].best_eval_loss, runs[0].best_step) == (0.05, 40)
     shown = CliRunner().invoke(app, ["runs", str(tmp_path)])
     assert "method.rank" in shown.stdout
     listed = json.loads(CliRunner().invoke(app, ["runs", str(tmp_path), "--json"]).stdout)
@@ -85,8 +85,8 @@ def test_runs_are_listed_newest_first_with_what_differs(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_runs_is_one_message(tmp_path: Path) -> None:
-    for folder, told in ((tmp_path, "no runs in"), (tmp_path / "absent", "no folder")):
-        with pytest.raises(DataError, match=told):
+    for folder, message in ((tmp_path, "no runs in"), (tmp_path / "absent", "no folder")):
+        with pytest.raises(DataError, match=message):
             list_runs(folder)
 
 

@@ -84,7 +84,7 @@ def test_only_the_script_of_the_report_may_run_and_no_request_leaves(tmp_path: P
 
 def test_it_tells_all_that_the_files_do(tmp_path: Path) -> None:
     text = page([read_history(write_run(tmp_path / "run", samples=SAMPLES))])
-    for told in (
+    for part in (
         "<span>steps</span><b>40 of 40</b>",
         "<span>time</span><b>42 s</b>",
         "<span>best eval, step 40</span><b>0.05</b>",
@@ -98,7 +98,7 @@ def test_it_tells_all_that_the_files_do(tmp_path: Path) -> None:
         "peftkit chat ",
         "peftkit merge ",
     ):
-        assert told in text, told
+        assert part in text, part
 
 
 def test_scores_of_tasks_stand_side_by_side(tmp_path: Path) -> None:
@@ -124,13 +124,13 @@ def test_a_hundred_thousand_steps_are_less_than_a_megabyte() -> None:
 
 def test_few_points_keep_the_lowest_and_the_highest() -> None:
     curve = {n: 1.0 + n % 7 for n in range(1, 50_001)} | {31_415: 100.0, 27_182: -5.0}
-    found = points(curve, number=100)
-    assert len(found) <= 202
-    assert (31_415, 100.0) in found
-    assert (27_182, -5.0) in found
-    assert found[0][0] == 1
-    assert found[-1][0] == 50_000
-    assert found == sorted(found)
+    thinned = points(curve, number=100)
+    assert len(thinned) <= 202
+    assert (31_415, 100.0) in thinned
+    assert (27_182, -5.0) in thinned
+    assert thinned[0][0] == 1
+    assert thinned[-1][0] == 50_000
+    assert thinned == sorted(thinned)
 
 
 def test_several_runs_are_one_picture_and_their_differences_a_table(tmp_path: Path) -> None:
@@ -175,17 +175,23 @@ def test_no_run_is_one_message(tmp_path: Path) -> None:
 
 def test_the_best_and_the_worst_answers_are_shown_with_their_rewards(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [STARTED, step(1), step(2)])
-    said = [(1, 0.1, "bad"), (1, 0.9, "good"), (2, 0.5, "lost"), (2, 0.5, "same"), (1, 0.2, "late")]
+    answers = [
+        (1, 0.1, "bad"),
+        (1, 0.9, "good"),
+        (2, 0.5, "lost"),
+        (2, 0.5, "same"),
+        (1, 0.2, "late"),
+    ]
     lines = [
         {"step": n, "prompt": "?", "completion": text, "reward": worth, "parts": {"a": 1.5, "b": 2}}
-        for n, worth, text in (*said, (1, 0.3, BAD))
+        for n, worth, text in (*answers, (1, 0.3, BAD))
     ]
     (folder / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = read_history(folder)
-    assert {n: [one["reward"] for one in pair] for n, pair in found.answers.items()} == {
+    history = read_history(folder)
+    assert {n: [one["reward"] for one in pair] for n, pair in history.answers.items()} == {
         1: [0.3, 0.2]
     }  # a resumed run made step 1 again
-    shown = page([found])
+    shown = page([history])
     assert "Answers and their rewards" in shown
     assert "late" in shown
     assert "a 1.5" in shown

@@ -81,9 +81,9 @@ def test_parts_of_text_and_the_developer_s_role_are_read(client: Any) -> None:
 
 def test_variables_of_the_chat_template_are_the_clients(client: Any, bank: AdapterBank) -> None:
     bank.base.tokenizer.chat_template += "{{ 'the fox' if enable_thinking else '' }}"
-    asked = chat("one", "the dog")
+    body = chat("one", "the dog")
     plain, thinking = (
-        client.post(CHAT, json={**asked, "chat_template_kwargs": {"enable_thinking": on}}).json()
+        client.post(CHAT, json={**body, "chat_template_kwargs": {"enable_thinking": on}}).json()
         for on in (False, True)
     )
     assert plain["usage"]["prompt_tokens"] < thinking["usage"]["prompt_tokens"]
@@ -157,21 +157,21 @@ def test_log_probabilities_are_told_as_openai_tells_them(client: Any, bank: Adap
     streamed = [one["choices"][0]["logprobs"] for one in pieces]
     assert [token for one in streamed if one for token in one["content"]] == content
     ids = bank.base.tokenizer("the quick")["input_ids"]
-    asked = {"model": "base", "prompt": ids, "max_tokens": 3, "logprobs": 1}
-    (choice,) = client.post(TEXT, json=asked).json()["choices"]
-    told = choice["logprobs"]
-    assert "".join(told["tokens"]) == choice["text"]
-    assert told["text_offset"] == [
-        len("".join(told["tokens"][:n])) for n in range(len(told["tokens"]))
+    body = {"model": "base", "prompt": ids, "max_tokens": 3, "logprobs": 1}
+    (choice,) = client.post(TEXT, json=body).json()["choices"]
+    log_probs = choice["logprobs"]
+    assert "".join(log_probs["tokens"]) == choice["text"]
+    assert log_probs["text_offset"] == [
+        len("".join(log_probs["tokens"][:n])) for n in range(len(log_probs["tokens"]))
     ]
     with bank.engine() as engine:
         ((right,),) = engine.answers([ids], Sampling(max_new_tokens=3))
-    assert told["token_logprobs"] == pytest.approx(right.log_probs, abs=1e-4)
-    assert list(told["top_logprobs"][0].values()) == [told["token_logprobs"][0]]
+    assert log_probs["token_logprobs"] == pytest.approx(right.log_probs, abs=1e-4)
+    assert list(log_probs["top_logprobs"][0].values()) == [log_probs["token_logprobs"][0]]
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "response_format",
     [
         {"type": "json_object"},
         {
@@ -188,9 +188,9 @@ def test_log_probabilities_are_told_as_openai_tells_them(client: Any, bank: Adap
         },
     ],
 )
-def test_an_answer_is_held_to_json(asked: Any, client: Any) -> None:
+def test_an_answer_is_held_to_json(response_format: Any, client: Any) -> None:
     pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
-    body = chat("one", "the fox", response_format=asked, max_tokens=90, seed=3)
+    body = chat("one", "the fox", response_format=response_format, max_tokens=90, seed=3)
     texts = []
     for temperature in (0, 2.0):
         (choice,) = client.post(CHAT, json={**body, "temperature": temperature}).json()["choices"]
@@ -198,7 +198,7 @@ def test_an_answer_is_held_to_json(asked: Any, client: Any) -> None:
             texts.append(json.loads(choice["message"]["content"]))
         else:  # of no schema a model that knows nothing may go on and on
             assert choice["message"]["content"].lstrip().startswith("{")
-    if asked["type"] == "json_schema":
+    if response_format["type"] == "json_schema":
         assert [text["size"] in ("small", "large") for text in texts] == [True, True]
 
 

@@ -20,7 +20,7 @@ ASKED: Any = {"model": "one", "messages": [{"role": "user", "content": "Hi"}]}
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "told"),
+    ("path", "body", "status", "message"),
     [
         (TEXT, b"model=one", 400, "line 1"),
         (TEXT, b"[1]", 400, ""),
@@ -76,13 +76,13 @@ ASKED: Any = {"model": "one", "messages": [{"role": "user", "content": "Hi"}]}
     ],
 )
 def test_a_request_that_cannot_be_answered(
-    path: str, body: Any, status: int, told: str, client: Any
+    path: str, body: Any, status: int, message: str, client: Any
 ) -> None:
     sent = {"content": body} if isinstance(body, bytes) else {"json": body}
     done = client.post(path, **sent)
     assert done.status_code == status, done.text
     error = done.json()["error"]
-    assert told in error["message"]
+    assert message in error["message"]
     assert error["type"] == "invalid_request_error"
 
 

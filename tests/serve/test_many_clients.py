@@ -95,8 +95,8 @@ def test_of_many_clients_that_vanish_at_random_nobody_is_lost_and_nothing_is_stu
         await asyncio.wait_for(call, 60)
         if stays:
             assert done[0]["status"] == 200, done
-            told = b"".join(one.get("body", b"") for one in done[1:])
-            assert b'"length"' in told or b'"stop"' in told
+            content = b"".join(one.get("body", b"") for one in done[1:])
+            assert b'"length"' in content or b'"stop"' in content
             answered.append(number)
 
     async def all_of_them() -> None:

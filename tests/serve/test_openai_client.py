@@ -71,7 +71,7 @@ def test_a_chat_whole_and_streamed_is_what_generate_answers(client: Any, bank: A
 
 
 def test_errors_are_the_client_s_own(client: Any) -> None:
-    for error, status, asked in (
+    for error, status, arguments in (
         (openai.NotFoundError, 404, {"model": "three", "messages": ASKED}),
         (openai.BadRequestError, 400, {"model": "one", "messages": ASKED, "temperature": -1}),
         (openai.BadRequestError, 400, {"model": "one", "messages": ASKED, "logit_bias": {"5": 1}}),
@@ -81,7 +81,7 @@ def test_errors_are_the_client_s_own(client: Any) -> None:
         ),
     ):
         with pytest.raises(error) as caught:
-            client.chat.completions.create(**asked)
+            client.chat.completions.create(**arguments)
         assert caught.value.status_code == status
         assert caught.value.body["message"]
     with pytest.raises(openai.AuthenticationError):

@@ -36,13 +36,13 @@ class Asked:
         return what
 
 
-def answered(bank: AdapterBank, asked: list[Asked], **limits: Any) -> tuple[list[Any], Worker]:
+def answered(bank: AdapterBank, requests: list[Asked], **limits: Any) -> tuple[list[Any], Worker]:
     """Answer jobs that all wait already."""
     worker = Worker(bank, limits=Limits(**limits))
-    worker.submit([one.job for one in asked])
+    worker.submit([one.job for one in requests])
     worker.start()
     try:
-        return [one.end() for one in asked], worker
+        return [one.end() for one in requests], worker
     finally:
         worker.stop()
 
@@ -56,11 +56,11 @@ def test_two_adapters_and_the_base_share_a_batch(bank: AdapterBank) -> None:
         with bank.engine() as engine:
             ((alone,),) = engine.answers([ids], Sampling(length), adapters=[name])
         expected.append(bank.base.tokenizer.decode(alone.ids, skip_special_tokens=True))
-    asked = [
+    requests = [
         Asked(name, ids, max_new_tokens=length)
         for name, ids, length in zip(names, prompts, lengths, strict=True)
     ]
-    answers, _ = answered(bank, asked)
+    answers, _ = answered(bank, requests)
     assert [answer.text for answer in answers] == expected
     assert len(set(expected)) == 4
     assert [answer.num_tokens for answer in answers] == lengths
@@ -98,14 +98,14 @@ def test_what_fails_is_told_and_those_after_it_are_answered(
 
 
 def test_stopping_tells_those_who_wait(bank: AdapterBank) -> None:
-    worker, asked = Worker(bank), Asked("one", [7])
-    worker.submit([asked.job])
+    worker, request = Worker(bank), Asked("one", [7])
+    worker.submit([request.job])
     worker._ended = True  # before its thread has looked
     worker.start()
     worker.stop()
-    assert asked.end().status == 503
+    assert request.end().status == 503
     with pytest.raises(RequestError, match="shutting down"):
-        worker.submit([asked.job])
+        worker.submit([request.job])
 
 
 def test_a_text_that_may_become_a_stop_text_is_held_back(tokenizer: Any) -> None:

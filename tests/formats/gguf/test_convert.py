@@ -116,11 +116,11 @@ def test_the_metadata_are_those_that_the_loader_checks(tmp_path: Path) -> None:
     folder, _, _ = saved(tmp_path, "qwen2", LoRA(rank=4, alpha=6))
     export_gguf(folder, tmp_path / "a.gguf")
     reader, _ = as_llama_cpp_reads(tmp_path / "a.gguf")
-    found = {name: field.contents() for name, field in reader.fields.items() if field.types}
-    assert found["general.type"] == "adapter"
-    assert found["general.architecture"] == "qwen2"
-    assert found["adapter.type"] == "lora"
-    assert found["adapter.lora.alpha"] == 6.0
+    fields = {name: field.contents() for name, field in reader.fields.items() if field.types}
+    assert fields["general.type"] == "adapter"
+    assert fields["general.architecture"] == "qwen2"
+    assert fields["adapter.type"] == "lora"
+    assert fields["adapter.lora.alpha"] == 6.0
     assert reader.get_field("adapter.lora.alpha").types == [gguf.GGUFValueType.FLOAT32]
     assert reader.alignment == 32
     assert (tmp_path / "a.gguf").read_bytes()[:8] == b"GGUF\x03\0\0\0"
@@ -206,22 +206,22 @@ def test_conv1d_layers_come_back_as_such(tmp_path: Path) -> None:
 
 
 def refusal(folder: Path, out: Path, **options: Any) -> str:
-    with pytest.raises(AdapterError) as told:
+    with pytest.raises(AdapterError) as errorage:
         export_gguf(folder, out, **options)
     assert not out.exists()
-    return str(told.value)
+    return str(errorage.value)
 
 
 def test_what_the_format_has_no_place_for_is_refused_layer_by_layer(tmp_path: Path) -> None:
     folder, _, deltas = saved(tmp_path, "llama", DoRA(rank=2, targets=("q",)))
-    told = refusal(folder, tmp_path / "a.gguf")
-    assert all(f"{path}: DoRA" in told for path in deltas)
+    message = refusal(folder, tmp_path / "a.gguf")
+    assert all(f"{path}: DoRA" in message for path in deltas)
     module = LowRank(torch.ones(2, 32), torch.ones(384, 2), 1.0)
     paths = ("model.embed_tokens", "model.layers.0.self_attn.q_proj")
     save_low_rank(dict.fromkeys(paths, module), tmp_path / "other", Provenance())
-    told = refusal(tmp_path / "other", tmp_path / "a.gguf", base=str(tmp_path / "base"))
-    assert f"{paths[0]}: no linear layer of this base" in told
-    assert f"{paths[1]}: for a layer of shape (384, 32); this base's is (32, 32)" in told
+    message = refusal(tmp_path / "other", tmp_path / "a.gguf", base=str(tmp_path / "base"))
+    assert f"{paths[0]}: no linear layer of this base" in message
+    assert f"{paths[1]}: for a layer of shape (384, 32); this base's is (32, 32)" in message
 
 
 def test_a_file_is_overwritten_only_if_forced(tmp_path: Path) -> None:
@@ -238,16 +238,16 @@ def test_a_file_is_overwritten_only_if_forced(tmp_path: Path) -> None:
 
 def test_a_tied_head_is_refused(tmp_path: Path) -> None:
     folder, _, _ = saved(tmp_path, "gpt2", LoRA(rank=2, targets=("head", "o")))
-    told = refusal(folder, tmp_path / "a.gguf")
-    assert "lm_head: the base ties it to its embedding" in told
-    assert "attn.c_proj" not in told
+    message = refusal(folder, tmp_path / "a.gguf")
+    assert "lm_head: the base ties it to its embedding" in message
+    assert "attn.c_proj" not in message
 
 
 def test_fused_rows_in_another_order_are_refused(tmp_path: Path) -> None:
     folder, _, _ = saved(tmp_path, "gpt_neox", LoRA(rank=2))
-    told = refusal(folder, tmp_path / "a.gguf")
-    assert told.count("query_key_value: a fused layer whose rows") == 2
-    assert "dense" not in told
+    message = refusal(folder, tmp_path / "a.gguf")
+    assert message.count("query_key_value: a fused layer whose rows") == 2
+    assert "dense" not in message
 
 
 def test_numbers_too_large_for_the_type_are_refused(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_without_an_alpha_the_scale_is_one(
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "message"),
     [
         ({"general_type": "model"}, "general.type is 'model', not 'adapter'"),
         ({"adapter_type": "lokr"}, "adapter.type is 'lokr', not 'lora'"),
@@ -327,13 +327,13 @@ def test_without_an_alpha_the_scale_is_one(
     ],
 )
 def test_files_that_say_otherwise_are_refused(
-    keys: dict[str, Any], told: str, base: str, tmp_path: Path
+    keys: dict[str, Any], message: str, base: str, tmp_path: Path
 ) -> None:
     renamed = {k.replace("invocation_tokens", "invocation-tokens"): v for k, v in keys.items()}
     path = write_gguf(tmp_path / "a.gguf", PAIR, **renamed)
     if renamed != keys:  # the helper turns every underscore into a dot
         path.write_bytes(path.read_bytes().replace(b"invocation-tokens", b"invocation_tokens"))
-    with pytest.raises(AdapterError, match=told):
+    with pytest.raises(AdapterError, match=message):
         import_gguf(path, tmp_path / "out", base=base)
     assert not (tmp_path / "out").exists()
 
@@ -351,7 +351,7 @@ def test_all_tensors_that_do_not_fit_are_listed(base: str, tmp_path: Path) -> No
         "blk.0.ffn_up.weight": torch.ones(64, 32),
     }
     path = write_gguf(tmp_path / "a.gguf", tensors)
-    with pytest.raises(AdapterError) as told:
+    with pytest.raises(AdapterError) as errorage:
         import_gguf(path, tmp_path / "out", base=base)
     for line in (
         "missing: blk.0.attn_q.weight.lora_b",
@@ -360,8 +360,8 @@ def test_all_tensors_that_do_not_fit_are_listed(base: str, tmp_path: Path) -> No
         "blk.0.ffn_up_exps.weight: an embedding, a norm or a stack of experts",
         "blk.0.ffn_up.weight: no tensor of a LoRA",
     ):
-        assert line in str(told.value)
-    assert "blk.0.attn_v" not in str(told.value)
+        assert line in str(errorage.value)
+    assert "blk.0.attn_v" not in str(errorage.value)
 
 
 def test_numbers_that_are_none_are_refused(base: str, tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ def _info(name: bytes, dims: tuple[int, ...], kind: int, offset: int = 0) -> byt
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "message"),
     [
         (b"\x80\x04\x95" + b"a" * 50, "a pickle"),
         (b"GGUF", "ends within its header"),
@@ -416,12 +416,12 @@ def _info(name: bytes, dims: tuple[int, ...], kind: int, offset: int = 0) -> byt
     ],
 )
 def test_hostile_files_are_refused_at_once(
-    data: bytes, told: str, base: str, tmp_path: Path
+    data: bytes, message: str, base: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.gguf"
     path.write_bytes(data)
     start = time.perf_counter()
-    with pytest.raises(AdapterError, match=told):
+    with pytest.raises(AdapterError, match=message):
         import_gguf(path, tmp_path / "out", base=base)
     assert time.perf_counter() - start < 5
 

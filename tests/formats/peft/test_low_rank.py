@@ -72,17 +72,17 @@ UP = "model.layers.0.mlp.up_proj"
 def test_norms_and_effective_ranks_are_those_of_the_matrices() -> None:
     ranks = {Q[0]: 3, Q[1]: 2, UP: 4}
     one = {p: LowRank(torch.randn(r, 9), torch.randn(12, r), 2.0) for p, r in ranks.items()}
-    found = {role.role: role for role in role_updates(one)}
-    assert set(found) == {"q", "up"}
-    assert (found["q"].num_layers, found["q"].rank) == (2, 3)
+    measured = {role.role: role for role in role_updates(one)}
+    assert set(measured) == {"q", "up"}
+    assert (measured["q"].num_layers, measured["q"].rank) == (2, 3)
     squares, effective = 0.0, []
     for path in Q:
         values = torch.linalg.svdvals(one[path].delta().double())
         squares += float(values.square().sum())
         shares = values[values > 1e-5] / values.sum()
         effective.append(math.exp(-float((shares * shares.log()).sum())))
-    assert found["q"].norm == pytest.approx(math.sqrt(squares), rel=1e-6)
-    assert found["q"].effective_rank == pytest.approx(sum(effective) / 2, rel=1e-4)
+    assert measured["q"].norm == pytest.approx(math.sqrt(squares), rel=1e-6)
+    assert measured["q"].effective_rank == pytest.approx(sum(effective) / 2, rel=1e-4)
 
 
 def test_effective_rank_is_between_one_and_the_rank() -> None:
