@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +116,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """
     with _checked(path) as file:
         tensors = {name: file.tensor(name) for name in file.header.tensors}
+    check_finite(tensors, path)
+    return tensors
+
+
+def check_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raise AdapterError, naming the file and a tensor, where one holds NaN or Infinity."""
     if bad := non_finite(tensors):
         raise AdapterError(
             f"cannot use {path}",
             found=f"{len(bad)} of {len(tensors)} tensors hold NaN or Infinity, as {bad[0]}",
             fix="Its training diverged: take an earlier checkpoint.",
         )
-    return tensors
 
 
 def read_json(path: Path, *, max_bytes: int = disk.MAX_JSON_BYTES) -> dict[str, Any]:

@@ -140,12 +140,12 @@ def _lines(runs: Sequence[History], name: str) -> Iterator[Line]:
             yield Line("smoothed" if is_alone else run.name, points(smoothed(curve)), color)
 
 
-def points(curve: Curve, number: int = SPANS) -> list[Point]:
-    """Return the minimum and the maximum of each of so many spans of a curve, and its ends."""
+def points(curve: Curve) -> list[Point]:
+    """Return the minimum and the maximum of each of SPANS spans of a curve, and its ends."""
     every = list(curve.items())
-    if len(every) <= 2 * number:
+    if len(every) <= 2 * SPANS:
         return every
-    size = math.ceil(len(every) / number)
+    size = math.ceil(len(every) / SPANS)
     spans = [every[start : start + size] for start in range(0, len(every), size)]
     ends = {pick(span, key=lambda point: point[1]) for span in spans for pick in (min, max)}
     return sorted({every[0], *ends, every[-1]})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 
 import pytest
@@ -42,12 +41,6 @@ def test_other_kinds_are_refused_by_name(name: str, message: str, tmp_path: Path
     save_file({name: TWO}, tmp_path / "x.safetensors")
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(AdapterError, match=message):
-        recognise(tmp_path)
-
-
-def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
-    (tmp_path / "adapter_model.bin").write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(AdapterError, match="a pickle"):
         recognise(tmp_path)
 
 
@@ -146,3 +139,16 @@ def test_the_same_tensor_of_two_adapters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="one tensor of two adapters"):
         import_adapter(source, tmp_path / "two", base=base)
     assert not (tmp_path / "two").exists()
+
+
+def test_a_module_trained_in_full_is_imported_with_its_adapter(tmp_path: Path) -> None:
+    method = LoRA(rank=2, targets=("q",), train_fully=("lm_head",))
+    model, adapter = trained("llama", method)
+    expected = logits(model)
+    source = save_adapter(adapter, tmp_path / "one")
+    adapter.detach()
+    assert not torch.equal(logits(model), expected)
+    (source / "peftkit.json").unlink()
+    import_adapter(source, tmp_path / "two", base=base_folder("llama", tmp_path / "base"))
+    load_adapter(model, tmp_path / "two")
+    assert torch.equal(logits(model), expected)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from peftkit.errors import DataError
-from peftkit.report.chart import charts, points
+from peftkit.report.chart import SPANS, charts, points
 from peftkit.report.history import CURVES, History, read_history
 from peftkit.report.page import page, write_report
 from tests.report.story import FACTS, STARTED, evaluation, step, write_run
@@ -124,8 +124,8 @@ def test_a_hundred_thousand_steps_are_less_than_a_megabyte() -> None:
 
 def test_few_points_keep_the_lowest_and_the_highest() -> None:
     curve = {n: 1.0 + n % 7 for n in range(1, 50_001)} | {31_415: 100.0, 27_182: -5.0}
-    thinned = points(curve, number=100)
-    assert len(thinned) <= 202
+    thinned = points(curve)
+    assert len(thinned) <= 2 * SPANS + 2
     assert (31_415, 100.0) in thinned
     assert (27_182, -5.0) in thinned
     assert thinned[0][0] == 1

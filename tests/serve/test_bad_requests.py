@@ -148,11 +148,6 @@ def test_a_host_that_is_not_here_is_told() -> None:
         assert isinstance(listener, socket.socket)
 
 
-def test_another_host_needs_a_key(paths: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="without a key"):
-        serve_adapters(paths, host="0.0.0.0", port=0)
-
-
 def test_no_adapter_is_named_as_the_base(paths: dict[str, Path]) -> None:
     with pytest.raises(AdapterError, match="'base'"):
         serve_adapters({"base": paths["one"]}, port=0)

@@ -26,8 +26,8 @@ from peftkit.errors import AdapterError, BaseError, OutputError, did_you_mean, f
 from peftkit.events import Listener, Notice, ignore
 from peftkit.files import disk
 from peftkit.files.strict_json import shown
-from peftkit.files.tensors import non_finite
 from peftkit.formats.gguf.header import GGUFHeader, read_header, read_values
+from peftkit.formats.guard import check_finite
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, uniform
 from peftkit.model.places import is_linear, linear_shape
 
@@ -117,11 +117,7 @@ def read_gguf(path: Path, model: nn.Module, base: str) -> dict[str, LowRank]:
         layers = find_layers(model, architecture)
         paths = _paired(path, header, layers, base)
         tensors = {name: read_values(path, file, entry) for name, entry in header.tensors.items()}
-    if bad := non_finite(tensors):
-        raise AdapterError(
-            f"cannot use {path}",
-            found=f"{len(bad)} of {len(tensors)} tensors hold NaN or Infinity, as {bad[0]}",
-        )
+    check_finite(tensors, path)
     alpha = header.keys.get(ALPHA, 0.0)  # 0, or none, is a scale of 1 to llama.cpp
     modules = {}
     for name, module_path in paths.items():
