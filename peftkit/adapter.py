@@ -14,6 +14,7 @@ from peftkit.errors import AdapterError, TargetError
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.methods.base import AdapterModule, InitValues, Method
 from peftkit.model.fused import fused_modules
+from peftkit.model.modes import adapters_off
 from peftkit.model.places import unwrap_adapter
 from peftkit.model.targets import Site
 
@@ -57,14 +58,8 @@ class Adapter:
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Run the bare base within the context."""
-        before = {path: module.enabled for path, module in self.modules.items()}
-        try:
-            for module in self.modules.values():
-                module.enabled = False
+        with adapters_off(self.model):
             yield
-        finally:
-            for path, module in self.modules.items():
-                module.enabled = before[path]
 
     def prepare_training(self) -> None:
         """Compute layers of one input together from now on, in training mode, as LoRA's can be.

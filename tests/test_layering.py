@@ -112,7 +112,7 @@ SHARED = (
 )
 """Tables of leaves, and what stands for all of them."""
 
-CLOSURES = {"peftkit.recipe": 34, "peftkit.run": 105}
+CLOSURES = {"peftkit.recipe": 32, "peftkit.run": 90}
 """Modules that importing these loads, at most."""
 
 WITHOUT_TORCH = (

@@ -67,19 +67,15 @@ class AdaptedStack:
         return self.weight.data_ptr()
 
     def __getitem__(self, index: Any) -> AdaptedStack:
-        return self._like(self.weight[index], self.a[index], self.b[index], self.flipped)
-
-    def _like(self, weight: Tensor, a: Tensor, b: Tensor, flipped: bool) -> AdaptedStack:
-        return AdaptedStack(weight, a, b, flipped=flipped)
+        weight, a, b = self.weight[index], self.a[index], self.b[index]
+        return AdaptedStack(weight, a, b, flipped=self.flipped)
 
     def transpose(self, first: int, second: int) -> AdaptedStack:
         """Swap in and out: of the last two dimensions only."""
-        if {first % self.weight.ndim, second % self.weight.ndim} != {
-            self.weight.ndim - 2,
-            self.weight.ndim - 1,
-        }:
+        ndim = self.weight.ndim
+        if {first % ndim, second % ndim} != {ndim - 2, ndim - 1}:
             raise NoProductError(f"transpose({first}, {second}) of adapted experts")
-        return self._like(self.weight.mT, self.a, self.b, not self.flipped)
+        return AdaptedStack(self.weight.mT, self.a, self.b, flipped=not self.flipped)
 
     @property
     def T(self) -> AdaptedStack:
@@ -215,9 +211,9 @@ class PackedStack:
 
     def transpose(self, first: int, second: int) -> Any:
         """Swap two dimensions: of the last two as a view."""
-        if {first % 3, second % 3} != {1, 2}:
-            return self.whole().transpose(first, second)
-        return PackedStack(self.experts, flipped=not self.flipped)
+        return (
+            self.mT if {first % 3, second % 3} == {1, 2} else self.whole().transpose(first, second)
+        )
 
     @property
     def mT(self) -> PackedStack:

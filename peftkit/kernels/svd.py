@@ -1,10 +1,10 @@
-"""The best matrix of a lower rank (Eckart and Young, 1936), and its error.
+"""The best matrix of a lower rank (Eckart and Young, 1936) and its error; principal components.
 
 The singular values of a product b a are those of a small matrix: b = Qb Rb and a^T = Qa Ra give
 b a = Qb (Rb Ra^T) Qa^T, so that nothing of size (out, in) is formed. For a large full matrix they
 come from a random projection with power iterations (Halko et al., 2011, arXiv:0909.4061).
 
-Shapes: r rank, k rank kept; out, in sides of the matrix.
+Shapes: r rank, k rank of the result; out, in sides of the matrix.
 """
 
 from __future__ import annotations
@@ -22,6 +22,13 @@ EXACT_SIDE = 256
 OVERSAMPLING = 10
 POWER_ITERATIONS = 4
 
+BLOCK = 1024
+"""Vectors per update of an incremental PCA; a decomposition of fewer costs about the same."""
+CONVERGED = 0.99
+"""Share of the old components that the new ones contain at least, once they have converged."""
+SPARE = 8
+"""Components that an incremental PCA tracks beyond those asked for: a small one may grow."""
+
 
 @dataclass(frozen=True, slots=True)
 class Truncated:
@@ -29,7 +36,7 @@ class Truncated:
 
     Attributes:
         a: (k, in), b: (out, k), float32; each carries the square roots of the singular values.
-        kept: Sum of the squares of the singular values kept.
+        kept: Sum of the squares of the k singular values.
         total: Sum of the squares of all entries of the approximated matrix.
     """
 
@@ -119,3 +126,71 @@ def effective_rank(values: Tensor) -> float:
     """Return exp(entropy of the singular values as shares) (Roy and Vetterli, 2007); 0 of zero."""
     shares = values[values > 0] / values.sum()
     return math.exp(-float((shares * shares.log()).sum())) if len(shares) else 0.0
+
+
+class Directions:
+    """The principal components of a stream of vectors, by incremental PCA (Ross et al., 2008).
+
+    They are updated block by block, until they have converged.
+
+    Args:
+        rank: Number of components that have to converge until `converged`.
+        max_rank: Largest number that `shares` and `basis` return.
+
+    Attributes:
+        scaled: (k, in): components times singular values, largest first.
+        variance: Sum of squared distances of all vectors from their mean.
+    """
+
+    def __init__(self, rank: int, max_rank: int) -> None:
+        self.rank, self.max_rank = rank, max_rank
+        self.num_seen, self.variance, self.converged = 0, 0.0, False
+        self.scaled, self.mean = torch.empty(0, 0), torch.empty(0)
+        self._waiting: list[Tensor] = []
+
+    def take(self, x: Tensor) -> None:
+        """Add inputs (..., in); they are processed in blocks of BLOCK."""
+        self._waiting.append(x.detach().flatten(0, -2))
+        if sum(map(len, self._waiting)) >= BLOCK:
+            self.flush()
+
+    def flush(self) -> None:
+        """Process the waiting inputs."""
+        if self._waiting:
+            self._add(torch.cat(self._waiting).float())
+            self._waiting = []
+
+    def _add(self, x: Tensor) -> None:
+        mean, old_basis = x.mean(0), self.basis(self.rank) if self.num_seen else None
+        x = x - mean
+        self.variance += _sum_of_squares(x)
+        if self.num_seen:
+            # each part has a mean of its own: their distance is one more vector
+            gap, total = mean - self.mean, self.num_seen + len(x)
+            between = math.sqrt(self.num_seen * len(x) / total) * gap
+            self.variance += _sum_of_squares(between)
+            mean = self.mean + gap * (len(x) / total)
+            rows = torch.cat([self.scaled, x, between[None]])
+        else:
+            rows = x
+        # one iteration: the blocks to come mend what it leaves, at half the time
+        best = of_matrix(rows, self.max_rank + SPARE, iterations=1)
+        self.scaled = best.a * best.a.norm(dim=1, keepdim=True)  # a has the singular values' roots
+        self.mean, self.num_seen = mean, self.num_seen + len(x)
+        if old_basis is not None and len(old_basis) == self.rank:
+            overlap = (old_basis @ self.basis(self.rank).t()).square().sum() / self.rank
+            self.converged = bool(overlap >= CONVERGED)
+
+    def basis(self, rank: int) -> Tensor:
+        """Return the first directions (rank, in), orthonormal even if the variance is zero."""
+        return torch.linalg.qr(self.scaled[:rank].t())[0].t()
+
+    def shares(self) -> list[float]:
+        """Return the share of the variance that each component explains, largest first."""
+        squares = in_float64(self.scaled[: self.max_rank]).square().sum(1)
+        return (squares / (self.variance or 1.0)).tolist()
+
+
+def _sum_of_squares(x: Tensor) -> float:
+    wide = torch.float32 if x.device.type == "mps" else torch.float64  # which it has not
+    return float(x.square().sum(dtype=wide))

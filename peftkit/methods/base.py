@@ -158,6 +158,11 @@ class Method(Config, ABC):
     """Token ids whose rows of the input embedding (and of a tied head) are trained too; or by
     the ends of module names: {embed_tokens: [7], lm_head: [7]}."""
 
+    @property
+    def target_names(self) -> list[str]:
+        """`targets` as a list."""
+        return [self.targets] if isinstance(self.targets, str) else list(self.targets)
+
     def sites(self, model: nn.Module) -> list[Site]:
         """Return the weights of a model that the targets name.
 

@@ -131,10 +131,9 @@ class Bottleneck(Method):
 
     def sites(self, model: nn.Module) -> list[Site]:
         parts = self._parts(model)
-        targets = [self.targets] if isinstance(self.targets, str) else list(self.targets)
-        paths_of = {target: _chosen(model, parts, target) for target in targets}
+        paths_of = {target: _chosen(model, parts, target) for target in self.target_names}
         failed = [target for target, paths in paths_of.items() if not paths]
-        if failed or not targets or not parts:
+        if failed or not paths_of or not parts:
             raise _no_match(model, parts, failed)
         chosen = {path for paths in paths_of.values() for path in paths}
         return [Site(path=part.path, roles=()) for part in parts if part.path in chosen]

@@ -2,9 +2,8 @@
 
 EVA (Paischer et al., 2024, arXiv:2410.07170): rows of A are the first principal components of the
 layer's inputs on the training data, B is zero, and ranks are given to the layers whose next
-component explains the largest share of their input's variance. The components come from an
-incremental PCA (Ross et al., 2008), block by block, until they have converged. A layer's scaling
-does not change with its rank. Unlike in the paper each targeted layer keeps a rank of at least one.
+component explains the largest share of their input's variance. A layer's scaling does not change
+with its rank. Unlike in the paper each targeted layer keeps a rank of at least one.
 
 LoftQ (Li et al., 2023, arXiv:2310.08659): B A is initialised with the quantisation error. s B A is
 the best matrix of rank r for W - Q, where W is the original weight, Q the quantised one and s the
@@ -12,7 +11,7 @@ scaling: the model starts nearer to the unquantised one. The paper then quantise
 repeats this T times. Here T is always 1: otherwise the base would no longer match its name and
 fingerprint, and the adapter would fit no other base.
 
-Shapes: n tokens, k directions kept, r rank; out, in features of the layer.
+Shapes: r rank; out, in features of the layer.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from peftkit.events import Listener
 from peftkit.execution.world import World
 from peftkit.formats.peft.folder import read_adapter
 from peftkit.kernels import svd
-from peftkit.kernels.device import in_float64
+from peftkit.kernels.svd import Directions
 from peftkit.methods.base import InitValues, Method
 from peftkit.methods.lora import LoRA
 from peftkit.model.modes import evaluating
@@ -184,79 +183,6 @@ def _without_padding(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 Forward = Callable[[nn.Module, Mapping[str, Any]], object]
-
-BLOCK = 1024
-"""Tokens per update of the PCA; a decomposition of fewer costs about the same."""
-CONVERGED = 0.99
-"""Share of the old components that the new ones contain at least, when they have converged."""
-SPARE = 8
-"""Extra components that are tracked, because a small one may grow."""
-
-
-class Directions:
-    """The principal components of a stream of vectors, by incremental PCA.
-
-    Args:
-        rank: Number of components that have to converge until `converged`.
-        max_rank: Largest number that `shares` and `basis` return.
-
-    Attributes:
-        scaled: (k, in): directions times singular values, largest first.
-        variance: Sum of squared distances of all vectors from their mean.
-    """
-
-    def __init__(self, rank: int, max_rank: int) -> None:
-        self.rank, self.max_rank = rank, max_rank
-        self.num_seen, self.variance, self.converged = 0, 0.0, False
-        self.scaled, self.mean = torch.empty(0, 0), torch.empty(0)
-        self._waiting: list[Tensor] = []
-
-    def take(self, x: Tensor) -> None:
-        """Add inputs (..., in); they are processed in blocks of BLOCK."""
-        self._waiting.append(x.detach().flatten(0, -2))
-        if sum(map(len, self._waiting)) >= BLOCK:
-            self.flush()
-
-    def flush(self) -> None:
-        """Process the waiting inputs."""
-        if self._waiting:
-            self._add(torch.cat(self._waiting).float())
-            self._waiting = []
-
-    def _add(self, x: Tensor) -> None:
-        mean, old_basis = x.mean(0), self.basis(self.rank) if self.num_seen else None
-        x = x - mean
-        self.variance += _sum_of_squares(x)
-        if self.num_seen:
-            # both parts lie around means of their own: their distance is one more vector
-            gap, total = mean - self.mean, self.num_seen + len(x)
-            between = math.sqrt(self.num_seen * len(x) / total) * gap
-            self.variance += _sum_of_squares(between)
-            mean = self.mean + gap * (len(x) / total)
-            rows = torch.cat([self.scaled, x, between[None]])
-        else:
-            rows = x
-        # one iteration: the blocks to come mend what it leaves, at half the time
-        best = svd.of_matrix(rows, self.max_rank + SPARE, iterations=1)
-        self.scaled = best.a * best.a.norm(dim=1, keepdim=True)  # a has the singular values' roots
-        self.mean, self.num_seen = mean, self.num_seen + len(x)
-        if old_basis is not None and len(old_basis) == self.rank:
-            overlap = (old_basis @ self.basis(self.rank).t()).square().sum() / self.rank
-            self.converged = bool(overlap >= CONVERGED)
-
-    def basis(self, rank: int) -> Tensor:
-        """Return the first directions (rank, in), orthonormal even if the variance is zero."""
-        return torch.linalg.qr(self.scaled[:rank].t())[0].t()
-
-    def shares(self) -> list[float]:
-        """Return the share of the variance that each component explains, largest first."""
-        squares = in_float64(self.scaled[: self.max_rank]).square().sum(1)
-        return (squares / (self.variance or 1.0)).tolist()
-
-
-def _sum_of_squares(x: Tensor) -> float:
-    wide = torch.float32 if x.device.type == "mps" else torch.float64  # which it has not
-    return float(x.square().sum(dtype=wide))
 
 
 def _call(model: nn.Module, batch: Mapping[str, Any]) -> object:

@@ -46,10 +46,11 @@ class LNTuning(Method):
 
     def sites(self, model: nn.Module) -> list[Site]:
         norms = self.candidates(model)
-        targets = [self.targets] if isinstance(self.targets, str) else list(self.targets)
-        paths_of = {name: [path for path in norms if has_name(path, name)] for name in targets}
+        paths_of = {
+            name: [path for path in norms if has_name(path, name)] for name in self.target_names
+        }
         failed = [name for name, paths in paths_of.items() if not paths]
-        if failed or not targets:
+        if failed or not paths_of:
             leaves = sorted({path.rpartition(".")[2] for path in norms})
             raise TargetError(
                 f"no normalisation layer matches {', '.join(map(repr, failed)) or 'no target'} "
@@ -109,14 +110,14 @@ class BitFit(Method):
 
     def sites(self, model: nn.Module) -> list[Site]:
         biased = self.candidates(model)
-        targets = [self.targets] if isinstance(self.targets, str) else list(self.targets)
         chosen: set[str] = set()
-        for target in targets:
+        for target in self.target_names:
             chosen |= _targeted(model, target, biased)
         if not chosen:
             raise TargetError(
                 f"there is no bias to train in {type(model).__name__}",
-                found=f"targets: {', '.join(targets) or 'none'}; {len(biased)} layers have a bias",
+                found=f"targets: {', '.join(self.target_names) or 'none'}; "
+                f"{len(biased)} layers have a bias",
                 fix="Use another method: lora, or ln_tuning for the scales of the norms.",
             )
         return [Site(path=path, roles=()) for path in biased if path in chosen]

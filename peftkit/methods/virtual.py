@@ -90,11 +90,10 @@ class VirtualMethod(Method):
 
     def sites(self, model: nn.Module) -> list[Site]:
         path, stack = self.find_stack(model)
-        targets = {self.targets} if isinstance(self.targets, str) else set(self.targets)
-        if targets not in ({INPUT}, {path}):
+        if set(self.target_names) not in ({INPUT}, {path}):
             raise TargetError(
                 f"{self.type} has no targets to choose",
-                found=f"targets: {', '.join(sorted(targets)) or 'none'}",
+                found=f"targets: {', '.join(sorted(self.target_names)) or 'none'}",
                 fix=f"Leave targets out: it acts on the {INPUT}.",
             )
         return [self.site(path, stack)]
@@ -112,10 +111,9 @@ class VirtualMethod(Method):
         Raises:
             TargetError: The model embeds no tokens.
         """
-        whole: Any = model
-        holder, config = whole, getattr(model, "config", None)
-        if getattr(config, "is_encoder_decoder", False):
-            holder = whole.get_decoder() if self.in_decoder else whole.get_encoder()
+        holder: Any = model
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            holder = holder.get_decoder() if self.in_decoder else holder.get_encoder()
         embedding = embedding_of(holder)
         if embedding is None or not isinstance(unwrap_adapter(embedding), nn.Embedding):
             raise TargetError(
@@ -126,7 +124,7 @@ class VirtualMethod(Method):
         named = {id(module): path for path, module in model.named_modules()}
         above = path = named[id(embedding)]
         stack: Any = holder
-        while above and holder is whole:  # the innermost module that knows the embedding as its own
+        while above and holder is model:  # the innermost module that returns it as its embedding
             above = above.rpartition(".")[0]
             stack = model.get_submodule(above)
             if hasattr(stack, "get_input_embeddings"):

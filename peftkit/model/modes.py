@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from peftkit.model.places import unwrap_adapter
+from peftkit.model.places import FrozenWrapper
 
 
 @contextmanager
@@ -50,11 +50,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Disable the adapters of a model within the context."""
-    modules = [module for module in model.modules() if unwrap_adapter(module) is not module]
+    modules = [module for module in model.modules() if isinstance(module, FrozenWrapper)]
     before = [module.enabled for module in modules]
     try:
         for module in modules:
-            module.enabled = False  # type: ignore[assignment]
+            module.enabled = False
         yield
     finally:
         for module, enabled in zip(modules, before, strict=True):

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from peftkit.adapter import Adapter, attach
 from peftkit.errors import AdapterError, ConfigError, DataError, TargetError
 from peftkit.formats.peft.folder import load_adapter, save_adapter
-from peftkit.methods.data_init import BLOCK, Directions, eva_starts
+from peftkit.kernels.svd import BLOCK, Directions
+from peftkit.methods.data_init import eva_starts
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
