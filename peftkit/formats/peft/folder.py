@@ -180,11 +180,12 @@ def read_adapter(folder: str | Path) -> AdapterFile:
 
 
 def _check_config(path: Path, fields: Mapping[str, Any]) -> None:
-    if "peft_type" not in fields and {"fine_tune_type", "lora_parameters"} & fields.keys():
+    if "peft_type" not in fields:
         raise AdapterError(
-            f"{path.parent} is an adapter of mlx-lm",
+            f"{path.parent} is not an adapter in PEFT's format",
             found=f"{path.name} has no peft_type",
-            fix=f"Convert it first: peftkit import {path.parent} --base MODEL --out DIR",
+            fix="Convert an adapter of another program first: "
+            f"peftkit import {path.parent} --base MODEL --out DIR",
         )
     for name in ("target_modules", "target_parameters"):
         check_targets(fields.get(name), f"cannot use {path}", name)
@@ -231,10 +232,10 @@ def load_adapter(
     try:
         check_targets_of(fields, adapter, file.folder)
         tensors = form.with_missing(fields, adapter.own, tensors)
-        if head:  # what the folder lacks of it stays as in the base
-            heads = tuple(f"{path}." for path in head)
-            state = adapter.state().items()
-            tensors = {**{name: t for name, t in state if name.startswith(heads)}, **tensors}
+        if head:  # its tensors that the folder lacks stay those of the base
+            prefixes = tuple(f"{path}." for path in head)
+            from_base = {n: t for n, t in adapter.state().items() if n.startswith(prefixes)}
+            tensors = {**from_base, **tensors}
         adapter.load_state(tensors)
     except BaseException:
         adapter.detach()
@@ -247,7 +248,9 @@ def load_adapter(
 def _changed(method: Method, dropout: float | None, head: Sequence[str]) -> Method:
     full = tuple(dict.fromkeys((*method.train_fully, *head)))
     update: dict[str, Any] = {"train_fully": full, "start_from": None}
-    return method.model_copy(update=update if dropout is None else {**update, "dropout": dropout})
+    if dropout is not None:
+        update["dropout"] = dropout
+    return method.model_copy(update=update)
 
 
 def check_weights(file: AdapterFile, fingerprint: str) -> None:
