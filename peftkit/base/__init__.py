@@ -1,1 +1,1 @@
-"""The frozen base model: found, loaded, identified."""
+"""The frozen base model: its files, loading, packing and identity."""

@@ -59,11 +59,11 @@ def build(
 ) -> LoadedModel:
     """Build a base out of its files.
 
-    Safetensors and GGUF files are packed weight by weight, on their device: main memory holds what
-    is kept and the weight in hand. A checkpoint of bitsandbytes keeps its bits.
+    Safetensors and GGUF files are packed weight by weight, on their device: main memory holds
+    the packed model and one weight more. A checkpoint of bitsandbytes keeps its bits.
 
     Args:
-        put: Moves what is kept to where it stays; by default it stays in memory.
+        put: Moves each finished tensor to its final storage; by default it stays in memory.
 
     Raises:
         BaseError: The files are damaged, incomplete, no model for this task, quantised in a way
@@ -122,7 +122,7 @@ def _loader_of(
 def load_model(
     request: BaseRequest, loader: PackingLoader | None = None, on_event: Listener = ignore
 ) -> tuple[Any, tuple[str, ...]]:
-    """Load a model; its weights come in the dtype asked for, or, for float16, in the files' own.
+    """Load a model in the requested dtype; for float16 in the dtype of its files.
 
     (What float16 rounds away the fingerprint would miss: it is rounded afterwards.)
 
@@ -135,14 +135,14 @@ def load_model(
     location, device = request.location, request.device
     with quiet(), explained(location):
         arguments = folder_arguments(request) if loader is None else loader.arguments()
-        cls, source, where = arguments
-        where |= {} if location.is_local else download_progress(on_event)
+        cls, source, kwargs = arguments
+        kwargs |= {} if location.is_local else download_progress(on_event)
         if device.type != "cpu" or loader is None:  # bitsandbytes would go to a GPU by itself
-            where["device_map"] = {"": str(device)}
+            kwargs["device_map"] = {"": str(device)}
         try:
             with one_at_a_time():
                 model, info = cls.from_pretrained(
-                    source, output_loading_info=True, ignore_mismatched_sizes=True, **where
+                    source, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
                 )  # what does not match is looked at below
         except Broken as broken:
             raise broken.error from None
@@ -212,7 +212,7 @@ def cast(model: Any, dtype: torch.dtype) -> None:
     in_float32 = kept_in_float32(model, dtype)
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
-            kept = isinstance(module, Packing) or in_float32(f"{path}.{name}")
-            if parameter is not None and parameter.is_floating_point() and not kept:
+            skipped = isinstance(module, Packing) or in_float32(f"{path}.{name}")
+            if parameter is not None and parameter.is_floating_point() and not skipped:
                 parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype

@@ -1,8 +1,8 @@
 """GGUF files: their tensors, each dequantised when it is read, and their copies in the cache.
 
-transformers dequantises the whole file in float32 before it puts anything into a model. Here its
-loader is handed a mapping of names to tensors that are made when it reads them, by its own maps of
-names and its own transposing of tensors: the values are those that it would have loaded.
+transformers dequantises the complete file in float32 before it fills a model. Here its loader gets
+a mapping of names to tensors that are dequantised one by one as it reads them. Its own code
+converts names and layouts, so the values are the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CHUNK = 1 << 22
 
 
 class GGUFLoader(PackingLoader):
-    """Makes each parameter what the request says, out of a GGUF file."""
+    """Packs, casts or keeps each parameter of a GGUF file."""
 
     def arguments(self) -> LoaderArguments:
         """Return the arguments with which transformers loads the file's tensors."""
@@ -44,12 +44,12 @@ class GGUFLoader(PackingLoader):
         bare = on_meta(request.config, request.purpose, torch.float32)
         with parsed_once(request.location):
             tensors, conversions = open_gguf(request.location.gguf_path, bare)
-        where = {"state_dict": tensors, "config": request.config, "dtype": torch.float32}
-        return type(bare), None, where | {"quantization_config": PackingConfig(self, conversions)}
+        kwargs = {"state_dict": tensors, "config": request.config, "dtype": torch.float32}
+        return type(bare), None, kwargs | {"quantization_config": PackingConfig(self, conversions)}
 
 
 class LazyTensor:
-    """A tensor that is made when it is indexed, `tensor[...]`, as transformers' loader does."""
+    """A tensor that is computed when it is indexed, `tensor[...]`, as transformers' loader does."""
 
     def __init__(self, make: Callable[[], Tensor]) -> None:
         self._make = make
@@ -65,8 +65,8 @@ def open_gguf(path: Path, model: nn.Module) -> tuple[dict[str, LazyTensor], list
         model: What they are for, without data.
 
     Returns:
-        Name to tensor, and what transformers is to make of them; None where the names are the
-        model's own and it is to make of them what it makes of any checkpoint of this model.
+        The tensors by name, and their conversions; None where names are the model's own and
+        transformers applies its usual conversions.
 
     Raises:
         ValueError, KeyError, NotImplementedError: The file is damaged, or of an architecture or a
@@ -178,7 +178,7 @@ def _conversions(architecture: str, config: Any) -> list[Any] | None:
 
 
 def _dequantised(tensor: Any) -> Tensor:
-    """Return a reader's tensor in float32, in memory of its own."""
+    """Return a reader's tensor in float32, in new memory."""
     from gguf.quants import dequantize
 
     shape = tuple(int(number) for number in reversed(tensor.shape))

@@ -59,9 +59,9 @@ class Location:
     Attributes:
         name: The name that is recorded: the short name or hub id as given, or an absolute path.
         source: A folder, or a hub id.
-        hub_id: Where it is published, as far as known; other tools find it by that.
+        hub_id: Its id on the hub, if known, by which other tools find it.
         gguf: Name of the GGUF file in the folder, if it is one.
-        convert_to: Folder that is still to be made out of the GGUF file.
+        convert_to: The folder that the GGUF file is to be converted into.
         revision: Branch, tag or commit on the hub; None: its main branch.
     """
 

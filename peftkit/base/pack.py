@@ -40,12 +40,12 @@ from peftkit.quant.quantize import (
 )
 
 TRIM_BYTES = 1 << 26
-"""After so much was loaded, the holes that it left between packed weights are given back."""
+"""After so many loaded bytes, freed memory between packed weights goes back to the system."""
 METHOD = "peftkit"
 
 
 LoaderArguments = tuple[Any, str | None, dict[str, Any]]
-"""A class of transformers, and the arguments of its `from_pretrained`: where, and all others."""
+"""A class of transformers; source and keyword arguments of its `from_pretrained`."""
 
 
 def folder_arguments(request: BaseRequest) -> LoaderArguments:
@@ -57,13 +57,13 @@ def folder_arguments(request: BaseRequest) -> LoaderArguments:
     location = request.location
     if location.is_local:
         check_weights(Path(location.source))
-    where = loader_arguments(location) | {"config": request.config, "use_safetensors": True}
-    where["dtype"] = "auto" if request.dtype == torch.float16 else request.dtype
-    return getattr(transformers, request.purpose.auto_class), location.source, where
+    kwargs = loader_arguments(location) | {"config": request.config, "use_safetensors": True}
+    kwargs["dtype"] = "auto" if request.dtype == torch.float16 else request.dtype
+    return getattr(transformers, request.purpose.auto_class), location.source, kwargs
 
 
 class _Loaded(NamedTuple):
-    """A parameter of the model: what the fingerprint takes of it, and how it is packed, if so."""
+    """A parameter of the model, its sample for the fingerprint, and its packing, if any."""
 
     parameter: nn.Parameter
     sample: bytes
@@ -71,10 +71,10 @@ class _Loaded(NamedTuple):
 
 
 class PackingLoader:
-    """Makes each parameter of one model what the request says, as it is loaded.
+    """Packs, casts or keeps each parameter of one model as it is loaded.
 
     Args:
-        put: Moves what is kept to where it stays; by default it stays where it is.
+        put: Moves each finished tensor to its final storage; by default it is not moved.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class PackingLoader:
 
     def arguments(self) -> LoaderArguments:
         """Return the arguments with which transformers loads the model through here."""
-        cls, source, where = folder_arguments(self.request)
-        where["config"] = without_quantization(self.request.config)
-        return cls, source, where | {"quantization_config": PackingConfig(self)}
+        cls, source, kwargs = folder_arguments(self.request)
+        kwargs["config"] = without_quantization(self.request.config)
+        return cls, source, kwargs | {"quantization_config": PackingConfig(self)}
 
     def begin(self, model: Any) -> None:
         """Look at the model while it has no weights."""
@@ -131,19 +131,19 @@ class PackingLoader:
         return {key: loaded.sample for key, loaded in self._loaded.items()}
 
     def take(self, name: str, value: Tensor) -> Tensor:
-        """Return the parameter that the model keeps, given its whole value."""
+        """Return the model's parameter for a value as the files have it."""
         self._advance(value)
         if value.shape != self._shapes[name]:
             del self._shapes[name]  # it passes through, for transformers to notice
             return value
-        identity = sample(value)
+        sampled = sample(value)
         if not (name.startswith(self._head) and self._head) and not self._in_float32(name):
             value = value.to(self.request.dtype)
         if self._packs and name in self._jobs:
-            return self._pack(name, value, identity)
-        return self._keep(self._put(value), identity)
+            return self._pack(name, value, sampled)
+        return self._keep(self._put(value), sampled)
 
-    def _pack(self, name: str, value: Tensor, identity: bytes) -> nn.Parameter:
+    def _pack(self, name: str, value: Tensor, sampled: bytes) -> nn.Parameter:
         (_, module, leaf), kind = self._jobs[name]
         if stores_transposed(module, leaf):
             value = value.t()
@@ -155,15 +155,15 @@ class PackingLoader:
             )
         except ValueError as error:
             self._problems.append(f"{name} of {type(module).__name__}: {error}")
-            return self._keep(value, identity)
+            return self._keep(value, sampled)
         packed = self._put(packed)
         for scale in packing.parameters():
             scale.data = self._put(scale.data)
-        return self._keep(packed, identity, packing)
+        return self._keep(packed, sampled, packing)
 
-    def _keep(self, value: Tensor, identity: bytes, packing: Packing | None = None) -> nn.Parameter:
+    def _keep(self, value: Tensor, sampled: bytes, packing: Packing | None = None) -> nn.Parameter:
         parameter = nn.Parameter(value, requires_grad=False)
-        self._loaded[id(parameter)] = _Loaded(parameter, identity, packing)
+        self._loaded[id(parameter)] = _Loaded(parameter, sampled, packing)
         return parameter
 
     def install(self, model: nn.Module) -> None:
@@ -218,7 +218,7 @@ class PackingConfig(QuantizationConfigMixin):
     """Carries a `PackingLoader` through transformers' loader.
 
     Args:
-        conversions: What is made of the files' tensors, if not what the model's class says.
+        conversions: Of the files' tensors; by default those of the model's class.
     """
 
     method = METHOD
@@ -249,7 +249,7 @@ class PackingQuantizer(HfQuantizer):
         self.quantization_config.loader.begin(model)
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """Return what is made of the files' tensors before the loader takes them."""
+        """Return the conversions of the files' tensors, which come before the loader."""
         conversions = self.quantization_config.conversions
         return weight_conversions if conversions is None else conversions
 

@@ -92,7 +92,7 @@ def snapshot(location: Location) -> Path | None:
     return None if config is None else config.parent
 
 
-def _cached(location: Location, name: str, **how: Any) -> Path | None:
+def _cached(location: Location, name: str, **options: Any) -> Path | None:
     """Return a model's file on this machine; None if the model has none of that name."""
     path = cached_file(
         location.source,
@@ -100,7 +100,7 @@ def _cached(location: Location, name: str, **how: Any) -> Path | None:
         revision=location.revision,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
-        **how,
+        **options,
     )
     return Path(path) if path else None
 
@@ -163,10 +163,10 @@ def oom_as_error(name: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError) as error:
-        held: BaseException | None = error
-        while held is not None:
-            traceback.clear_frames(held.__traceback__)  # they hold what was loaded so far
-            held = held.__context__
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)  # they hold what was loaded so far
+            cause = cause.__context__
         raise BaseError(
             f"the base {name} does not fit into memory.",
             found=(str(error) or "Main memory has run out.").splitlines()[0],

@@ -51,7 +51,7 @@ def load_image_processor(location: Location) -> Any:
     Raises:
         BaseError: There is one and it cannot be used, or the base does not say its images' size.
     """
-    where = loader_arguments(location)
+    arguments = loader_arguments(location)
     with quiet(), explained(location, "the image processor of "):
         for name in ("preprocessor_config.json", "processor_config.json"):
             file = cached_file(
@@ -62,7 +62,7 @@ def load_image_processor(location: Location) -> Any:
             )
             if file:
                 return transformers.AutoImageProcessor.from_pretrained(
-                    location.source, backend="pil", **where
+                    location.source, backend="pil", **arguments
                 )
         config = load_config(location)
         size, channels = config.image_size, getattr(config, "num_channels", 3)
@@ -93,13 +93,13 @@ def load_multimodal(location: Location, kind: Processor) -> Any:
         BaseError: There is none, it cannot be read, or it reads nothing of that kind.
     """
     parts, media = PARTS[kind]
-    where = loader_arguments(location)
+    arguments = loader_arguments(location)
     what_of = "the processor of "
     with quiet(), explained(location, what_of):
         if importlib.util.find_spec("torchvision") is None:
-            processor = _without_videos(location, where)
+            processor = _without_videos(location, arguments)
         else:
-            processor = transformers.AutoProcessor.from_pretrained(location.source, **where)
+            processor = transformers.AutoProcessor.from_pretrained(location.source, **arguments)
     if not (hasattr(processor, "tokenizer") and any(hasattr(processor, part) for part in parts)):
         raise BaseError(
             f"cannot load {what_of}{location.name}.",
@@ -109,12 +109,12 @@ def load_multimodal(location: Location, kind: Processor) -> Any:
     return processor
 
 
-def _without_videos(location: Location, where: dict[str, Any]) -> Any:
+def _without_videos(location: Location, arguments: dict[str, Any]) -> Any:
     config = load_config(location)
     kind: Any = PROCESSOR_MAPPING.get(type(config), None)
     if kind is None or "video_processor" not in getattr(kind, "get_attributes", list)():
-        return transformers.AutoProcessor.from_pretrained(location.source, **where)
-    settings, _ = kind.get_processor_dict(location.source, **where)
+        return transformers.AutoProcessor.from_pretrained(location.source, **arguments)
+    settings, _ = kind.get_processor_dict(location.source, **arguments)
     loaders: dict[str, Any] = {
         "tokenizer": transformers.AutoTokenizer,
         "image_processor": transformers.AutoImageProcessor,
@@ -123,7 +123,7 @@ def _without_videos(location: Location, where: dict[str, Any]) -> Any:
     videos = settings.get("video_processor")
     stand_in = UnreadVideos(videos if isinstance(videos, dict) else {})
     parts = [
-        loaders[name].from_pretrained(location.source, **where) if name in loaders else stand_in
+        loaders[name].from_pretrained(location.source, **arguments) if name in loaders else stand_in
         for name in kind.get_attributes()
     ]
     return blind_to_videos(kind).from_args_and_dict(parts, settings)

@@ -28,7 +28,7 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 RopeScaling = Mapping[str, Any]
 """Fields of a config's `rope_parameters`: rope_type, factor, ..."""
 STRETCHED = ("linear", "yarn", "llama3", "longrope")
-"""Types of which `factor` says how much longer rows may be than they were."""
+"""Types whose `factor` multiplies the length of rows."""
 MAX_LISTED = 12
 SEED = 20_210_617
 """Of every new head."""
@@ -198,14 +198,14 @@ def renew(model: nn.Module, names: Iterable[str]) -> None:
 
 @torch.no_grad()
 def start_from_words(
-    model: Any, names: Iterable[str], word_ids: tuple[int, int], where: str
+    model: Any, names: Iterable[str], word_ids: tuple[int, int], base_name: str
 ) -> None:
     """Initialise a head of one output with the difference of two rows of the language head.
 
     Its output is then the log-odds of the first word against the second.
 
     Args:
-        names: Of the head's parameters. where: The base, for messages.
+        names: Of the head's parameters. base_name: For messages.
 
     Raises:
         BaseError: The head has more than one row, or the language head is not at hand.
@@ -214,24 +214,24 @@ def start_from_words(
     new = {name: model.get_parameter(name) for name in sorted(names)}
     if [tuple(parameter.shape) for parameter in new.values()] != [(1, rows.shape[1])]:
         raise BaseError(
-            f"A head of {where} cannot start from words.",
+            f"A head of {base_name} cannot start from words.",
             found=f"New in it: {', '.join(new) or 'nothing, the base has a head already'}.",
             fix="Leave task.answers out, or give a decoder without a head.",
         )
     if not model.config.get_text_config().tie_word_embeddings:
-        rows = _language_head(Path(str(model.config._name_or_path)), where)
+        rows = _language_head(Path(str(model.config._name_or_path)), base_name)
     difference = rows[word_ids[0]].float() - rows[word_ids[1]].float()
     for parameter in new.values():
         parameter.copy_(difference[None])
 
 
-def _language_head(folder: Path, where: str) -> Tensor:
+def _language_head(folder: Path, base_name: str) -> Tensor:
     for path in sorted(folder.glob("*.safetensors")):
         with open_tensors(path, error=BaseError) as file:
             if LANGUAGE_HEAD in file.header.tensors:
                 return file.tensor(LANGUAGE_HEAD)
     raise BaseError(
-        f"A head cannot start from words of {where}.",
+        f"A head cannot start from words of {base_name}.",
         found=f"No {LANGUAGE_HEAD} is in its safetensors files.",
         fix="Leave task.answers out, or give the folder of a base that has it.",
     )
@@ -245,7 +245,7 @@ def scale_rope(config: Any, scaling: RopeScaling, name: str) -> None:
         name: Of the base, for messages.
 
     Raises:
-        BaseError: The model has no such positions, or transformers' own check finds something.
+        BaseError: The model has no such positions, or transformers' validation rejects the scaling.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # not to read a recipe
 
@@ -267,8 +267,12 @@ def scale_rope(config: Any, scaling: RopeScaling, name: str) -> None:
             fix=f"Known are: {', '.join(ROPE_INIT_FUNCTIONS)}.",
         )
     before = int(rope.get("original_max_position_embeddings") or text.max_position_embeddings)
-    kept = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    parameters = {**kept, **{k: v for k, v in scaling.items() if k != "type"}, "rope_type": kind}
+    base_values = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    parameters = {
+        **base_values,
+        **{k: v for k, v in scaling.items() if k != "type"},
+        "rope_type": kind,
+    }
     if kind in STRETCHED and kind != "linear":
         parameters.setdefault("original_max_position_embeddings", before)
     if kind in STRETCHED and isinstance(factor := parameters.get("factor"), int | float):

@@ -46,13 +46,13 @@ from peftkit.quant.layers import packed_tensors
 
 
 def open_together(request: BaseRequest, world: World, on_event: Listener) -> LoadedModel:
-    """Open a base on several processes; what each holds of it are pages of the same files.
+    """Open a base on several processes, which all map the same files.
 
-    Its own files are mapped if they hold the weights as they are computed with. Else the first
-    process makes them, weight by weight, into the cache; then all map that.
+    The base's own files are mapped if they hold the weights in their final dtype. Otherwise the
+    first process of a machine packs them into the cache, weight by weight, and all map the result.
 
     Raises:
-        BaseError: It cannot be made.
+        BaseError: It cannot be built.
         OutputError, RunError: The cache cannot be written, or the disk is full.
     """
     folder = folder_of(request, shared=True) if request.settings.store == "auto" else None
@@ -89,9 +89,9 @@ def _is_in_files(request: BaseRequest) -> bool:
 
 
 class Spill:
-    """Tensors on the disk instead of in memory, until a base larger than that is written down.
+    """Moves tensors into an unnamed file, for a base that is larger than memory.
 
-    They are pages of a file without a name, which live on when the context ends.
+    Its pages stay valid after the context ends.
 
     Args:
         folder: On a disk with room for them all; it is made if need be.
@@ -116,11 +116,11 @@ class Spill:
         """
         if not tensor.numel():
             return tensor
-        there = tensor.detach().cpu().contiguous()
-        start, size = self._end, there.nbytes
+        on_cpu = tensor.detach().cpu().contiguous()
+        start, size = self._end, on_cpu.nbytes
         try:
             # written through the pages a full disk would be a signal, not an error
-            values: Any = there.view(-1).view(torch.uint8).numpy()
+            values: Any = on_cpu.view(-1).view(torch.uint8).numpy()
             left = memoryview(values)
             while left:
                 left = left[os.pwrite(self._file.fileno(), left, start + size - len(left)) :]
@@ -128,7 +128,7 @@ class Spill:
             raise OutputError(f"cannot write into {self._folder}.", found=str(error)) from error
         self._end = -(-(start + size) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         pages = mmap.mmap(self._file.fileno(), size, offset=start)
-        return torch.frombuffer(pages, dtype=there.dtype).view(there.shape)
+        return torch.frombuffer(pages, dtype=on_cpu.dtype).view(on_cpu.shape)
 
 
 def shard_base(model: nn.Module, device: torch.device, *, offload: bool = False) -> None:
@@ -153,12 +153,12 @@ def shard_base(model: nn.Module, device: torch.device, *, offload: bool = False)
     for _, _, packing in packed_tensors(model):
         packing.unpacked = None
     world = World(device)
-    whole = {p for p in model.parameters() if p.requires_grad or p.dim() == 0}
-    for tensor in (*whole, *model.buffers()):
+    unsharded = {p for p in model.parameters() if p.requires_grad or p.dim() == 0}
+    for tensor in (*unsharded, *model.buffers()):
         tensor.data = tensor.data.to(device)
     policy: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (world.world_size,)),
-        "ignored_params": whole,
+        "ignored_params": unsharded,
         "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")
         if offload

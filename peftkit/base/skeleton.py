@@ -1,4 +1,4 @@
-"""Models without weights, out of a config alone: whole, with few blocks, or packed."""
+"""Models without weights, built from a config alone: complete, with few blocks, or packed."""
 
 from __future__ import annotations
 
@@ -166,8 +166,8 @@ class WeightFootprint:
     """The part of a base that one device holds.
 
     Attributes:
-        resident: Bytes that are always there.
-        passing: Bytes that are there for a while, at their most.
+        resident: Bytes that are always on the device.
+        passing: Peak bytes of the blocks that come and go.
         moved: Bytes that reach the device in a forward and backward pass that recomputes.
         elsewhere: Bytes that wait in main memory.
     """

@@ -1,9 +1,9 @@
-"""Bases that were packed once, kept in the cache and opened again by mapping their file.
+"""Packed bases in the cache, opened again by mapping their files.
 
-A folder for each base and form: `model.safetensors`, every parameter and buffer of the packed
-model, and `store.json`, what they were made of. It is whole or not there. It is of use as long as
-the base's files are those that it was made of, and its own are as they were written. Two processes
-that open it share its pages.
+Each base and form has a folder: `model.safetensors` with every parameter and buffer of the packed
+model, and `store.json`, which identifies the base's files. A folder is complete or absent. It is
+valid as long as neither its own files nor the base's have changed. Processes that open the same one
+share its pages.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Frozen weights are copied to the device and never back. When a block is entered,
 are there and the next block's are being copied (transfer.py): the block above in a forward pass,
 the one below in a backward pass that recomputes blocks. When it is left, its modules hold main
 memory again. What its backward pass needs of the copies lives as long as the graph: with kept
-activations this would be every block, so they are recomputed (train/memory/blocks.py).
+activations this would be every block, so they are recomputed (train/blocks.py).
 
 Of stacked experts only the scales are copied with their block. The experts that have tokens are
 fetched for each of their products, a group at a time, and once more in the backward pass.
@@ -28,7 +28,7 @@ from peftkit.model.blocks import STREAMED, recomputable_blocks
 from peftkit.quant.layers import Packing
 
 AT_ONCE = 2
-"""Blocks that are there at once: one that computes, and one that is being copied."""
+"""Blocks on the device: one that computes, and one that is being copied."""
 EXPERT_BYTES = 1 << 26
 """Of packed experts that are fetched together."""
 
@@ -54,7 +54,7 @@ class _Stack:
         self._read: tuple[Tensor, list[int]] | None = None
 
     def enter(self) -> None:
-        """Take the place of the unpacked stack; the scales are on the device by now."""
+        """Stand in for the unpacked stack; the scales are on the device by now."""
         packing = self.packing
         packing.unpacked = PackedStack(
             PackedExperts(packing.form, packing.dtype, self, packing.scales)
@@ -63,7 +63,7 @@ class _Stack:
             self.buffer.expect(self._units(range(len(self._by_expert)))[0])
 
     def leave(self) -> None:
-        """Give up the place of the unpacked stack."""
+        """Remove the stand-in for the unpacked stack."""
         self.packing.unpacked = None
 
     def fetch(self, experts: Sequence[int], backwards: bool) -> Iterator[tuple[Group, Tensor]]:
@@ -93,7 +93,7 @@ class _Stack:
 
 
 class _Block:
-    """One block's packed tensors in main memory, and where they belong."""
+    """One block's packed tensors in main memory, and the modules they belong to."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class _Block:
         self.unit = Unit(number, self.host, is_pinned=pins and pinned(self.host))
 
     def enter(self, flat: Tensor) -> None:
-        """Put the copies that lie in these bytes into the modules."""
+        """Put the copies in these bytes into the modules."""
         self._put([nn.Parameter(copy, requires_grad=False) for copy in self.unit.views(flat)])
         for stack in self.stacks:
             stack.enter()
@@ -237,7 +237,7 @@ def _stacks(block: nn.Module, buffer: DeviceBuffer, *, pins: bool) -> list[_Stac
 
 
 def _streamed_places(model: nn.Module) -> list[tuple[nn.Module, list[Place]]]:
-    """Return the blocks of a model that can be streamed, and where their packed tensors belong."""
+    """Return the blocks that can be streamed, and the modules of their packed tensors."""
     blocks = [(block, list(_packed_places(block))) for block in recomputable_blocks(model)]
     return [(block, places) for block, places in blocks if places]
 
@@ -260,7 +260,7 @@ def _group_size(packed: Tensor, packing: Packing) -> int:
 
 
 def _packed_places(block: nn.Module) -> Iterator[Place]:
-    """Yield where a block's packed tensors and their scales belong."""
+    """Yield module and name of a block's packed tensors and their scales."""
     for module in block.modules():
         packing = next((m for m in module.children() if isinstance(m, Packing)), None)
         if packing is None:

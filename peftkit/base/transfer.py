@@ -1,8 +1,8 @@
-"""Frozen weights on their way from main memory to a device, where two units of them are at a time.
+"""Copies of frozen weights from main memory to a device, which holds two units of them at a time.
 
-A unit is what travels together: a block's packed tensors, or some of its experts. Its copies lie
-one after the other in one piece of the device's memory, which is taken and freed in the order of
-the stream that computes: the copying stream waits until whoever had that memory is done with it.
+A unit is copied together: a block's packed tensors, or some of its experts. Its copies follow each
+other in one allocation, which is made and freed in the order of the stream that computes: the
+copying stream waits until the memory's former user is done with it.
 
 Main memory that is pinned is copied from at once. Pages of a mapped file cannot be pinned: a thread
 puts them into a small ring of pinned buffers and launches the copies, so that neither reading the
@@ -74,9 +74,9 @@ class DeviceBuffer:
 
     def take(self, unit: Unit, then: Unit | None = None) -> Tensor:
         """Return a unit's bytes, ready for the current stream; begin to fetch the one after it."""
-        wanted = [unit] if then is None else [unit, then]
-        for each in wanted:
-            self.expect(each, keep=[other.key for other in wanted])
+        units = [unit] if then is None else [unit, then]
+        for each in units:
+            self.expect(each, keep=[other.key for other in units])
         flat, arrival = self._there[unit.key]
         self._copies.wait(arrival)
         self._there[unit.key] = flat, None
@@ -103,7 +103,7 @@ class DeviceBuffer:
 
 
 class CopyStream:
-    """The way to a device: on a GPU a stream of its own, and the ring for what is not pinned."""
+    """Copies units to a device: on a GPU on its own stream, through the ring if not pinned."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -112,7 +112,7 @@ class CopyStream:
         self._slots: list[tuple[Tensor, Any]] = []
 
     def send(self, unit: Unit) -> tuple[Tensor, Any]:
-        """Begin to copy a unit; return the bytes (N,) where it will be, and what to wait for."""
+        """Start copying a unit; return its bytes (N,) on the device, and what to wait for."""
         flat = torch.empty(unit.num_bytes, dtype=torch.uint8, device=self.device)
         if self._stream is None:
             unit.store(0, unit.num_bytes, flat)
@@ -130,7 +130,7 @@ class CopyStream:
             return flat, self._stream.record_event()
 
     def wait(self, arrival: Any) -> None:
-        """Let the current stream go on when a unit is there."""
+        """Make the current stream wait until a unit is on the device."""
         if isinstance(arrival, Future):
             arrival = arrival.result()  # the copies are launched, not made
         if arrival is not None:
@@ -164,7 +164,7 @@ class CopyStream:
 
 
 def pinned(tensors: Sequence[Tensor]) -> bool:
-    """Pin main memory in place; tell whether all of it is.
+    """Pin main memory in place; return whether all of it is pinned.
 
     Pages of a mapped file are left as they are: pinned, they would be copied into main memory.
     """

@@ -136,7 +136,7 @@ def _flops_of_attention(name: str, args: Any, kwargs: Any) -> int:
 
 @cache
 def _is_composed(func: Any) -> bool:
-    """Tell whether an operator is made of others, which are to be seen one by one."""
+    """Tell whether an operator is composed of others, which are counted one by one."""
     key = "CompositeImplicitAutograd"
     return func.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), key

@@ -151,7 +151,7 @@ class MemoryEstimator:
 
     @cached_property
     def _bare(self) -> StepEstimator:
-        """Counts steps of a base that is not all on the device: no unpacked weights are kept."""
+        """Counts steps of a base that is partly elsewhere: no unpacked weights are kept."""
         if not self.steps.keeps_copies:
             return self.steps
         return steps_of(self.recipe, self.config, self.environment.kind)

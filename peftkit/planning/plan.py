@@ -29,14 +29,14 @@ BYTES_PER_TOKEN = 4
 """Of text in most languages and most vocabularies, about; data is not tokenised for a plan."""
 NUM_CARDS = (1, 2, 4, 8)
 MOMENT = 0.5
-"""Seconds that measuring may take, about."""
+"""Seconds that measuring takes, about."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{unit}I": 1 << (10 * n) for n, unit in enumerate("KMGT", 1)}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The estimator of a run.
+    """The estimated costs of a run.
 
     Attributes:
         ways: Every strategy, the fastest first.
@@ -250,7 +250,7 @@ def cheapest_change(estimator: MemoryEstimator, chosen: Strategy) -> str:
 
 
 def _tried(recipe: Recipe) -> Iterator[Changes]:
-    """Yield changes, what estimator least time first, alone and then together."""
+    """Yield changes, those that cost the least time first, alone and then together."""
     changes: list[str] = []
     if recipe.train.optimizer == "adamw":
         changes.append("train.optimizer=adamw_8bit")

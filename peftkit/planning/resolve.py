@@ -2,7 +2,7 @@
 
 `base.placement: auto` streams and `train.shard: auto` shards where `fits_device`
 (base/request.py) finds that one device cannot hold the base. How many rows go through the model
-at once, and their activation mode, follow from the rows themselves (train/memory/prepare.py).
+at once, and their activation mode, follow from the rows themselves (train/memory.py).
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:
     if weights <= here.usable:
         sizes += " A training step of one row does not fit with it."
     if _may_shard(recipe, plan):
-        plan, how = replace(plan, shard="base"), "(train.shard: auto)"
+        plan, mode = replace(plan, shard="base"), "(train.shard: auto)"
         part = weights // plan.num_processes
         if not _on_all(step_fits(plan, part), here, device):
-            plan, how = replace(plan, shard="offload"), f", its parts in main memory {how}"
-        on_event(Notice(f"The base is sharded over the processes {how}. {sizes}"))
+            plan, mode = replace(plan, shard="offload"), f", its parts in main memory {mode}"
+        on_event(Notice(f"The base is sharded over the processes {mode}. {sizes}"))
         return plan
     if here.world_size > 1 and recipe.train.shard == "auto":
         sizes += f" It is not sharded: method.type {recipe.method.type}."

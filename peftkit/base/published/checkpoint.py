@@ -37,8 +37,8 @@ class Scheme:
             or "gpt_oss", whose stacks of experts alone are quantised, in mxfp4.
         bits: Of a code. group: Columns to a scale; -1 for all of a row.
         block: Rows and columns to a scale, of FP8; None where it is a row, or the tensor.
-        is_v2: Whether GPTQ's zeros are kept as they are, and not less one.
-        has_zeros: Whether codes count from another number than the middle one.
+        is_v2: Whether GPTQ stores zeros as they are, and not less one.
+        has_zeros: Whether zero points are stored; otherwise the middle code is zero.
         rounds_inputs: Whether a server quantises activations too.
     """
 
@@ -52,7 +52,7 @@ class Scheme:
 
     @property
     def kind(self) -> str:
-        """What the weights are kept as."""
+        """The kind of the packed format."""
         integers = {4: "int4", 8: "uint8"}[self.bits]
         return {"modelopt": "nvfp4", "gpt_oss": "mxfp4"}.get(
             self.layout, integers if self.layout in ("gptq", "awq", "packed") else self.layout
@@ -60,11 +60,11 @@ class Scheme:
 
 
 class UnreadableError(ValueError):
-    """A format, or a layer, that is not read here; its text says which."""
+    """A format or a layer that cannot be read; the text names it."""
 
 
 def scheme_of(settings: Mapping[str, Any], path: str = "") -> Scheme:
-    """Return how a layer is read, as a checkpoint's `quantization_config` says it.
+    """Return how a layer is read, from a checkpoint's `quantization_config`.
 
     Raises:
         UnreadableError: It is quantised in a way that is not read here.
@@ -135,10 +135,10 @@ def _torchao(settings: Mapping[str, Any]) -> Scheme:
 
 def _compressed(settings: Mapping[str, Any], path: str) -> Scheme:
     for name in ("transform_config", "sparsity_config"):
-        held = settings.get(name) or {}
+        section = settings.get(name) or {}
         if (
-            any(held.get(key) for key in ("config_groups", "sparsity_structure"))
-            and held.get("format") != "dense"
+            any(section.get(key) for key in ("config_groups", "sparsity_structure"))
+            and section.get("format") != "dense"
         ):
             raise UnreadableError(f"compressed-tensors with a {name}")
     group = _group(settings.get("config_groups") or {}, path)
@@ -170,8 +170,8 @@ def _group(groups: Mapping[str, Any], path: str) -> Mapping[str, Any]:
                 path == target or (target.startswith("re:") and re.match(target[3:], path))
             ):
                 return dict(group)
-    whole = [g for g in groups.values() if any(t.isidentifier() for t in g["targets"])]
-    return dict((whole or list(groups.values()) or [{}])[0])
+    by_class = [g for g in groups.values() if any(t.isidentifier() for t in g["targets"])]
+    return dict((by_class or list(groups.values()) or [{}])[0])
 
 
 def described(settings: Mapping[str, Any]) -> str:

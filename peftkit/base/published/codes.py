@@ -28,11 +28,11 @@ LEAVES = (
 )
 """Names of a quantised layer's tensors, in any format; those for a server's inputs are unused."""
 AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where the k-th column of eight lies in a word."""
+"""Position of the k-th of eight columns in a word."""
 
 
 class Codes(NamedTuple):
-    """A weight in codes, as it is kept."""
+    """The codes of a weight, their format and their scales."""
 
     packed: Tensor
     form: PackedFormat

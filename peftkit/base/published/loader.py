@@ -1,4 +1,4 @@
-"""The loader of quantised checkpoints: it keeps their codes, or packs what they stand for.
+"""The loader of quantised checkpoints: keeps their codes, or dequantises and packs them.
 
 transformers hands over all tensors that a parameter is made of. `CodesLoader` reads them into
 codes; what cannot stay in codes is dequantised and loaded as any weight is (base/pack.py).
@@ -56,8 +56,8 @@ class CodesLoader(PackingLoader):
 
     def arguments(self) -> LoaderArguments:
         """Return the arguments with which transformers loads the model through here."""
-        cls, source, where = super().arguments()
-        return cls, source, where | {"quantization_config": CodesConfig(self)}
+        cls, source, kwargs = super().arguments()
+        return cls, source, kwargs | {"quantization_config": CodesConfig(self)}
 
     def begin(self, model: Any) -> None:
         """Look at the model while it has no weights."""
@@ -78,9 +78,9 @@ class CodesLoader(PackingLoader):
         multiply with this parameter alone.
         """
         job = self._jobs[name][0] if name in self._jobs else None
-        turns = job is not None and stores_transposed(job[1], job[2])
+        transposes = job is not None and stores_transposed(job[1], job[2])
         expected = self._shapes[name]
-        shape = expected[::-1] if turns else expected
+        shape = expected[::-1] if transposes else expected
         if job is None or self._packs or codes.form.shape != shape:
             if not self._packs:
                 self.dequantised.append(name)
@@ -88,14 +88,14 @@ class CodesLoader(PackingLoader):
             is_transposed = value.dim() == 2 and value.shape != expected
             return self.take(name, value.t() if is_transposed else value)
         positions = sample_positions(expected, codes.packed.device)
-        if turns:
+        if transposes:
             positions = positions % expected[1] * expected[0] + positions // expected[1]
-        identity = shown(expected, some_values(codes, positions))
+        sampled = shown(expected, some_values(codes, positions))
         self._advance(codes.packed)
         device, dtype = self.request.device, self.request.dtype
         scales = tuple(self._put(scale.to(device)) for scale in codes.scales)
         packing = Packing(codes.form, dtype, scales)
-        return self._keep(self._put(codes.packed.to(device)), identity, packing)
+        return self._keep(self._put(codes.packed.to(device)), sampled, packing)
 
     def install(self, model: nn.Module) -> None:
         """Let the loaded model compute with its packed weights; tell which were dequantised.
@@ -171,7 +171,7 @@ class CodesQuantizer(PackingQuantizer):
         return renamings
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> None:
-        """Have a tensor read in its own dtype, and the parameter made of it taken by the loader.
+        """Read tensors in the dtype of the files, and hand the parameters to the loader.
 
         transformers calls this, and not `param_needs_quantization`, for files that are quantised.
         """
@@ -205,7 +205,7 @@ class _Read(ConversionOps):
         full_layer_name: str = "",
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return the parameter, kept in its codes where it can be."""
+        """Return the parameter, in its codes where possible."""
         loader: CodesLoader = self._config.loader
         name = full_layer_name.replace("*.", "0.")
         patterns = (source_patterns, target_patterns)
