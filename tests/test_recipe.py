@@ -73,7 +73,7 @@ class Trained(NamedTuple):
 def trained(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Trained:
     """A run of 4 steps with a checkpoint at the second."""
     settings = settings_in(tmp_path_factory.mktemp("trained"), model_folder)
-    asked = parse(settings)
+    recipe = parse(settings)
     events: list[Event] = []
     reads: set[tuple[type, str]] = set()
 
@@ -83,8 +83,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Tra
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Config, "__getattribute__", read)
-        run_recipe(asked, on_event=events.append)
-    return Trained(asked, settings, events, reads)
+        run_recipe(recipe, on_event=events.append)
+    return Trained(recipe, settings, events, reads)
 
 
 def test_a_run_learns_and_its_folder_is_an_adapter(trained: Trained) -> None:
@@ -95,7 +95,7 @@ def test_a_run_learns_and_its_folder_is_an_adapter(trained: Trained) -> None:
     assert started.num_trainable < started.num_parameters / 4
     folder = trained.recipe.train.output_dir
     assert Saved("adapter", folder) in trained.events
-    found = {path.name for path in folder.iterdir()}
+    names = {path.name for path in folder.iterdir()}
     assert {
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -106,7 +106,7 @@ def test_a_run_learns_and_its_folder_is_an_adapter(trained: Trained) -> None:
         "run.json",
         "checkpoints",
         ".locks",
-    } == found
+    } == names
     assert load(folder / "recipe.yaml") == trained.recipe
     assert open_adapter(folder).style.kind == "chat"
 
@@ -146,10 +146,10 @@ def test_a_resumed_run_ends_where_the_whole_run_does(trained: Trained, tmp_path:
         if isinstance(event, StepDone) and event.step == 3:
             raise Stopped
 
-    asked = parse(trained.settings, train={"output_dir": str(tmp_path)})
+    recipe = parse(trained.settings, train={"output_dir": str(tmp_path)})
     with pytest.raises(Stopped):
-        run_recipe(asked, on_event=stop)
-    run_recipe(asked, resume=True)
+        run_recipe(recipe, on_event=stop)
+    run_recipe(recipe, resume=True)
     name = "adapter_model.safetensors"
     whole = trained.recipe.train.output_dir
     assert (whole / name).read_bytes() == (tmp_path / name).read_bytes()
@@ -180,9 +180,9 @@ def test_new_tokens_are_trained_saved_and_there_again_when_it_is_opened(
     settings: dict[str, Any],
 ) -> None:
     tokens = ["<think>", "<done>"]
-    asked = parse(settings, base={"new_tokens": tokens}, train={"max_steps": 2})
-    run_recipe(asked)
-    folder = asked.train.output_dir
+    recipe = parse(settings, base={"new_tokens": tokens}, train={"max_steps": 2})
+    run_recipe(recipe)
+    folder = recipe.train.output_dir
     assert (folder / "tokenizer.json").is_file()
     for place in (folder, folder / "checkpoints" / "step-2"):
         opened = open_adapter(place)
@@ -206,8 +206,8 @@ def test_virtual_tokens_and_packed_rows_are_refused_before_anything_is_loaded(
 def test_packing_that_was_not_asked_for_gives_way(settings: dict[str, Any]) -> None:
     settings["method"] = {"type": "prompt_tuning", "num_virtual_tokens": 3}
     events: list[Event] = []
-    asked = parse(settings, train={"max_steps": 1})
-    run_recipe(asked, on_event=events.append)
+    recipe = parse(settings, train={"max_steps": 1})
+    run_recipe(recipe, on_event=events.append)
     assert [e for e in events if isinstance(e, Notice) and "not packed" in e.text]
-    kept = load(asked.train.output_dir / "recipe.yaml")  # and can be trained again
+    kept = load(recipe.train.output_dir / "recipe.yaml")  # and can be trained again
     assert not kept.data.packing

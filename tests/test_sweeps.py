@@ -48,7 +48,9 @@ def write(folder: Path, model: Path, **sections: dict[str, Any]) -> Path:
         "train": {"max_steps": 2, "batch_size": 3, "learning_rate": 5.0e-3, "eval_every": 2},
     }
     merged = {n: {**settings.get(n, {}), **sections.get(n, {})} for n in {**settings, **sections}}
-    merged = {n: {k: v for k, v in own.items() if v is not None} for n, own in merged.items()}
+    merged = {
+        n: {k: v for k, v in section.items() if v is not None} for n, section in merged.items()
+    }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(merged))
     return folder / "recipe.yaml"
 

@@ -39,15 +39,15 @@ ALL: tuple[Activations, ...] = ("keep", "recompute", "offload")
 def test_the_first_step_that_fits_is_chosen(
     available: float, tokens: int | None, expected: tuple[Activations, int | None] | None
 ) -> None:
-    asked = ExecutionPlan(rows=4, tokens=tokens)
-    found = choose(asked, COSTS, available, 80)
-    assert (None if found is None else (found.activations, found.tokens)) == expected
+    requested = ExecutionPlan(rows=4, tokens=tokens)
+    chosen = choose(requested, COSTS, available, 80)
+    assert (None if chosen is None else (chosen.activations, chosen.tokens)) == expected
 
 
 def test_rows_without_tokens_are_planned_by_rows() -> None:
-    asked = ExecutionPlan(rows=4)
-    assert choose(asked, COSTS, 39, 1) == replace(asked, rows=3)
-    assert choose(asked, COSTS, 9, 1) == replace(asked, activations="recompute", rows=2)
+    requested = ExecutionPlan(rows=4)
+    assert choose(requested, COSTS, 39, 1) == replace(requested, rows=3)
+    assert choose(requested, COSTS, 9, 1) == replace(requested, activations="recompute", rows=2)
 
 
 @pytest.mark.parametrize(
@@ -64,36 +64,36 @@ def test_a_gpu_rather_recomputes_than_idles(
     available: int, expected: tuple[Activations, int | None]
 ) -> None:
     costs: list[tuple[Activations, float]] = [("keep", 10.0), ("recompute", 4.0)]
-    asked = ExecutionPlan(device="cuda", rows=200)
-    found = choose(asked, costs, available, 50)
-    assert found is not None
-    assert (found.activations, found.tokens) == expected
+    requested = ExecutionPlan(device="cuda", rows=200)
+    chosen = choose(requested, costs, available, 50)
+    assert chosen is not None
+    assert (chosen.activations, chosen.tokens) == expected
 
 
 def steps(plan: ExecutionPlan, modes: tuple[Activations, ...], length: int) -> list[ExecutionPlan]:
     """Return all steps after a plan, for many rows of one length."""
-    asked, found = plan, []
+    requested, passed = plan, []
     next_plan: ExecutionPlan | None = plan
     while next_plan is not None:
-        found.append(next_plan)
+        passed.append(next_plan)
         limit = next_plan.rows
         if next_plan.tokens is not None:
             limit = max(min(limit, next_plan.tokens // length), 1)
-        next_plan = smaller(next_plan, asked, modes, rows=limit, tokens=limit * length)
-    return found[1:]
+        next_plan = smaller(next_plan, requested, modes, rows=limit, tokens=limit * length)
+    return passed[1:]
 
 
 def test_a_cpu_takes_fewer_rows_before_it_computes_them_twice() -> None:
-    found = steps(ExecutionPlan(rows=4), ("keep", "recompute"), 10)
-    told = [(plan.activations, plan.rows) for plan in found]
-    assert told == [("keep", 2), ("keep", 1), ("recompute", 4), ("recompute", 2), ("recompute", 1)]
+    chosen = steps(ExecutionPlan(rows=4), ("keep", "recompute"), 10)
+    shown = [(plan.activations, plan.rows) for plan in chosen]
+    assert shown == [("keep", 2), ("keep", 1), ("recompute", 4), ("recompute", 2), ("recompute", 1)]
 
 
 def test_a_gpu_is_kept_busy_as_long_as_another_step_takes_less() -> None:
-    found = steps(ExecutionPlan(device="cuda", rows=16, tokens=16_384), ALL, 1024)
-    told = [(plan.activations, plan.tokens) for plan in found]
+    chosen = steps(ExecutionPlan(device="cuda", rows=16, tokens=16_384), ALL, 1024)
+    shown = [(plan.activations, plan.tokens) for plan in chosen]
     most = [16_384, 8192, 4096]
-    assert told == [
+    assert shown == [
         *(("keep", tokens) for tokens in most[1:]),
         *(("recompute", tokens) for tokens in most),
         *(("offload", tokens) for tokens in [*most, 2048, 1024]),
@@ -125,6 +125,6 @@ def test_what_a_device_is_good_at_follows_from_its_kind_alone() -> None:
 def test_a_plan_is_the_same_after_it_was_saved() -> None:
     plan = ExecutionPlan("cuda", 2, shard="offload", activations="offload", rows=3, tokens=77)
     assert plan_from({**plan.as_dict(), "of_a_later_version": 1}) == plan
-    told = plan.describe()
+    shown = plan.describe()
     for part in ("2 x cuda", "sharded over processes", "main memory", "3 rows", "77 tokens"):
-        assert part in told
+        assert part in shown

@@ -48,10 +48,10 @@ def assert_close(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
 @pytest.mark.parametrize("batch_size", [8, 4, 3, 1])
 def test_a_step_cut_into_batches_has_the_gradient_of_the_whole(batch_size: int) -> None:
     accumulation = -(-8 // batch_size)
-    found = gradients_of_a_step(
+    gradients = gradients_of_a_step(
         Toy(), batch_size=batch_size, gradient_accumulation=accumulation, max_grad_norm=None
     )
-    assert_close(found, reference_gradients())
+    assert_close(gradients, reference_gradients())
 
 
 def test_a_mean_of_means_would_be_noticed_here() -> None:
@@ -144,10 +144,10 @@ def test_every_epoch_has_every_row_once_and_in_its_own_order(num_rows: int) -> N
 def test_the_order_of_a_step_depends_on_nothing_but_seed_and_step() -> None:
     forward, backward = StatelessSampler(14, 4, seed=3), StatelessSampler(14, 4, seed=3)
     steps = list(range(12))
-    asked = {step: backward.step_indices(step) for step in reversed(steps)}
-    assert [forward.step_indices(step) for step in steps] == [asked[step] for step in steps]
+    indices = {step: backward.step_indices(step) for step in reversed(steps)}
+    assert [forward.step_indices(step) for step in steps] == [indices[step] for step in steps]
     assert [StatelessSampler(14, 4, seed=4).step_indices(step) for step in steps] != [
-        asked[s] for s in steps
+        indices[s] for s in steps
     ]
 
 

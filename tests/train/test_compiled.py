@@ -256,9 +256,9 @@ def test_what_cannot_be_compiled_runs_as_it_is_written(
     assert words[cause] in notice
     assert "\n" not in notice
     assert run.losses == plain.losses
-    told = compiling(tmp_path / "b").error
-    assert isinstance(told, RunError)
-    assert words[cause] in str(told)
+    failure = compiling(tmp_path / "b").error
+    assert isinstance(failure, RunError)
+    assert words[cause] in str(failure)
 
 
 def test_a_failure_in_the_middle_of_a_run_costs_one_notice(

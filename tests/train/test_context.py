@@ -99,7 +99,7 @@ def each_model(rank: int, folder: Path) -> None:
     """Write for each model why it is refused, or how far it is in parts from in one piece."""
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    context, row, found = Context(dist.group.WORLD, 2, rank), a_row(37), {}
+    context, row, results = Context(dist.group.WORLD, 2, rank), a_row(37), {}
     data = DataConfig(train="", max_length=64, packing=False)
     for name, build in MODELS.items():
         torch.manual_seed(0)
@@ -111,26 +111,31 @@ def each_model(rank: int, folder: Path) -> None:
             task = CausalLM(model, tiny_tokenizer(), data)
         except PeftkitError:
             continue  # is no causal language model
-        own = [p for p in model.parameters() if p.requires_grad]
-        torch.nn.init.normal_(own[-1], std=0.1)
-        want = task.loss(model, task.collate([row]))[0]
-        wanted = torch.autograd.grad(want, own, allow_unused=True)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        torch.nn.init.normal_(trained[-1], std=0.1)
+        expected = task.loss(model, task.collate([row]))[0]
+        expected_grads = torch.autograd.grad(expected, trained, allow_unused=True)
         parts = ContextParallelTask(task, context)
         try:
             with parts.training(model):
                 loss = parts.loss(model, parts.collate([row]))[0]
-                grads = torch.autograd.grad(loss, own, allow_unused=True)
+                grads = torch.autograd.grad(loss, trained, allow_unused=True)
         except ConfigError as error:
-            found[name] = str(error.found)
+            results[name] = str(error.found)
             continue
         sums = [loss.detach(), *(torch.zeros(()) if g is None else g for g in grads)]
         for each in sums:
             dist.all_reduce(each)
-        wants = [want.detach(), *(torch.zeros(()) if g is None else g for g in wanted)]
-        largest = max(float(w.abs().max()) for w in wants[1:])
-        differs = max(float((a - w).abs().max()) for a, w in zip(sums[1:], wants[1:], strict=True))
-        found[name] = [float((sums[0] - want) / want), differs / largest]
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+        expected_all = [
+            expected.detach(),
+            *(torch.zeros(()) if g is None else g for g in expected_grads),
+        ]
+        largest = max(float(w.abs().max()) for w in expected_all[1:])
+        differs = max(
+            float((a - w).abs().max()) for a, w in zip(sums[1:], expected_all[1:], strict=True)
+        )
+        results[name] = [float((sums[0] - expected) / expected), differs / largest]
+    (folder / f"{rank}.json").write_text(json.dumps(results))
     os._exit(0)
 
 
@@ -140,10 +145,10 @@ def test_each_model_is_the_same_in_parts_or_refused(tmp_path: Path) -> None:
     assert [exit_code(child, 400) for child in children] == [0, 0]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second
-    taken = {name: told for name, told in first.items() if not isinstance(told, str)}
+    taken = {name: value for name, value in first.items() if not isinstance(value, str)}
     assert taken.keys() >= CAN
     assert first.keys() - taken.keys() >= CANNOT
-    assert {name: told for name, told in taken.items() if max(map(abs, told)) > 1e-5} == {}
+    assert {name: value for name, value in taken.items() if max(map(abs, value)) > 1e-5} == {}
 
 
 REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
@@ -156,10 +161,10 @@ REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("sections", "told"), REFUSED)
+@pytest.mark.parametrize(("sections", "reason"), REFUSED)
 def test_what_cannot_be_in_parts_is_refused_before_anything_is_loaded(
     sections: dict[str, dict[str, Any]],
-    told: str,
+    reason: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -174,7 +179,7 @@ def test_what_cannot_be_in_parts_is_refused_before_anything_is_loaded(
 
     with pytest.raises(ConfigError) as error:
         run(from_dict(Recipe, settings, "test"))
-    assert told in str(error.value)
+    assert reason in str(error.value)
     assert not (tmp_path / "two").exists()
 
 
@@ -183,7 +188,7 @@ def test_the_parts_of_a_batch_are_all_of_it(size: int) -> None:
     ids = torch.arange(3, 49).view(2, 23)
     index = torch.tensor([4, 17, 21, 23, 30, 44])
     batch = {"input_ids": ids, "target_index": index, "targets": ids.flatten()[index + 1]}
-    said = torch.zeros_like(ids)
+    counts = torch.zeros_like(ids)
     targets = 0
     for place in range(size):
         part = own_part(batch, Context(None, size, place))
@@ -191,11 +196,11 @@ def test_the_parts_of_a_batch_are_all_of_it(size: int) -> None:
         for row, where in enumerate(part["position_ids"]):
             real = part["input_ids"][row] != 0  # of the padding
             assert torch.equal(ids[row, where[real]], part["input_ids"][row, real])
-            said[row, where[real]] += 1
+            counts[row, where[real]] += 1
         tokens = part["input_ids"].flatten()[part["target_index"]]
         assert torch.equal(tokens + 1, part["targets"])
         targets += len(tokens)
-    assert torch.equal(said, torch.ones_like(ids))
+    assert torch.equal(counts, torch.ones_like(ids))
     assert targets == len(index)
 
 

@@ -262,17 +262,17 @@ def test_checkpoints_hold_what_the_weights_write(tmp_path: Path) -> None:
 
 
 def test_a_second_run_into_a_folder_is_refused_and_names_the_first(tmp_path: Path) -> None:
-    found: list[Played] = []
+    others: list[Played] = []
 
     def again(event: Event) -> None:
         if isinstance(event, StepDone) and event.step == 1:
-            found.append(play(tmp_path, resume=False, save_every=None))
+            others.append(play(tmp_path, resume=False, save_every=None))
 
     first = play(tmp_path, on_event=again, save_every=None)
     assert first.error is None
-    assert isinstance(found[0].error, OutputError)
-    assert f"Process {os.getpid()} on " in str(found[0].error)
-    assert found[0].losses == []
+    assert isinstance(others[0].error, OutputError)
+    assert f"Process {os.getpid()} on " in str(others[0].error)
+    assert others[0].losses == []
     assert play(tmp_path, resume=True).error is None
 
 

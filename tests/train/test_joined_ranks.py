@@ -26,24 +26,24 @@ from tests.train.sharded import Settings, settings_of
 SLOW = pytest.mark.slow
 
 
-def work(recipe: str, said: str, what: str, more: list[str]) -> None:
+def work(recipe: str, output: str, what: str, more: list[str]) -> None:
     """Run the command line on a process, the second of which does as it is told."""
-    said = f"{said}-{os.environ['RANK']}"
-    sys.stderr = open(said, "w", buffering=1)  # noqa: SIM115
-    own = os.environ["RANK"] == "1"
-    if own and what == "other learning rate":
+    output = f"{output}-{os.environ['RANK']}"
+    sys.stderr = open(output, "w", buffering=1)  # noqa: SIM115
+    is_second = os.environ["RANK"] == "1"
+    if is_second and what == "other learning rate":
         more = [*more, "--set", "train.learning_rate=0.01"]
-    if own and what == "other folder":
-        os.makedirs(f"{said}-elsewhere")
-        os.chdir(f"{said}-elsewhere")
-    if own and what == "other base":
+    if is_second and what == "other folder":
+        os.makedirs(f"{output}-elsewhere")
+        os.chdir(f"{output}-elsewhere")
+    if is_second and what == "other base":
         opened = run_module.open_base
 
         def other(*args: Any, **settings: Any) -> Any:
             return replace(opened(*args, **settings), fingerprint="sha256:another")
 
         run_module.open_base = other
-    if own and what in MISHAPS:
+    if is_second and what in MISHAPS:
         learn, calls = CausalLM.loss, [0]
 
         def sums(task: Any, model: Any, batch: Any) -> Any:
@@ -88,16 +88,16 @@ def launch(
     recipe = folder / "recipe.yaml"
     recipe.write_text(schema.dump_yaml(from_dict(Recipe, settings, "test")))
     began, cache = time.monotonic(), str(folder / "cache")
-    given = str(recipe), str(folder / "said"), what, [*more]
+    given = str(recipe), str(folder / "output"), what, [*more]
     children = start_ranks(work, *given, world=world, PEFTKIT_CACHE=cache)
     codes = [exit_code(child) for child in children]
-    said = "".join((folder / f"said-{rank}").read_text() for rank in range(world))
-    return codes, said, time.monotonic() - began
+    output = "".join((folder / f"output-{rank}").read_text() for rank in range(world))
+    return codes, output, time.monotonic() - began
 
 
-def errors(said: str) -> list[str]:
+def errors(output: str) -> list[str]:
     """Return the lines that begin a message."""
-    return [line for line in said.splitlines() if "Error: " in line or "Interrupted: " in line]
+    return [line for line in output.splitlines() if "Error: " in line or "Interrupted: " in line]
 
 
 def settings(folder: Path, **train: Any) -> Settings:
@@ -106,7 +106,7 @@ def settings(folder: Path, **train: Any) -> Settings:
 
 
 @pytest.mark.parametrize(
-    ("what", "told", "code"),
+    ("what", "message", "code"),
     [
         ("other learning rate", "train.learning_rate is 0.005 in process 0 and 0.01", 2),
         pytest.param("other folder", "is not the same for all processes", 2, marks=SLOW),
@@ -116,7 +116,7 @@ def settings(folder: Path, **train: Any) -> Settings:
     ],
 )
 def test_what_is_wrong_is_told_and_ends_all(
-    what: str, told: str, code: int, tmp_path: Path
+    what: str, message: str, code: int, tmp_path: Path
 ) -> None:
     recipe = settings(tmp_path)
     more = []
@@ -124,39 +124,39 @@ def test_what_is_wrong_is_told_and_ends_all(
         recipe["train"]["output_dir"] = "run"
         os.makedirs(tmp_path / "here", exist_ok=True)
         more = ["--out", "run"]
-    codes, said, seconds = launch(tmp_path, recipe, what, *more)
-    assert all(codes), said
+    codes, output, seconds = launch(tmp_path, recipe, what, *more)
+    assert all(codes), output
     assert code in codes
-    causes = [line for line in errors(said) if "another process terminated" not in line]
+    causes = [line for line in errors(output) if "another process terminated" not in line]
     # a number that is not finite is one on all: each tells of its own rows
-    assert len(causes) == (2 if what == "no number" else 1), said
-    assert told in said
+    assert len(causes) == (2 if what == "no number" else 1), output
+    assert message in output
     assert seconds < 60
 
 
 @pytest.mark.slow
 def test_a_process_that_is_gone_ends_the_others_and_more_go_on(tmp_path: Path) -> None:
     recipe = settings(tmp_path)
-    codes, said, seconds = launch(tmp_path, recipe, "killed")
+    codes, output, seconds = launch(tmp_path, recipe, "killed")
     assert codes[1] == -signal.SIGKILL
-    assert codes[0] == 1, said
-    assert len(errors(said)) == 1, said
-    assert "terminated unexpectedly" in said
+    assert codes[0] == 1, output
+    assert len(errors(output)) == 1, output
+    assert "terminated unexpectedly" in output
     assert seconds < 60
     before = steps(tmp_path / "run")
     assert 0 < before[-1] < 4
     allowed = [part for name in ("train", "num_processes") for part in ("--allow-changes", name)]
-    codes, said, _ = launch(tmp_path, recipe, "", "--resume", *allowed, world=3)
-    assert codes == [0, 0, 0], said
-    assert "num_processes: 2 -> 3" in said
+    codes, output, _ = launch(tmp_path, recipe, "", "--resume", *allowed, world=3)
+    assert codes == [0, 0, 0], output
+    assert "num_processes: 2 -> 3" in output
     assert steps(tmp_path / "run")[-1] == 4
 
 
 @pytest.mark.slow
 def test_a_signal_to_one_process_saves_and_stops_all(tmp_path: Path) -> None:
-    codes, said, _ = launch(tmp_path, settings(tmp_path), "terminated")
-    assert codes == [128 + signal.SIGTERM] * 2, said
-    assert "Go on with --resume" in said
+    codes, output, _ = launch(tmp_path, settings(tmp_path), "terminated")
+    assert codes == [128 + signal.SIGTERM] * 2, output
+    assert "Go on with --resume" in output
     reached = steps(tmp_path / "run")[-1]
     assert (tmp_path / "run" / "checkpoints" / f"step-{reached}").is_dir()
 

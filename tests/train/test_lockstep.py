@@ -21,8 +21,8 @@ class Two:
     def __init__(self, other: list[int]) -> None:
         self.other = other
 
-    def gather(self, own: Tensor) -> Tensor:
-        return torch.stack([own, torch.tensor(self.other)])
+    def gather(self, tensor: Tensor) -> Tensor:
+        return torch.stack([tensor, torch.tensor(self.other)])
 
 
 ROWS = [("text", 5), ("image", 9), ("text", 2), ("image", 4)]

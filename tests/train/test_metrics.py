@@ -21,12 +21,12 @@ class Recorder:
 
     name = "wandb"
     requires_logging_directory = False
-    made: ClassVar[list[Recorder]]
+    instances: ClassVar[list[Recorder]]
 
     def __init__(self, run_name: str) -> None:
         self.run_name, self.config, self.logged = run_name, dict[str, Any](), list[Any]()
         self.finished = False
-        type(self).made.append(self)
+        type(self).instances.append(self)
 
     def start(self) -> None: ...
 
@@ -45,11 +45,11 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Recorder]]:
     """Put recorders in the place of accelerate's trackers."""
 
     class First(Recorder):
-        made: ClassVar[list[Recorder]] = []
+        instances: ClassVar[list[Recorder]] = []
 
     class Second(Recorder):
         name = "trackio"
-        made: ClassVar[list[Recorder]] = []
+        instances: ClassVar[list[Recorder]] = []
 
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", First)
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "trackio", Second)
@@ -62,7 +62,7 @@ def test_trackers_get_the_figures_of_every_step_and_evaluation(
 ) -> None:
     run = play(tmp_path, log_to=["wandb", "trackio"])
     for kind in kinds.values():
-        (tracker,) = kind.made
+        (tracker,) = kind.instances
         losses = [values["train/loss"] for _, values in tracker.logged if "train/loss" in values]
         assert losses == run.losses
         assert [step for step, values in tracker.logged if "eval/loss" in values] == [3, 6, 9, 12]
@@ -86,7 +86,7 @@ def test_a_tracker_that_cannot_start_costs_one_notice(
     run = play(tmp_path, log_to=["wandb", "trackio"])
     assert run.error is None
     assert run.notices == ["The tracker wandb failed and is left out from here on: no network"]
-    assert len(kinds["trackio"].made[0].logged) == 16
+    assert len(kinds["trackio"].instances[0].logged) == 16
 
 
 def test_a_tracker_that_fails_later_costs_one_notice_and_not_the_others(
@@ -101,7 +101,7 @@ def test_a_tracker_that_fails_later_costs_one_notice_and_not_the_others(
     assert run.error is None
     assert len(run.notices) == 1
     assert "quota" in run.notices[0]
-    assert len(kinds["trackio"].made[0].logged) == 16
+    assert len(kinds["trackio"].instances[0].logged) == 16
 
 
 def test_trackers_are_ended_when_the_run_breaks(
@@ -113,7 +113,7 @@ def test_trackers_are_ended_when_the_run_breaks(
 
     run = play(tmp_path, log_to=["wandb"], on_event=crash)
     assert isinstance(run.error, KeyError)
-    assert kinds["wandb"].made[0].finished
+    assert kinds["wandb"].instances[0].finished
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_way_to_get_it(tmp_path: Path) -> None:

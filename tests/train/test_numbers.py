@@ -51,8 +51,8 @@ class Exploding(Toy):
 
 
 def diagnosis_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "diagnosis.json").read_text())
-    return found
+    diagnosis: dict[str, Any] = json.loads((folder / "diagnosis.json").read_text())
+    return diagnosis
 
 
 def weights_before(folder: Path, step: int) -> dict[str, Tensor]:
@@ -76,14 +76,14 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(
 
 def test_the_diagnosis_names_step_rows_and_loss(tmp_path: Path) -> None:
     run = play(tmp_path, task=Poisoned(float("nan")))
-    found = diagnosis_of(tmp_path)
-    assert found["step"] == len(run.losses) + 1
-    assert found["loss"] == "nan"
-    assert f"train.jsonl:{BAD + 1}" in found["rows"]
-    assert f"train.jsonl:{BAD + 1}" in found["module_rows"]
-    assert len(found["rows"]) == 4
-    assert len(found["module_rows"]) == 2, "the micro-batch alone"
-    assert found["module"] == "the loss"
+    diagnosis = diagnosis_of(tmp_path)
+    assert diagnosis["step"] == len(run.losses) + 1
+    assert diagnosis["loss"] == "nan"
+    assert f"train.jsonl:{BAD + 1}" in diagnosis["rows"]
+    assert f"train.jsonl:{BAD + 1}" in diagnosis["module_rows"]
+    assert len(diagnosis["rows"]) == 4
+    assert len(diagnosis["module_rows"]) == 2, "the micro-batch alone"
+    assert diagnosis["module"] == "the loss"
     assert f"train.jsonl:{BAD + 1}" in str(run.error)
     assert str(tmp_path / "diagnosis.json") in str(run.error)
 
@@ -93,9 +93,9 @@ def test_the_diagnosis_names_the_first_module_with_a_non_finite_output(tmp_path:
     with torch.no_grad():
         model.base.weight[3, 2] = float("inf")
     run = play(tmp_path, model=model)
-    found = diagnosis_of(tmp_path)
-    assert (found["module"], found["module_type"]) == ("base", "Linear")
-    assert found["parameters"] == ["base.weight"]
+    diagnosis = diagnosis_of(tmp_path)
+    assert (diagnosis["module"], diagnosis["module_type"]) == ("base", "Linear")
+    assert diagnosis["parameters"] == ["base.weight"]
     assert "First non-finite output: base (Linear)" in str(run.error)
     assert run.losses == []
 
@@ -105,10 +105,10 @@ def test_an_infinite_gradient_stops_before_the_weights_change(tmp_path: Path) ->
     reference = play(tmp_path / "b", max_steps=None, on_event=None)
     assert isinstance(run.error, RunError)
     assert run.losses == reference.losses[:1]
-    found = diagnosis_of(tmp_path / "a")
-    assert found["module"] is None
-    assert found["gradients"] == ["magnitude", "lora_A.weight", "lora_B.weight"]
-    assert found["parameters"] == []
+    diagnosis = diagnosis_of(tmp_path / "a")
+    assert diagnosis["module"] is None
+    assert diagnosis["gradients"] == ["magnitude", "lora_A.weight", "lora_B.weight"]
+    assert diagnosis["parameters"] == []
     assert "Non-finite gradients: magnitude" in str(run.error)
 
 

@@ -33,11 +33,11 @@ def test_warm_up_rises_to_the_peak_and_never_is_zero() -> None:
 
 def test_cosine_and_linear_fall_from_the_peak_towards_zero() -> None:
     for schedule, middle in (("cosine", 0.5), ("linear", 0.5)):
-        found = rates(warmup_ratio=0.0, schedule=schedule)
-        assert found[0] == 1.0
-        assert found[5] == pytest.approx(middle)
-        assert 0 < found[9] < 0.11
-        assert found == sorted(found, reverse=True)
+        factors = rates(warmup_ratio=0.0, schedule=schedule)
+        assert factors[0] == 1.0
+        assert factors[5] == pytest.approx(middle)
+        assert 0 < factors[9] < 0.11
+        assert factors == sorted(factors, reverse=True)
 
 
 def test_loraplus_gives_lora_B_a_multiple_of_the_learning_rate() -> None:

@@ -266,9 +266,9 @@ def test_a_run_that_had_to_recompute_does_so_after_a_resume_unless_told_otherwis
     first.use(replace(first.plan, activations="recompute"))
     second.load_state(first.run.state, is_exact=True)
     assert second.blocks.activations == "recompute"
-    told = trainer_of(Deep(), ToyTask(), gradient_checkpointing=False)
-    told.load_state(first.run.state, is_exact=True)
-    assert told.plan.activations == "keep"
+    explicit = trainer_of(Deep(), ToyTask(), gradient_checkpointing=False)
+    explicit.load_state(first.run.state, is_exact=True)
+    assert explicit.plan.activations == "keep"
 
 
 def test_recomputing_a_model_without_marked_blocks_is_refused(tmp_path: Path) -> None:

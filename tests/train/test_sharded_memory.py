@@ -50,20 +50,20 @@ def anonymous() -> int:
 
 def open_and_shard(folder: str, bases: list[str]) -> None:
     """Report, for each base, what this process's own memory grew by, and what it keeps."""
-    ranks = World(torch.device("cpu"))
+    world = World(torch.device("cpu"))
     # what is imported and set up at the first time
-    load_base(f"{folder}/warm", quantize="nf4", sharing=ranks)
-    told = {}
+    load_base(f"{folder}/warm", quantize="nf4", sharing=world)
+    measured = {}
     for name in bases:
         _, _, quantize, dtype = BASES[name]
         before = anonymous()
-        base = load_base(f"{folder}/{name}", quantize=quantize, dtype=dtype, sharing=ranks)
+        base = load_base(f"{folder}/{name}", quantize=quantize, dtype=dtype, sharing=world)
         opened = anonymous() - before
         whole = local_bytes(base.model)["base"]
-        shard_base(base.model, ranks.device)
+        shard_base(base.model, world.device)
         sharded = anonymous() - before
         kept = local_bytes(base.model)["base"]
-        told[name] = {
+        measured[name] = {
             "opened": opened,
             "sharded": sharded,
             "whole": whole,
@@ -72,8 +72,8 @@ def open_and_shard(folder: str, bases: list[str]) -> None:
             "block": whole // SIZES["num_hidden_layers"],
         }
         del base
-    Path(folder, f"told-{ranks.rank}.json").write_text(json.dumps(told))
-    ranks.wait()
+    Path(folder, f"measured-{world.rank}.json").write_text(json.dumps(measured))
+    world.wait()
     os._exit(0)
 
 
@@ -83,8 +83,8 @@ def most_gathered(model: Any) -> int:
     seen = [0]
 
     def look(*_: Any) -> None:
-        own = [p for block in blocks for p in block.parameters() if not hasattr(p, "to_local")]
-        seen.append(sum(p.numel() * p.element_size() for p in own))
+        whole = [p for block in blocks for p in block.parameters() if not hasattr(p, "to_local")]
+        seen.append(sum(p.numel() * p.element_size() for p in whole))
 
     for module in model.modules():
         if not [*module.children()] or isinstance(module, QuantizedLinear):
@@ -94,7 +94,7 @@ def most_gathered(model: Any) -> int:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, int]]]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, int]]]:
     """What each of two processes says of every base."""
     folder = tmp_path_factory.mktemp("bases")
     for name, (stem, sizes, _, _) in {**BASES, "warm": ("Llama", SIZES, "", "")}.items():
@@ -104,7 +104,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, i
     cache = str(folder / "cache")
     children = start_ranks(open_and_shard, str(folder), [*BASES], PEFTKIT_CACHE=cache)
     assert [exit_code(child, 300) for child in children] == [0, 0]
-    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((folder / f"measured-{rank}.json").read_text()) for rank in range(2)]
 
 
 MORE = 12_000_000
@@ -115,11 +115,11 @@ MORE = 12_000_000
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", BASES)
 def test_a_process_holds_its_part_and_a_block(
-    name: str, rank: int, told: list[dict[str, dict[str, int]]]
+    name: str, rank: int, measured: list[dict[str, dict[str, int]]]
 ) -> None:
-    own = told[rank][name]
-    assert own["whole"] > 2 * MORE or "nf4" in name
-    assert own["kept"] <= 0.51 * own["whole"] + 100_000  # what has no dimension to cut is whole
-    assert own["opened"] < MORE
-    assert own["sharded"] < own["kept"] + own["block"] + MORE
-    assert 0 < own["gathered"] <= 2.1 * own["block"]
+    sizes = measured[rank][name]
+    assert sizes["whole"] > 2 * MORE or "nf4" in name
+    assert sizes["kept"] <= 0.51 * sizes["whole"] + 100_000  # what has no dimension to cut is whole
+    assert sizes["opened"] < MORE
+    assert sizes["sharded"] < sizes["kept"] + sizes["block"] + MORE
+    assert 0 < sizes["gathered"] <= 2.1 * sizes["block"]

@@ -55,9 +55,9 @@ def settings_of(folder: Path, model: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
     """A run on two processes that share a base in 4 bits and recompute its blocks."""
-    found = tmp_path_factory.mktemp("sharded")
-    assert together(found, {"two": settings_of(found, model_folder)}) == {}
-    return found
+    directory = tmp_path_factory.mktemp("sharded")
+    assert together(directory, {"two": settings_of(directory, model_folder)}) == {}
+    return directory
 
 
 def test_two_processes_that_share_a_base_learn_what_one_does(

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.slow
 
 def commands(launcher: str) -> list[str]:
     """Return the page's commands that begin with a launcher, each in one line."""
-    found = [text.strip() for text in re.findall(r"```bash\n(.*?)```", PAGE, re.S)]
-    return [text.replace("\\\n", " ") for text in found if text.startswith(launcher)]
+    blocks = [text.strip() for text in re.findall(r"```bash\n(.*?)```", PAGE, re.S)]
+    return [text.replace("\\\n", " ") for text in blocks if text.startswith(launcher)]
 
 
 def changed(command: str, port: str, machine: int) -> list[str]:
@@ -88,11 +88,11 @@ def prepared(folder: Path, model: Path, **train: object) -> None:
 def test_two_machines_train_one_adapter(launcher: str, tmp_path: Path, model_folder: Path) -> None:
     prepared(tmp_path, model_folder)
     with two_machines(commands(launcher)[0], tmp_path) as machines:
-        said = [machine.communicate(timeout=300) for machine in machines]
-        assert [machine.returncode for machine in machines] == [0, 0], said
+        outputs = [machine.communicate(timeout=300) for machine in machines]
+        assert [machine.returncode for machine in machines] == [0, 0], outputs
     assert len(losses(tmp_path / "run")) == 5
     assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
-    spoke = [out + err for out, err in said if "step 1/5" in out + err]
+    spoke = [out + err for out, err in outputs if "step 1/5" in out + err]
     assert len(spoke) == 1
     assert spoke[0].count("step 5/5") == spoke[0].count("rows read") // 2 == 1
-    assert [out for out, _ in said].count("") == 1  # of a launcher there is at most a warning
+    assert [out for out, _ in outputs].count("") == 1  # of a launcher there is at most a warning

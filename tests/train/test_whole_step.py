@@ -43,32 +43,32 @@ class Centred(ToyTask):
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         if INDEX not in batch:
-            own = self.row_values(model, batch)
-            mean = own.detach().mean()
+            values = self.row_values(model, batch)
+            mean = values.detach().mean()
         else:
             assert self._step is not None
             assert self._step.values is not None
             self._step.restore_generators(batch)
-            own = self.row_values(model, batch)
+            values = self.row_values(model, batch)
             # what was computed first is what is computed now, dropout and all
-            torch.testing.assert_close(self._step.values[batch[INDEX]], own.detach())
+            torch.testing.assert_close(self._step.values[batch[INDEX]], values.detach())
             mean = self._step.values.mean()
-        return torch.stack([((own - mean) ** 2).sum(), (own > mean).sum().float()])
+        return torch.stack([((values - mean) ** 2).sum(), (values > mean).sum().float()])
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_rows_know_the_whole_step_whatever_goes_through_at_once(dropout: float) -> None:
-    task, found = Centred(), []
+    task, steps = Centred(), []
     for size in (8, 3, 1) if dropout == 0 else (3,):
         model = Toy(dropout).train()
         trainer = trainer_of(model, task)
         trainer.use(replace(trainer.plan, rows=size))
         (rows,) = task.before_step(ROWS, trainer.run)
         facts = trainer.step(rows, 1e-2)
-        found.append((facts.loss, facts.figures["above"], model.lora_B.weight.detach().clone()))
-    for loss, above, weight in found[1:]:
-        assert (loss, above) == pytest.approx(found[0][:2], rel=1e-5)
-        torch.testing.assert_close(weight, found[0][2])
+        steps.append((facts.loss, facts.figures["above"], model.lora_B.weight.detach().clone()))
+    for loss, above, weight in steps[1:]:
+        assert (loss, above) == pytest.approx(steps[0][:2], rel=1e-5)
+        torch.testing.assert_close(weight, steps[0][2])
 
 
 def test_rows_keep_their_values_where_they_are_sorted_to_fit() -> None:

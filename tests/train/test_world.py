@@ -33,14 +33,14 @@ class Listing(ToyTask):
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         if model.training:
             self.calls, self.last = self.calls + 1, len(batch["labels"])
-            own = os.environ["RANK"] == "1"
-            if self.what == "terminate" and own and self.calls == 5:
+            is_second = os.environ["RANK"] == "1"
+            if self.what == "terminate" and is_second and self.calls == 5:
                 os.kill(os.getpid(), signal.SIGTERM)
-            if self.what == "die" and own and self.calls == 5:
+            if self.what == "die" and is_second and self.calls == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if self.what == "short" and own and len(batch["labels"]) > 1:
+            if self.what == "short" and is_second and len(batch["labels"]) > 1:
                 raise RuntimeError("CUDA out of memory.")
-            if self.what == "nan" and own and self.calls == 5:
+            if self.what == "nan" and is_second and self.calls == 5:
                 return super().loss(model, batch) * float("nan")
         loss = super().loss(model, batch)
         if model.training and loss.requires_grad:
@@ -104,9 +104,9 @@ def launch(folder: Path, runs: Mapping[str, dict[str, Any]]) -> list[int | None]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All runs on two processes, with accumulation 2 on each."""
-    found = tmp_path_factory.mktemp("two")
-    assert launch(found, RUNS) == [0, 0]
-    return found
+    directory = tmp_path_factory.mktemp("two")
+    assert launch(directory, RUNS) == [0, 0]
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -255,8 +255,8 @@ class Alone:
 
 
 def test_a_lone_process_sums_and_gathers_nothing() -> None:
-    ranks = World(torch.device("cpu"))
-    assert (ranks.rank, ranks.world_size, ranks.is_main) == (0, 1, True)
-    assert ranks.sum(torch.tensor(3.0)) == 3.0
-    assert ranks.gather(torch.tensor([1, 2])).tolist() == [[1, 2]]
-    assert ranks.max(7) == 7
+    world = World(torch.device("cpu"))
+    assert (world.rank, world.world_size, world.is_main) == (0, 1, True)
+    assert world.sum(torch.tensor(3.0)) == 3.0
+    assert world.gather(torch.tensor([1, 2])).tolist() == [[1, 2]]
+    assert world.max(7) == 7
