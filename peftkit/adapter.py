@@ -95,7 +95,7 @@ class Adapter:
         self.end_training()
         for handle in self._handles:
             handle.remove()
-        for path, module in reversed(self.modules.items()):  # what has parts before its parts
+        for path, module in reversed(self.modules.items()):  # a module before its submodules
             _replace(self.model, path, module.base)
         self._handles, self.modules = [], {}
 
@@ -154,7 +154,7 @@ def attach(
         model: Any transformer; changed in place.
         method: What to attach; `method.targets` says where. By default vision and audio towers are
             left out.
-        sites: Where, if the caller already knows.
+        sites: Those of `method.sites`, if already computed.
         starts: Initial values by module path, computed by the function `method.initializer` names.
         fresh: Whether to set initial values; False if a state is loaded next.
         seed: Of the initial values, which are the same on every device.
@@ -201,7 +201,7 @@ def attach(
         module.train(model.training)
         _replace(model, path, module)
     if (stream := getattr(model, "block_stream", None)) is not None:
-        stream.move_unstreamed(model)  # the new modules, made in main memory like the weights
+        stream.move_unstreamed(model)  # the new modules, which are still in main memory
     return Adapter(model, method, modules, full)
 
 

@@ -54,7 +54,7 @@ def grouped_attention(
     scores = torch.bmm(rows, key.reshape(pairs, keys, size).transpose(1, 2))
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    # no view, as autograd sees it: of a view that changes it would copy the gradient
+    # not a view: autograd would copy the gradient of a view that changes in place
     scores = torch.ops.aten._unsafe_view(scores, (batch, heads, length, keys))
     hidden = None if mask is None else _additive(mask, query.dtype)
     if is_causal:
@@ -62,7 +62,7 @@ def grouped_attention(
         hidden = hidden.triu_(1)
     for term in (position_bias, hidden):
         if term is not None:
-            scores.add_(term.contiguous())  # heads last, as T5 has them: six times the time
+            scores.add_(term.contiguous())  # T5 stores heads last: six times slower
     probs = functional.softmax(scores, dim=-1).view(pairs, rows.shape[1], keys)
     out = torch.bmm(probs, value.reshape(pairs, keys, value.shape[-1]))
     return out.view(batch, heads, length, value.shape[-1])
@@ -78,7 +78,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask as a tensor to add to scores of this dtype."""
     if mask.dtype == dtype:
         return mask
-    # not infinite: a row of padding may see nothing at all, within a window
+    # finite: within a window a row of padding may attend to nothing
     lowest = torch.finfo(dtype).min
     if mask.dtype != torch.bool:
         return mask.clamp(min=lowest).to(dtype)

@@ -1,6 +1,6 @@
 """Weights of published quantised checkpoints: codes, and a scale for each block of codes.
 
-    W[o, i] = (value(code[o, i]) - zero[o, g]) * scale[o, g],   g = the block that (o, i) lies in
+    W[o, i] = (value(code[o, i]) - zero[o, g]) * scale[o, g],   g = the block of (o, i)
 
 int4, mxfp4 and nvfp4 pack two codes in a byte, the first one in the low bits. The zeros of int4 and
 uint8 are stored, or 8 and 128; fp8 is e4m3. Scales of mxfp4 are e8m0 exponents. Scales of nvfp4 are
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 KINDS = ("int4", "uint8", "fp8", "mxfp4", "nvfp4")
 PAIRED = ("int4", "mxfp4", "nvfp4")
 _WIDE = {2: torch.int32, 4: torch.int64}
-"""Bytes of a value -> what holds two of them."""
+"""Bytes of a value -> integer dtype that holds two values."""
 TILE_SIZE = 1 << 17
 """Values that a CPU dequantises at a time."""
 _BLOCKS = tuple(1 << power for power in range(12, 5, -1))
-"""Values to a scale that bitsandbytes' kernel of 8 bits takes."""
+"""Values per scale that bitsandbytes' 8-bit kernel supports."""
 
 
 def unpack_blocks(
@@ -137,7 +137,7 @@ def _pairs(kind: str, middle: int, dtype: torch.dtype, device: torch.device) -> 
 def _apply(
     operation: Callable[..., Tensor], values: Tensor, numbers: Tensor, block: int, out: Tensor
 ) -> None:
-    """Apply an operation in place to values and the number of their block of columns."""
+    """Apply an operation to values and the number of their block of columns, into `out`."""
     width = values.shape[-1]
     if numbers.shape[-1] * block == width:
         values, out = values.unflatten(-1, (-1, block)), out.unflatten(-1, (-1, block))

@@ -98,7 +98,7 @@ def add_lora_by_row(out: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: RowRank
 
 def _masked(out: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: RowRanks) -> Tensor:
     hidden = functional.linear(x, a[: ranks.total])  # (M, T, R)
-    # filled, not multiplied: what another row's adapter makes of this row may be infinite
+    # filled, not multiplied: another row's adapter may give an infinite value for this row
     hidden = hidden.masked_fill(ranks.foreign, 0)
     flat = torch.addmm(out.flatten(0, 1), hidden.flatten(0, 1), b[: ranks.total])
     return flat.view(out.shape)

@@ -34,7 +34,7 @@ BYTES_A_LOGIT = 8
 MIN_ROWS = 384
 """Fewer rows to a chunk would leave the head's matrix product idle."""
 ALIGNMENT = 16
-"""C is one of this: of some odd sizes the product takes twice as long, and keeps code for each."""
+"""C is a multiple of this: odd sizes may take twice as long, and each has its code compiled."""
 
 
 def reference_cross_entropy(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
@@ -109,7 +109,7 @@ def logits_of_chunk(
     with torch.set_grad_enabled(wants_grad), saved_tensors_hooks(_same, _same):
         rows = functional.pad(hidden.detach(), (0, 0, 0, -len(hidden) % ALIGNMENT))
         logits = head(rows.requires_grad_(wants_grad))
-    # before logits change: through a changed view autograd goes by zeros of the size of all
+    # before logits change in place: through a changed view autograd allocates zeros of full size
     edge = [get_gradient_edge(logits)] if wants_grad else []
     return rows, edge, logits.detach()
 

@@ -303,7 +303,7 @@ class PackedLinear(torch.autograd.Function):
         ctx.form = form
         flat, weight = x.reshape(-1, x.shape[-1]), unpack(packed, scales, form, dtype)
         out = functional.linear(flat, weight, bias)
-        # no view, as which torch would forbid a model to change it in place (DeBERTa does)
+        # not a view: torch would forbid models to change it in place, as DeBERTa does
         return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[-1]))
 
     @staticmethod

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-"""Numbers of one program."""
+"""Values per program."""
 NUMBERS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
-"""How kernels tell activations apart."""
+"""KIND of each activation."""
 
 
 @triton.jit
@@ -126,7 +126,7 @@ def rotary_kernel(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, back: bool) -> None:
-    """Write x (B, H, T, D) rotated into `out`; heads lie without gaps, cosines and sines all do."""
+    """Write x (B, H, T, D) rotated into `out`; D is contiguous, and so are cosines and sines."""
     batch, heads, length, size = x.shape
     padded = triton.next_power_of_2(size // 2)
     tokens = max(1, BLOCK // 2 // padded)

@@ -62,7 +62,7 @@ def spans_of(documents: Sequence[Sequence[int]], total: int) -> Spans:
     num_queries, num_keys, tokens, used = [], [], list[int](), 0
     for document in sorted(documents, key=len, reverse=True):  # as tokens were numbered
         new = document[-1] + 1 - used
-        if new > 0:  # else it is the beginning of another, and has nothing of its own
+        if new > 0:  # else it is a prefix of another document
             num_queries.append(new)
             num_keys.append(len(document))
             tokens += document
@@ -170,7 +170,7 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         first, copies, owners = ctx.saved_tensors
         (grad,) = grads
-        # the few that are there again are summed in float32: there may be hundreds of one token
+        # copies are summed in float32: one token may have hundreds
         grad_x = grad.index_select(0, first).float()
         grad_x.index_add_(0, owners, grad.index_select(0, copies).float())
         return grad_x.to(grad.dtype), None, None, None, None
@@ -224,7 +224,7 @@ def grid_of(documents: Sequence[Sequence[int]], shape: tuple[int, int]) -> Grid:
     pad = total - 1
     tokens = torch.full((num_rows, width), pad)
     places = torch.full((total,), width - 1)
-    for number in reversed(range(num_rows)):  # so that the first has the last word
+    for number in reversed(range(num_rows)):  # the first document overwrites the others
         document = torch.tensor(documents[number])
         tokens[number, : len(document)] = document
         places[document] = number * width + torch.arange(len(document))
@@ -234,9 +234,9 @@ def grid_of(documents: Sequence[Sequence[int]], shape: tuple[int, int]) -> Grid:
 
 def into_grid(x: Tensor, grid: Grid) -> Tensor:
     """Return queries, keys or values (B, H, L, D) as (R, H, T, D)."""
-    # not in 16 bits, for the backward pass sums over all documents that have a token
+    # in float32: the backward pass sums over all documents that share a token
     rows = x.transpose(1, 2).flatten(0, 1).to(torch.promote_types(x.dtype, torch.float32))
-    # no gradient of padding, which all documents share: a value that is not finite stays in its own
+    # padding has no gradient: all documents share it, and a value that is not finite would spread
     rows = torch.cat([rows[:-1], rows[-1:].detach()])
     return rows[grid.tokens].transpose(1, 2).to(x.dtype)
 

@@ -5,7 +5,7 @@
 - `PeftFormat`: adapter_config.json and the names of tensors.
 
 Freezing, saving, loading, disabling and merging follow from these, once, for all methods.
-A module of the model carries one adapter module, however many of its weights that adapts.
+A module of the model has at most one adapter module, which may adapt several of its weights.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ def eva_starts(
 
 def with_ranks(method: LoRA, sites: Iterable[Site], ranks: Mapping[str, int]) -> LoRA:
     """Return the method with these ranks by path; every layer keeps its scaling."""
-    # longest first: the first pattern that matches a path's end counts, which is then its own
+    # longest first: the first pattern that matches a path's end counts, so each path finds its own
     ordered = sorted(sites, key=lambda site: len(site.path), reverse=True)
     alphas = {}
     for site in ordered:

@@ -120,7 +120,7 @@ class LoRAExperts(AdapterModule):
             name: stack.over(getattr(self.base, name), flipped=self.flipped)
             for name, stack in self.parts().items()
         }
-        try:  # the class as it is: through a cast torch.compile loses sight of its function
+        try:  # no cast of the class: torch.compile would lose its function
             return type(self.base).forward(_Lens(self.base, adapted), *args, **kwargs)
         except NoProductError as error:
             raise TargetError(

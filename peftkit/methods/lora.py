@@ -188,12 +188,12 @@ class LoRA(Method):
 
     def scale_of(self, site: Site) -> tuple[int, float]:
         """Return the rank and the scaling of a site."""
-        rank = self._of(site, self.rank_pattern, self.rank)
-        alpha = self._of(site, self.alpha_pattern, self.alpha)
+        rank = self._by_pattern(site, self.rank_pattern, self.rank)
+        alpha = self._by_pattern(site, self.alpha_pattern, self.alpha)
         return rank, alpha / (math.sqrt(rank) if self.rslora else rank)
 
     @staticmethod
-    def _of(site: Site, pattern: Mapping[str, Any], default: Any) -> Any:
+    def _by_pattern(site: Site, pattern: Mapping[str, Any], default: Any) -> Any:
         """Return a site's value in a pattern: by role, then by name with PEFT's rule."""
         values = {pattern[role] for role in site.roles if role in pattern}
         if len(values) > 1 or (values and any(role not in pattern for role in site.roles)):

@@ -2,7 +2,7 @@
 
 The rows of an embedding or head replace the base's: y = E'[ids], and W' h for a head, where E' and
 W' differ from the frozen tables in these rows only. If the head is tied to the embedding, both use
-the same rows. Neither a copy nor a gradient of the whole table is made. In files they are PEFT's
+the same rows. The table is not copied and gets no gradient. In files they are PEFT's
 `trainable_token_indices`: the tensor "token_adapter.trainable_tokens_delta" holds the rows
 themselves, in the order in which the tokens are named.
 
@@ -348,7 +348,6 @@ def token_modules(
 def _tokens_by_module(
     model: nn.Module, rows: tuple[int, ...] | Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-
     if not isinstance(rows, Mapping):
         return {input_embedding(model): rows}
     tokens_of = {}

@@ -1,4 +1,4 @@
-"""Methods that train parameters of the base, of which each adapter has copies of its own.
+"""Methods that train copies of the base's own parameters.
 
 LayerNorm tuning: the scales (and shifts) of normalisation layers (Zhao et al., 2023,
 arXiv:2312.11420). BitFit: the biases (Ben Zaken et al., 2021, arXiv:2106.10199).

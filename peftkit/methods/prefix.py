@@ -155,7 +155,7 @@ def _shape(stack: Any, method_type: str) -> tuple[int, int, int]:
     if "past_key_values" in arguments(stack):
         try:
             pairs = keys_and_values(stack, _one_token(stack))
-        except Exception as error:  # a model's own way of saying that it takes no such cache
+        except Exception as error:  # each model refuses such a cache in its own way
             reason = f"Its cache is of another kind: {error}"
     shapes = {tuple(states.shape) for pair in pairs for states in pair}
     num_layers = stack.config.get_text_config(decoder=True).num_hidden_layers

@@ -51,7 +51,7 @@ class VirtualTokens(AdapterModule):
         super().__init__(base, site)
         self.num_virtual = num_virtual
         tensor = torch.zeros(shape, dtype=ADAPTER_DTYPES[dtype], device=self.weight.device)
-        # behind the base's own: transformers takes the dtype of a model's first parameter for its
+        # after the base's parameters: transformers takes the first one's dtype for the model's
         self.trained = nn.ParameterDict({PROMPT: nn.Parameter(tensor)})
 
     @property
@@ -62,7 +62,7 @@ class VirtualTokens(AdapterModule):
         return self.base(*args, **kwargs)
 
     def state(self) -> dict[str, Tensor]:
-        return {}  # it belongs to the adapter as a whole: `VirtualMethod.shared`
+        return {}  # its tensor is the adapter's: `VirtualMethod.shared`
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         return None
@@ -253,7 +253,7 @@ def num_past(cache: Any) -> int:
             found=f"{type(decoder_cache).__name__}, whose size is fixed",
             fix="Leave cache_implementation out.",
         )
-    # not the cache's own word, which is its first layer's: that may be one of linear attention
+    # not cache.get_seq_length(), which asks the first layer: it may have linear attention
     return max(
         (int(x.get_seq_length()) for x in decoder_cache.layers if hasattr(x, "get_seq_length")),
         default=0,

@@ -28,7 +28,7 @@ from peftkit.model.places import (
 )
 
 RECOMPUTABLE = "GradientCheckpointingLayer"
-"""The class of transformers that such blocks are of; by name, for it is not imported here."""
+"""transformers' class of blocks that can be recomputed; by name, as it is not imported here."""
 
 STREAMED = "block_stream"
 """Attribute of a model whose blocks' weights are streamed from main memory."""
@@ -37,11 +37,11 @@ SHARDED = "is_sharded_base"
 """Attribute of a model whose blocks' weights are sharded over processes."""
 
 NORM_AFTER = r"post_(feed_?forward|ffn|mlp)"
-"""Name of a block's norm of what its feed-forward part puts out (Gemma 2, OLMo 2, GLM 4)."""
+"""Pattern for the name of a norm on the feed-forward output (Gemma 2, OLMo 2, GLM 4)."""
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Tell whether a model's weights are sharded over processes (base/sharding.py)."""
+    """Return whether a model's weights are sharded over processes (base/sharding.py)."""
     return hasattr(model, SHARDED)
 
 

@@ -28,7 +28,7 @@ from peftkit.model.places import is_linear, unwrap_adapter
 from peftkit.model.roles import FFN_LEAVES
 
 EPS = ("variance_epsilon", "eps", "epsilon")
-"""Attributes in which norms keep the eps that they add to the mean square."""
+"""Attributes of norms that hold the eps added to the mean square."""
 ROTATION = "apply_rotary_pos_emb"
 """The function in transformers' modules that rotates queries and keys."""
 _CALL_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)

@@ -133,7 +133,7 @@ EMBED_LEAVES = (
 )
 POSITION = r"pos|token_type|relative|wpe"
 
-# Fused projections. Which order the rows have cannot be told from shapes, so each row of this table
+# Fused projections. The order of the rows does not follow from shapes, so each row of this table
 # was read in (and the main ones proven on) the model's code: a name that is not here is not split.
 
 

@@ -19,8 +19,8 @@ the indexers of sparse attention, and LM or classification heads are adapted onl
 out_proj inside torch's own MultiheadAttention and the dt_proj of Mamba are no targets, because they
 are never called.
 
-A role of a fused weight is the output rows that belong to it. Adapters of peftkit are looked
-through: the site is where the adapter sits.
+A role of a fused weight is the output rows that belong to it. A site inside an adapter of peftkit
+is the adapter's.
 
 Shapes: out output rows of a layer, N adapted ones, r rank, R = r times the adapted roles, `...` is
 E experts, or nothing.
@@ -174,7 +174,7 @@ def resolve(model: nn.Module, targets: Sequence[str] | str, *, stacks: bool = Tr
             chosen.setdefault(index, set()).update(roles)
             if target.rpartition(".")[2] not in table.GROUPS:
                 named.add(index)
-            # a pattern means the layer as it stands, and so does all-linear
+            # a pattern or all-linear means the whole layer
             if roles == {""} or target.endswith(table.ALL_LINEAR):
                 whole.add(index)
         if not hits or _find_unsplit_fused(places, target):
