@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A state of the model to compare it with.
+    """A state of the model that losses compare it with.
 
     Attributes:
         state: Makes a context in which the model is in this state.
-        key: Tells it from all others: base, precision, values. "": unknown, and nothing is kept.
+        key: Identifies base, precision and values; "" if unknown: nothing is stored then.
     """
 
     state: Callable[[], AbstractContextManager[None]]
@@ -60,10 +60,10 @@ class Run:
         rows, eval_rows: Encoded rows, the same on every process.
         state: Of the run between two steps; `state.plan` is how rows go through the model now.
         parallel: How processes share rows and passes.
-        stop: Whether somebody asked to stop.
+        stop: Whether a stop was requested.
         listeners: Receive the events of the run; empty but on the main process.
         indices: Which of `rows` this process has in the current step.
-        figures: What a task reports of the current step beside its loss, by name.
+        figures: Metrics of the current step that a task adds to its loss, by name.
     """
 
     model: nn.Module
@@ -98,34 +98,34 @@ class Run:
 
 
 class Task(ABC):
-    """What is learnt, on one model.
+    """What one model is trained on.
 
     To define: `build`, which makes `row_encoder`; `collate`, `num_targets` and `loss`; `spans`; and
     `metrics`, where there are more than the loss. All else has a default.
 
     A row may have a `source` ("train.jsonl:7"), its `input_ids` and, for an encoder-decoder, its
     `num_decoder_tokens`. The targets and the summed loss of several rows in one batch are the sums
-    of what they are one by one, given what `before_step` knows of the whole step.
+    of those of the single rows, given what `before_step` computed for the whole step.
 
     Args:
         processor: The base's tokenizer, image processor, or processor of both.
-        style: How the adapter in hand was trained to be prompted; None: the rows decide.
+        style: The prompt style that the adapter was trained with; None: that of the rows.
 
     Attributes:
         tokenizer: The processor, or its tokenizer.
         template: The chat template's text that is used instead of the tokenizer's own, if any.
-        reasoning: What becomes of the assistant's reasoning.
+        reasoning: How the assistant's reasoning is handled.
         row_encoder: Makes rows of records.
         max_length: Longest row in tokens.
     """
 
     predicts_tokens: ClassVar[bool] = False
-    """Whether the loss is that of each token of a text, so that its exp is a perplexity."""
+    """Whether the loss is the mean over tokens of text, so that its exp is a perplexity."""
     metric_names: tuple[str, ...] = ()
-    """What `loss` returns after the loss."""
+    """Names of the sums that `loss` returns after the loss."""
     collates_ahead: ClassVar[bool] = True
     """Whether a thread may collate the rows of the next step. Not if `collate` draws random numbers
-    or uses what `before_step` has found."""
+    or uses results of `before_step`."""
     row_encoder: RowEncoder
     max_length: int
 
@@ -163,12 +163,12 @@ class Task(ABC):
 
     @property
     def style(self) -> Style | None:
-        """How generation prompts what learnt it; None where nothing is generated from a prompt."""
+        """The prompt style of generation; None where nothing is generated from a prompt."""
         return self._style
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What a resumed run must have in common with the saved one besides the task's config."""
+        """What must be equal when a run is resumed, besides the task's config."""
         return {}
 
     @property
@@ -177,7 +177,7 @@ class Task(ABC):
         return {}
 
     def compare_with(self, reference: Reference) -> None:
-        """Take the model before training, for losses that compare with it."""
+        """Set the model before training as the reference, for losses that need one."""
         return None
 
     @property
@@ -186,7 +186,7 @@ class Task(ABC):
         return ()
 
     def add_adapter(self, folder: str, adapter: SideAdapter) -> None:
-        """Take one of `other_adapters`, read for the base of the run.
+        """Add one of `other_adapters`, read for the base of the run.
 
         Raises:
             AdapterError: It was trained for something else.
@@ -198,7 +198,7 @@ class Task(ABC):
     def load(self, where: str) -> LazyRows:
         """Read a file or data set (see `DataConfig.train`) as rows; emits the counts.
 
-        The rows are not in memory: each is read from a file of the cache when it is asked for.
+        The rows are not in memory: each is read from a file of the cache on access.
 
         Raises:
             DataError: Rows cannot be used; names them.
@@ -207,7 +207,7 @@ class Task(ABC):
         return self.prepare_rows(self.encode(where))
 
     def split(self, where: str, share: float) -> tuple[LazyRows, LazyRows]:
-        """Return a file's rows and a share of them that is held out, by a hash of each row."""
+        """Return training rows and held-out rows of a file, split by a hash of each row."""
         left, held_out = self.encode(where).held_out(share)
         return self.prepare_rows(left), self.prepare_rows(held_out)
 
@@ -215,7 +215,7 @@ class Task(ABC):
         """Return the training rows and the eval rows, as a recipe's data section says.
 
         Raises:
-            DataError: Rows cannot be used; or the share that is held out is none or all of them.
+            DataError: Rows cannot be used; or no row, or every row, is held out.
         """
         sources, share = data.sources, data.eval
         if isinstance(share, str) or share is None:
@@ -229,7 +229,7 @@ class Task(ABC):
             held = [out for _, out in parts]
             for what, count in (
                 ("held out", sum(map(len, held))),
-                ("left to learn from", sum(len(rows) for rows, _ in trained)),
+                ("left to train on", sum(len(rows) for rows, _ in trained)),
             ):
                 if not count:
                     raise DataError(
@@ -240,7 +240,7 @@ class Task(ABC):
         return weighted(trained), weighted([(rows, 1.0) for rows in held]) if held else []
 
     def encode(self, where: str) -> StoredRows:
-        """Return a file's rows as the encoder makes them, and tell what became of them."""
+        """Return the encoded rows of a file; emits a table of counts."""
         self._on_event(Stage(f"Reading {where}"))
         rows = encoded(where, self.row_encoder, on_event=self._on_event)
         lines = [*self._lines(rows)]
@@ -257,11 +257,11 @@ class Task(ABC):
         table = Table(f"Data: {where}", columns, tuple(lines), summary, where, counts)
         self._on_event(table)
         self.check(rows)
-        self._tell_repeated(rows)
+        self._report_duplicates(rows)
         return rows
 
     def _lines(self, rows: StoredRows) -> Iterator[tuple[str, str]]:
-        """Yield what became of a file's rows: what, and how many."""
+        """Yield the lines of the table of counts."""
         if "format" in rows.agreed:
             yield "format", rows.agreed["format"]
         yield "rows read", f"{rows.num_read:,}"
@@ -283,19 +283,19 @@ class Task(ABC):
             sizes = rows.num_tokens.sort().values[[len(rows) // 2, len(rows) * 19 // 20, -1]]
             yield "tokens of a row: median, 95 %, longest", ", ".join(map("{:,}".format, sizes))
         if "targets" in rows.counts:
-            yield "learnt tokens", f"{rows.counts['targets']:,}"
+            yield "target tokens", f"{rows.counts['targets']:,}"
         if rows.unused:
             yield "fields not used", ", ".join(rows.unused)
 
     def counts(self, rows: StoredRows) -> Sequence[tuple[str, str]]:
-        """Return what else is told of a file's rows, beside what is told of all tasks'."""
+        """Return further lines for the table of counts."""
         return ()
 
     def check(self, rows: StoredRows) -> None:
-        """Refuse a file that cannot be learnt from, as a whole, and note what all rows share.
+        """Refuse a file that cannot be trained on, and take over its rows' style.
 
         Raises:
-            DataError: Too many rows were dropped, or they are not of one kind.
+            DataError: Too many rows were dropped, or their styles differ.
         """
         if "style" in rows.agreed:
             kind = next(one for one in STYLES if one == rows.agreed["style"])
@@ -309,22 +309,20 @@ class Task(ABC):
             self._on_event(Notice(off_prompt(rows.where, number)))
 
     def prepare_rows(self, rows: LazyRows) -> LazyRows:
-        """Return encoded rows as they are trained on: packed, for example."""
+        """Return encoded rows as the model is trained on them: packed, for example."""
         return rows
 
-    def _tell_repeated(self, rows: StoredRows) -> None:
-        """Say which rows stand there more than once, or in a file that was read before."""
+    def _report_duplicates(self, rows: StoredRows) -> None:
+        """Report rows that a file repeats, or shares with a file that was read before."""
         if number := rows.num_duplicates:
-            text = (
-                f"{rows.where}: {number:,} of {len(rows):,} rows teach what one before them does."
-            )
+            text = f"{rows.where}: {number:,} of {len(rows):,} rows repeat an earlier one."
             self._on_event(Notice(text))
         for other in self._read:
             if number := rows.num_shared(other):
                 same = "It is the same file." if other.where == rows.where else ""
                 text = (
-                    f"{number:,} of {len(rows):,} rows of {rows.where} stand in {other.where} too: "
-                    f"what is measured on them says nothing of other rows. {same}"
+                    f"{number:,} of {len(rows):,} rows of {rows.where} are in {other.where} too: "
+                    f"metrics on them say nothing about unseen rows. {same}"
                 )
                 self._on_event(Notice(text.rstrip()))
         self._read.append(rows)
@@ -334,19 +332,19 @@ class Task(ABC):
     def training(
         self, model: nn.Module, plan: ExecutionPlan | None = None
     ) -> AbstractContextManager[object]:
-        """Return a context in which the model is trained, with the attention of a plan."""
+        """Return a context for training the model, with the attention of a plan."""
         return training_attention(unwrapped(model), plan, documents=False)
 
     def setup(self, run: Run) -> None:
-        """Compute what is computed once, before the first step or after a resume."""
+        """Run once, before the first step or after a resume."""
         return None
 
     def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
         """Return the rows of each optimizer step to take with this process's share of a step.
 
-        As a rule one, with the rows as they are. A task may compute what the losses of rows share,
-        or have the model answer prompts; with nothing to learn it returns nothing, on all processes
-        alike. `run.figures` takes what it has to report. Evaluations call it with all eval rows.
+        By default one step, with the same rows. A task may compute what the losses of rows share,
+        or have the model answer prompts; with nothing to train on it returns no steps, the same on
+        all processes. Metrics go into `run.figures`. Evaluations call it with all eval rows.
         """
         return [rows]
 
@@ -367,11 +365,11 @@ class Task(ABC):
         """Return rows as a batch, on the CPU."""
 
     def num_positions(self, rows: Sequence[Any]) -> int:
-        """Return how many tokens the model reads for these rows collated, padding included."""
+        """Return how many tokens the model reads for these rows in one batch, with padding."""
         return len(rows) * padded(*rows)
 
     def bucket_key(self, row: Any) -> Any:
-        """Return what all rows of a batch have in common; None: nothing."""
+        """Return a key that all rows of a batch share; None: any rows go together."""
         return None
 
     @abstractmethod
@@ -391,12 +389,12 @@ class Task(ABC):
 
     @abstractmethod
     def spans(self, row: Any) -> list[tuple[str, str]]:
-        """Return a row as the loss sees it, in pieces: what each is, and its text."""
+        """Return a row as the loss sees it, as labelled segments of text."""
 
     def metrics(
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
     ) -> dict[str, float]:
-        """Return the loss and what else this task is measured by; the model is in eval mode."""
+        """Return the loss and the task's other metrics; the model is in eval mode."""
         return self.mean_loss(model, rows, on_event)[0]
 
     @torch.no_grad()
@@ -420,10 +418,10 @@ class Task(ABC):
         on_event: Listener,
         compute: Callable[[Mapping[str, Tensor]], Tensor],
     ) -> Iterator[tuple[Sequence[Any], Mapping[str, Tensor], Tensor]]:
-        """Yield rows, shortest first, their batch where the model is, and what is computed of it.
+        """Yield rows, shortest first, their batch on the model's device, and its computed value.
 
         Args:
-            text: Of the progress.
+            text: Shown with the progress.
             compute: Makes the logits, or the loss, of a batch.
 
         Raises:
@@ -449,26 +447,26 @@ class Task(ABC):
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
-        """Return what is predicted of each row of a file, as fields to add to it.
+        """Return the prediction for each row of a file, as fields to add to it.
 
         Raises:
-            DataError: The task predicts nothing of rows, or rows lack what it reads.
+            DataError: The task makes no predictions, or rows lack its fields.
         """
         raise _predicts_nothing(self)
 
     def predict_texts(
         self, model: nn.Module, texts: Sequence[str | tuple[str, str]]
     ) -> list[dict[str, float]]:
-        """Return what is predicted of each text, or pair of texts, the likeliest first.
+        """Return the prediction for each text, or pair of texts, most likely label first.
 
         Raises:
-            DataError: The task predicts nothing of texts, or they are not what it reads.
+            DataError: The task makes no predictions, or does not read such texts.
         """
         raise _predicts_nothing(self)
 
 
 def _predicts_nothing(task: Task) -> DataError:
     return DataError(
-        f"{type(task).__name__} predicts nothing of a text.",
+        f"{type(task).__name__} makes no predictions.",
         fix="Adapters of sequence_classification, reward, embedding and reranker do.",
     )

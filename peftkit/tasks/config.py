@@ -28,38 +28,38 @@ class TaskConfig(Config, ABC):
     """What every task's config has: a recipe's `task`, as `{type: ...}` or as the type alone."""
 
     task_type: ClassVar[str | None]
-    """PEFT's word for it; None where PEFT has none."""
+    """PEFT's task type; None where PEFT has none."""
     auto_class: ClassVar[str]
-    """The class of transformers that picks the model's."""
+    """transformers' auto class of the model."""
     processor: ClassVar[Processor] = "tokenizer"
-    """What makes the inputs; `on` gets it."""
+    """What turns raw inputs into tensors; passed to `on`."""
     command: ClassVar[str] = "peftkit eval {folder} --data FILE"
-    """What to do with an adapter that learnt it, at the command line."""
+    """The command that uses an adapter of the task."""
     generates: ClassVar[bool] = False
-    """Whether what learnt it goes on from a prompt."""
+    """Whether its adapters generate text from a prompt."""
     writes_text: ClassVar[bool] = False
-    """Whether samples of its text can be taken while it trains (train.sample_every)."""
+    """Whether text can be sampled during training (train.sample_every)."""
     takes_parts: ClassVar[bool] = False
-    """Whether the tokens of a row may lie on several processes (train.context_parallel)."""
+    """Whether the tokens of a row may be sharded over processes (train.context_parallel)."""
     data_fields: ClassVar[frozenset[str]] = frozenset()
-    """Fields of DataConfig, beside train and eval, that this task reads; others are refused."""
+    """Fields of DataConfig that this task reads besides train and eval; others are refused."""
     measures_before: ClassVar[bool] = False
-    """Whether what it is measured by is also told of the base, before the first step."""
+    """Whether the base model is evaluated before training, too."""
     code_setting: ClassVar[str] = ""
     """The setting that names the functions of `code`."""
     num_texts: ClassVar[int] = 1
-    """Texts of one row that the model reads, each at most data.max_length long; at least."""
+    """Least number of texts in a row, each of up to data.max_length tokens."""
 
     task: ClassVar[Callable[..., Task]]
-    """Makes the task, of what `on` is given."""
+    """Makes the task; takes the arguments of `on`."""
 
     type: str
 
     def resolve(self, data: DataConfig) -> TaskConfig:
-        """Return the config with all that `purpose` needs; reads the training data for it.
+        """Return the config with what `purpose` needs, read from the training data.
 
         Raises:
-            DataError: The data cannot be read, or does not say.
+            DataError: The data cannot be read, or is ambiguous.
         """
         return self
 
@@ -70,7 +70,7 @@ class TaskConfig(Config, ABC):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether it is learnt by comparing the model with what it was."""
+        """Whether the loss compares the model with its state before training."""
         return False
 
     @property
@@ -80,16 +80,16 @@ class TaskConfig(Config, ABC):
 
     @property
     def makes_answers(self) -> str:
-        """The setting with which rows get their answers only after the adapter is attached."""
+        """The setting by which rows get their answers only after the adapter is attached."""
         return ""
 
     def saved(self) -> dict[str, Any]:
-        """Return the config that the adapter's folder names: what it is used and measured as."""
+        """Return the config that is saved with the adapter, for its use and evaluation."""
         return self.model_dump(mode="json")
 
     @property
     def plain_purpose(self) -> Purpose:
-        """What the base is loaded for, before the data say which labels its head has."""
+        """What the base is loaded for, before `resolve` has read its head's labels."""
         return Purpose(self.type, self.auto_class, self.processor)
 
     @property
@@ -123,7 +123,7 @@ class TaskConfig(Config, ABC):
 
         Args:
             processor: The base's tokenizer or image processor.
-            style: How the adapter in hand was trained to be prompted; None: the rows decide.
+            style: The prompt style that the adapter was trained with; None: that of the rows.
 
         Raises:
             PeftkitError: The model or the settings do not suit the task.

@@ -1,9 +1,9 @@
-"""CTC: an encoder says a character, or nothing, in each of its positions.
+"""CTC: an encoder predicts a character, or the blank, at each of its positions.
 
-The loss sums over all ways to say a text in so many positions; what stands twice and the blank,
-which is the padding token, go. Positions of padding count for nothing.
+The loss sums over all alignments of a text with the positions (Graves et al., 2006). Repeated
+characters are collapsed and blanks, which are the padding token, removed. Padding is masked.
 
-Shapes: B rows, T positions of the longest sound, V vocabulary, n characters of all texts.
+Shapes: B rows, T positions of the longest clip, V vocabulary, n characters of all texts.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.settings import DataConfig
 from peftkit.tasks.base import Task
-from peftkit.tasks.labels import said_in, text_of
+from peftkit.tasks.labels import text_of, values_in
 from peftkit.tasks.loss import accepted, in_dtype_of, unwrapped
-from peftkit.tasks.metrics import heard_metrics, normalizer_of
+from peftkit.tasks.metrics import normalizer_of, transcript_metrics
 from peftkit.tasks.speech import (
     LENGTHS,
     Hearing,
@@ -45,18 +45,18 @@ from peftkit.tasks.speech import (
 )
 
 BLANK, UNKNOWN, SPACE = "<pad>", "<unk>", "|"
-"""Tokens of a vocabulary that is made from the data, as wav2vec2's own are called."""
+"""Special tokens of a vocabulary built from the data, named as wav2vec2's own."""
 MAX_CHARACTERS = 10_000
 
 
 class CTC(SpeechTask):
-    """Rows from sounds and texts, a loss over the characters.
+    """CTC loss over the characters of transcripts.
 
     Args:
-        processor: The base's, of sound and text; of sound alone where the data has the vocabulary.
+        processor: The base's; a feature extractor alone where the vocabulary comes from the data.
 
     Raises:
-        BaseError: The processor hears nothing, or the model says nothing of its lengths.
+        BaseError: There is no feature extractor, or the model cannot count its positions.
     """
 
     def build(self, model: nn.Module) -> None:
@@ -65,7 +65,7 @@ class CTC(SpeechTask):
         self.hearing = Hearing(model, self.processor, config.max_seconds)
         if not self.hearing.is_exact:
             raise BaseError(
-                f"{type(bare).__name__} does not say how many positions an audio clip takes.",
+                f"{type(bare).__name__} does not say how many positions an audio clip has.",
                 found=f"It has no {' and no '.join(LENGTHS)} for its features.",
                 fix="Give a base such as wav2vec2, HuBERT, WavLM or Parakeet.",
             )
@@ -83,9 +83,9 @@ class CTC(SpeechTask):
         )
 
     def collate(self, rows: Sequence[SpeechRow]) -> dict[str, Tensor]:
-        """Return what is heard; positions (B,) of each; targets (n,) and how many each has (B,)."""
+        """Return features; positions (B,); targets (n,) and target_lengths (B,)."""
         return {
-            **self.hearing.inputs([row.sound for row in rows]),
+            **self.hearing.inputs([row.clip for row in rows]),
             "positions": torch.tensor([row.num_encoder_tokens for row in rows]),
             "targets": torch.tensor([label for row in rows for label in row.labels]),
             "target_lengths": torch.tensor([len(row.labels) for row in rows]),
@@ -95,20 +95,20 @@ class CTC(SpeechTask):
         return batch["targets"].numel()
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return -log p of the texts, summed, in fp32 (1,)."""
+        """Return -log p of the transcripts, summed, in fp32 (1,)."""
         return self._loss(self.logits(model, batch), batch)[None]
 
     def logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return what is said in each position (B, T, V), in fp32."""
+        """Return the logits of each position (B, T, V), in fp32."""
         targets = ("positions", "targets", "target_lengths")
         features = {name: batch[name] for name in batch if name not in targets}
         logits: Tensor = model(**accepted(model, in_dtype_of(model, features))).logits
         return logits.float()
 
     def _loss(self, logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        said = logits.log_softmax(-1).transpose(0, 1)
+        log_probs = logits.log_softmax(-1).transpose(0, 1)
         return functional.ctc_loss(
-            said,
+            log_probs,
             batch["targets"],
             batch["positions"],
             batch["target_lengths"],
@@ -117,64 +117,66 @@ class CTC(SpeechTask):
         )
 
     def spans(self, row: SpeechRow) -> list[tuple[str, str]]:
-        """Return how long a row's sound lasts, in how many positions, and its characters."""
-        told = f"{self.hearing.told(row.num_samples)}, {row.num_encoder_tokens} positions"
+        """Return the duration and positions of a clip, and its characters."""
+        length = f"{self.hearing.duration(row.num_samples)}, {row.num_encoder_tokens} positions"
         characters = self.tokenizer.convert_ids_to_tokens(list(row.labels))
-        return [("sound", told), ("learnt", " ".join(characters))]
+        return [("audio", length), ("learnt", " ".join(characters))]
 
     @torch.no_grad()
     def metrics(
         self, model: nn.Module, rows: Sequence[SpeechRow], *, on_event: Listener = ignore
     ) -> dict[str, float]:
-        """Return the loss, and what `heard_metrics` says of the likeliest characters."""
+        """Return the loss, and `transcript_metrics` of the most likely characters."""
         loss, number = 0.0, 0
-        seen, heard = list[SpeechRow](), list[str]()
+        seen, transcripts = list[SpeechRow](), list[str]()
         compute = partial(self.logits, model)
-        for some, batch, logits in self.over_batches(model, rows, "Listening", on_event, compute):
+        batches = self.over_batches(model, rows, "Transcribing", on_event, compute)
+        for part, batch, logits in batches:
             loss += float(self._loss(logits, batch))
             number += self.num_targets(batch)
-            seen += [replace(row, text=cased(row.text, self.config.case)) for row in some]
-            heard += self._texts(logits, batch["positions"])
+            seen += [replace(row, text=cased(row.text, self.config.case)) for row in part]
+            transcripts += self._texts(logits, batch["positions"])
         normalizer = normalizer_of(self.tokenizer, None)
-        return {"loss": loss / number, **heard_metrics(seen, heard, normalizer, on_event)}
+        rates = transcript_metrics(seen, transcripts, normalizer, on_event)
+        return {"loss": loss / number, **rates}
 
     @torch.no_grad()
     def transcribe(self, model: nn.Module, paths: Sequence[Path]) -> list[str]:
-        """Return what the model says of the sound of each file.
+        """Return the transcript of each audio file.
 
         Raises:
-            DataError: One cannot be heard.
+            DataError: One cannot be decoded.
         """
         device, texts = next(model.parameters()).device, []
         for path in paths:
-            (heard,) = self.hearing.decoded([Audio(path, str(path))])
-            batch = self.hearing.features([heard])
+            (samples,) = self.hearing.decoded([Audio(path, str(path))])
+            batch = self.hearing.features([samples])
             logits = self.logits(model, {name: batch[name].to(device) for name in batch})
-            texts += self._texts(logits, torch.tensor([self.hearing.positions(len(heard))]))
+            texts += self._texts(logits, torch.tensor([self.hearing.positions(len(samples))]))
         return texts
 
     def _texts(self, logits: Tensor, positions: Tensor) -> list[str]:
-        likeliest = logits.argmax(-1).tolist()
-        pairs = zip(likeliest, positions.tolist(), strict=True)
+        predicted = logits.argmax(-1).tolist()
+        pairs = zip(predicted, positions.tolist(), strict=True)
         return [str(self.tokenizer.decode(ids[:length])).strip() for ids, length in pairs]
 
     def _labels(self, one: Utterance) -> tuple[tuple[int, ...], int]:
         """Return the characters of a text.
 
         Raises:
-            DataError: The vocabulary has not all of them.
+            DataError: The vocabulary lacks one of them.
         """
         text = cased(" ".join(one.text.split()), self.config.case)
-        found = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if self.tokenizer.unk_token_id in found:
-            known = set(self.tokenizer.get_vocab())
-            others = sorted({c for c in text if not c.isspace()} - known)
+        labels = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self.tokenizer.unk_token_id in labels:
+            vocabulary = set(self.tokenizer.get_vocab())
+            unknown = sorted({c for c in text if not c.isspace()} - vocabulary)
             raise DataError(
-                f"Cannot use {one.source}: its text has characters that the vocabulary has not.",
-                found=f"Those are {' '.join(others)}",
+                f"Cannot use {one.source}: its text has characters outside the vocabulary.",
+                found=f"Unknown: {' '.join(unknown)}",
                 fix="Set task.case to upper or lower, take them out, or set task.vocabulary: data.",
             )
-        return tuple(found), 0
+        return tuple(labels), 0
 
 
 def _fits(labels: Sequence[int], positions: int) -> bool:
@@ -191,13 +193,13 @@ class CTCConfig(SpeechConfig):
 
     type: Literal["ctc"] = "ctc"
     vocabulary: Literal["base", "data"] = "base"
-    """Whose characters: base, those of its tokenizer; data, those of the texts, with a new head."""
+    """base: the characters of the base's tokenizer; data: those of the texts, with a new head."""
     case: Literal["keep", "lower", "upper"] = "keep"
     """Write texts in lower or upper case first: wav2vec2's own vocabulary is upper case."""
     tokens: tuple[str, ...] = ()
-    """The vocabulary that the data has; found in data.train, kept with the adapter."""
+    """The vocabulary of the data; read from data.train, stored with the adapter."""
     max_seconds: Annotated[float, Field(gt=0)] | None = None
-    """Longest sound, longer ones are dropped; null: 30."""
+    """Longest clip in seconds, longer ones are dropped; null: 30."""
 
     def resolve(self, data: DataConfig) -> CTCConfig:
         Audio.require()
@@ -206,7 +208,9 @@ class CTCConfig(SpeechConfig):
         used = set[str]()
         for source in data.sources:
             records = iterate_records(metadata_or_self(source.path))
-            for text, _ in said_in(records, partial(text_of, name=self.text, setting="task.text")):
+            for text, _ in values_in(
+                records, partial(text_of, name=self.text, setting="task.text")
+            ):
                 used.update(cased(text, self.case))
         characters = sorted(c for c in used if not c.isspace() and c != SPACE)
         if not 0 < len(characters) <= MAX_CHARACTERS:
@@ -227,18 +231,18 @@ class CTCConfig(SpeechConfig):
         return replace(super().purpose, processor=processor)
 
     def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:
-        """Write the tokenizer of a vocabulary that the data had."""
+        """Write the tokenizer of a vocabulary built from the data."""
         if self.tokens:
             tokenizer_of(self.tokens).save_pretrained(folder)
 
 
 def cased(text: str, case: str) -> str:
-    """Return a text in the case that is asked for."""
+    """Return a text in lower or upper case, or as it is."""
     return {"lower": text.lower, "upper": text.upper}.get(case, lambda: text)()
 
 
 def tokenizer_of(tokens: Sequence[str]) -> Any:
-    """Return wav2vec2's tokenizer with a vocabulary, in its order."""
+    """Return wav2vec2's tokenizer with these tokens, in this order."""
     from transformers import Wav2Vec2CTCTokenizer
 
     with tempfile.TemporaryDirectory() as folder:

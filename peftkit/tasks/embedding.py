@@ -1,10 +1,10 @@
-"""Embeddings: texts that mean the same come close, others of the step go apart.
+"""Embeddings: vectors of texts, trained contrastively over a whole step.
 
 The loss is sentence-transformers' MultipleNegativesRankingLoss: cross entropy of an anchor's cosine
 similarities, times a scale, with every positive and negative of the step, of which its own positive
 is right (arXiv:1705.00652). `symmetric`: the mean with that of each positive among all anchors.
-Rows of a step that do not fit at once are embedded first without a gradient (gradient caching,
-arXiv:2101.06983): the gradient is that of the whole step, the memory that of a part.
+Rows of a step that do not fit into memory are first embedded without gradients (gradient caching,
+arXiv:2101.06983): the gradient is that of the whole step, the memory that of a micro-batch.
 
 Shapes: B rows of a batch, N of the step, m texts of a row (anchor, positive, negatives), D width.
 """
@@ -32,22 +32,22 @@ from peftkit.events import Listener, ignore
 from peftkit.files.disk import write_json, write_text
 from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.labels import said_in
+from peftkit.tasks.labels import values_in
 from peftkit.tasks.loss import accepted, unwrapped
 from peftkit.tasks.texts import TextsEncoder, TextsRow, TextTask, joined_texts
 from peftkit.tasks.whole_step import INDEX, WholeStepTask
 
 RECALL_AT = (1, 5, 10)
 BITS = 23
-"""Of a number that float32 holds exactly: texts are told apart by two of them."""
+"""Of an integer that float32 represents exactly; two of them identify a text."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRow(TextsRow):
-    """An anchor, what means the same, and what does not.
+    """An anchor, a positive and its negatives.
 
     Args:
-        names: Two numbers for each text, the same for the same text alone.
+        names: A hash of each text, as two numbers.
         source: "train.jsonl:7".
     """
 
@@ -56,7 +56,7 @@ class EmbeddingRow(TextsRow):
 
 
 class EmbeddingEncoder(TextsEncoder):
-    """Makes a row of each record with an anchor, a positive and maybe negatives."""
+    """Encoder of records with an anchor, a positive and maybe negatives."""
 
     kind: ClassVar[type[EmbeddingRow]] = EmbeddingRow
     what = "an anchor and a positive"
@@ -67,10 +67,10 @@ class EmbeddingEncoder(TextsEncoder):
         for row in encoded_rows.rows:
             if len(row.lengths) != len(first.lengths):
                 raise DataError(
-                    "Cannot use rows with other numbers of negatives.",
+                    "Cannot use rows with different numbers of negatives.",
                     found=f"{first.source} has {len(first.lengths) - 2}, "
                     f"{row.source} has {len(row.lengths) - 2}.",
-                    fix="Give every row as many.",
+                    fix="Give all rows the same number.",
                 )
         encoded_rows.agreed = {"number of negatives": str(len(first.lengths) - 2)}
         return encoded_rows
@@ -94,14 +94,14 @@ def _name(text: str) -> tuple[int, int]:
 
 
 class Embedding(WholeStepTask, TextTask):
-    """Rows from texts, batches of all texts of each, a loss over a whole step.
+    """A contrastive loss over the texts of a whole step.
 
     Args:
         model: A bare encoder or decoder.
     """
 
     metric_names = ("accuracy", "masked")
-    """Share of anchors whose own positive is nearest; texts left out, as no false answers."""
+    """Share of anchors whose positive is nearest; texts masked out, as they are no negatives."""
 
     def build(self, model: nn.Module) -> None:
         super().build(model)
@@ -114,7 +114,7 @@ class Embedding(WholeStepTask, TextTask):
         return {"pooling": self.pooled.mode + ", normalized" * self.pooled.normalize}
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
-        return [("negatives of each", rows.agreed["number of negatives"])]
+        return [("negatives per row", rows.agreed["number of negatives"])]
 
     def row_batch(self, rows: Sequence[EmbeddingRow]) -> dict[str, Tensor]:
         """Return a batch of tokens (B * m, T), and names (B, m, 2)."""
@@ -125,7 +125,7 @@ class Embedding(WholeStepTask, TextTask):
         return len(batch["names"])
 
     def embed(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the vectors of a batch of texts, in fp32, normalized if asked."""
+        """Return the vectors of a batch of texts, in fp32, normalized if configured."""
         hidden = model(**accepted(model, {**batch, "use_cache": False})).last_hidden_state
         return pooled(hidden, batch["attention_mask"], self.pooled)
 
@@ -135,10 +135,10 @@ class Embedding(WholeStepTask, TextTask):
         return _joined(self.embed(model, batch), batch["names"])
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the summed loss, right anchors, and texts left out; see `figures`.
+        """Return the summed loss, the anchors that are right, and the texts masked out.
 
-        The loss is that of the batch's own anchors; its gradient is that of the whole step's with
-        respect to their vectors, which all other anchors see too.
+        The value is the loss of the batch's anchors. The gradient is that of the whole step's loss
+        with respect to their vectors, which are negatives of all other anchors.
         """
         names = batch["names"]
         if self._step is None or self._step.values is None or INDEX not in batch:
@@ -160,10 +160,10 @@ class Embedding(WholeStepTask, TextTask):
     def _losses(
         self, table: Tensor, num_texts: int, only: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return of each anchor the loss, whether it is right, and how many texts are left out.
+        """Return the loss of each anchor, whether it is right, and how many texts are masked out.
 
         Args:
-            table: (N, m * (D + 2)). only: Numbers of the anchors that are asked for.
+            table: (N, m * (D + 2)). only: Indices of the anchors to compute; None: all.
         """
         vectors, names = _apart(table, num_texts)
         count = len(table)
@@ -172,7 +172,7 @@ class Embedding(WholeStepTask, TextTask):
         texts = vectors[:, 1:].transpose(0, 1).flatten(0, 1)  # all positives, then all negatives
         text_names = names[:, 1:].transpose(0, 1).flatten(0, 1)
         scores = self.config.scale * vectors[anchors_here, 0] @ texts.T
-        # what equals the positive, or the anchor, or answers the same anchor elsewhere, is no wrong
+        # no negatives: texts equal to the positive or the anchor, positives of the same anchor
         same = _equal(names[anchors_here, 1], text_names) | _equal(
             names[anchors_here, 0], text_names
         )
@@ -200,7 +200,7 @@ class Embedding(WholeStepTask, TextTask):
         """Return the loss among all rows, recall@k and MRR of each positive among all texts."""
         self._step, values = None, partial(self.row_values, model)
         computed = [
-            some.cpu() for *_, some in self.over_batches(model, rows, "Embedding", on_event, values)
+            part.cpu() for *_, part in self.over_batches(model, rows, "Embedding", on_event, values)
         ]
         table, num_texts = torch.cat(computed), len(rows[0].lengths)
         vectors, names = _apart(table, num_texts)
@@ -222,17 +222,17 @@ class Embedding(WholeStepTask, TextTask):
     ) -> list[list[float]]:
         """Return the vector of each text."""
         encoded = [self.texts.encode(text) for text in texts]
-        return self.of_each(model, encoded, self.embed, "Embedding", on_event)
+        return self.for_each(model, encoded, self.embed, "Embedding", on_event)
 
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
-        """Return the vector of each row's `text`, or else of its anchor, as `embedding`."""
+        """Return the vector of each row's `text`, or else its anchor, as `embedding`."""
 
         def text(fields: Mapping[str, Any]) -> str:
             return full_text(fields, "text" if "text" in fields else self.config.anchor)
 
-        texts = [text_of_row for text_of_row, _ in said_in(records, text)]
+        texts = [text_of_row for text_of_row, _ in values_in(records, text)]
         return [{"embedding": vector} for vector in self.vectors(model, texts, on_event)]
 
 
@@ -247,13 +247,13 @@ def _apart(table: Tensor, num_texts: int) -> tuple[Tensor, Tensor]:
     return rows[..., :-2], rows[..., -2:].detach()
 
 
-def _equal(some: Tensor, others: Tensor) -> Tensor:
-    return (some[:, None] == others[None]).all(-1)
+def _equal(names: Tensor, others: Tensor) -> Tensor:
+    return (names[:, None] == others[None]).all(-1)
 
 
-def _answers(names: Tensor, text_names: Tensor, own: Tensor) -> Tensor:
-    """Return which texts are right for each anchor: those of all rows with the same anchor."""
-    same_anchor = _equal(names[own, 0], names[:, 0]).float()
+def _answers(names: Tensor, text_names: Tensor, rows: Tensor) -> Tensor:
+    """Return which texts are right for each anchor: the positives of equal anchors."""
+    same_anchor = _equal(names[rows, 0], names[:, 0]).float()
     is_positive = _equal(names[:, 1], text_names).float()
     return same_anchor @ is_positive > 0
 
@@ -270,15 +270,15 @@ class EmbeddingConfig(TaskConfig):
 
     type: Literal["embedding"] = "embedding"
     anchor: str = "anchor"
-    """Field with the text that is searched with."""
+    """Field with the query."""
     positive: str = "positive"
-    """Field with the text that is to be found."""
+    """Field with the text to be found."""
     negatives: str = "negatives"
-    """Field with a text, or several, that are not; rows may have none."""
+    """Field with one or several other texts; rows may have none."""
     scale: Annotated[float, Field(gt=0)] = 20.0
-    """Cosine similarities are multiplied by it: 1 / temperature."""
+    """Factor of the cosine similarities: 1 / temperature."""
     symmetric: bool = False
-    """Also have each positive find its anchor."""
+    """Also train each positive to find its anchor."""
     pooling: Literal["auto", "mean", "cls", "last"] = "auto"
     """How a text becomes one vector; auto: as the base's modules.json says, else mean, or last of a
     decoder."""
@@ -290,7 +290,7 @@ class EmbeddingConfig(TaskConfig):
         write_modules(folder, config, pooling_for(config, base, self.pooling, self.normalize))
 
 
-# Pooling, in the words of sentence-transformers: modules.json and the config.json of its Pooling.
+# Pooling, as in sentence-transformers: modules.json and the config.json of its Pooling.
 
 
 Mode = Literal["mean", "cls", "last"]
@@ -304,14 +304,14 @@ NAMES: dict[str, Mode] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """What is taken of a text, and whether the vector's length becomes 1."""
+    """How hidden states are pooled, and whether vectors are normalized to length 1."""
 
     mode: Mode
     normalize: bool
 
 
 def pooled(hidden: Tensor, mask: Tensor, how: Pooled) -> Tensor:
-    """Return a vector of each text (B, D), in fp32.
+    """Return the vector of each text (B, D), in fp32.
 
     Args:
         hidden: (B, T, D). mask: (B, T), 1 where a token is; padding is on the right.
@@ -326,29 +326,29 @@ def pooled(hidden: Tensor, mask: Tensor, how: Pooled) -> Tensor:
 
 
 def pooling_of(model: Any, mode: str, normalize: bool | str) -> Pooled:
-    """Return what is asked for, "auto" as the base's own files say.
+    """Return the configured pooling; "auto" reads the base's files.
 
     Raises:
-        BaseError: They say something that is not known here.
+        BaseError: Their pooling is not supported.
     """
     return pooling_for(model.config, Path(str(model.config._name_or_path)), mode, normalize)
 
 
 def pooling_for(config: Any, folder: Path | None, mode: str, normalize: bool | str) -> Pooled:
-    """Return the same of a model's config and of the folder with its files, if it has one."""
-    own_mode, own_normalize = _of_files(folder) if folder else (None, None)
+    """Return the pooling by a model's config and its folder, if it has one; see `pooling_of`."""
+    base_mode, base_normalize = _of_files(folder) if folder else (None, None)
     is_decoder = hasattr(config, "num_key_value_heads") or config.is_decoder
     default: Mode = "last" if is_decoder else "mean"
     return Pooled(
-        mode=(own_mode or default) if mode == "auto" else NAMES.get(mode, "last"),
-        normalize=(True if own_normalize is None else own_normalize)
+        mode=(base_mode or default) if mode == "auto" else NAMES.get(mode, "last"),
+        normalize=(True if base_normalize is None else base_normalize)
         if normalize == "auto"
         else bool(normalize),
     )
 
 
 def write_modules(folder: Path, config: Any, how: Pooled) -> None:
-    """Write what makes a model's folder one of sentence-transformers."""
+    """Write the files that make a model's folder one of sentence-transformers."""
     kinds = ["Transformer", "Pooling", *(["Normalize"] if how.normalize else [])]
     modules = [
         {
@@ -367,7 +367,7 @@ def write_modules(folder: Path, config: Any, how: Pooled) -> None:
 
 
 def _of_files(folder: Path) -> tuple[Mode | None, bool | None]:
-    """Return pooling and normalisation of a folder of sentence-transformers; None: it is none."""
+    """Return pooling and normalization of a folder of sentence-transformers; else None."""
     file = folder / "modules.json"
     if not file.is_file():
         return None, None
@@ -379,7 +379,7 @@ def _of_files(folder: Path) -> tuple[Mode | None, bool | None]:
         )
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise BaseError(
-            f"cannot read how {folder} makes vectors.",
+            f"cannot read the pooling of {folder}.",
             found=f"{file}: {problem!r}",
             fix="Set task.pooling and task.normalize, and remove modules.json.",
         ) from None
@@ -389,8 +389,8 @@ def _of_files(folder: Path) -> tuple[Mode | None, bool | None]:
         modes, others = {NAMES[named]} if named in NAMES else set(), [named]
     if len(modes) != 1 or len(others) != 1:
         raise BaseError(
-            f"{folder} makes vectors in a way that is not known here.",
+            f"the pooling of {folder} is not supported.",
             found=f"1_Pooling: {', '.join(map(str, others)) or 'nothing'}",
-            fix=f"Known are: {', '.join(NAMES)}.",
+            fix=f"Supported: {', '.join(NAMES)}.",
         )
     return modes.pop(), "Normalize" in kinds

@@ -19,7 +19,7 @@ from peftkit.settings import DataConfig
 Problem = Literal["single_label", "multi_label", "regression"]
 MAX_LABELS = 10_000
 MAX_LISTED = 12
-FIX = "Mend the rows, or name the right fields in the recipe's task."
+FIX = "Fix the rows, or name the right fields in the recipe's task."
 Read = TypeVar("Read")
 
 
@@ -55,10 +55,10 @@ class RecordEncoder(RowEncoder):
 
 
 def field_of(fields: Mapping[str, Any], name: str, setting: str) -> Any:
-    """Return a field of a row that is there and not null; `setting` is what names it in a recipe.
+    """Return a field of a row; `setting` names it in a recipe.
 
     Raises:
-        WrongField: It is not.
+        WrongField: It is missing or null.
     """
     value = fields.get(name)
     if value is None:
@@ -104,79 +104,79 @@ def sorted_names(names: Iterable[str], where: str) -> tuple[str, ...]:
     """Return the names of labels in their order: whole numbers by size, others as texts.
 
     Raises:
-        DataError: There is but one, or there are too many.
+        DataError: There is only one, or there are too many.
     """
-    found = set(names)
-    if not 2 <= len(found) <= MAX_LABELS:
-        few = first_few(sorted(found), MAX_LISTED, ", ")
+    labels = set(names)
+    if not 2 <= len(labels) <= MAX_LABELS:
+        few = first_few(sorted(labels), MAX_LISTED, ", ")
         raise DataError(
-            f"Cannot learn to tell the labels of {where} apart.",
-            found=f"There are {len(found):,} different ones: {few}",
-            fix="Name all labels that there are with task.labels, or name the right field.",
+            f"Cannot train a classifier on the labels of {where}.",
+            found=f"There are {len(labels):,} different ones: {few}",
+            fix="List all labels in task.labels, or name the right field.",
         )
-    numbers = all(name.removeprefix("-").isdigit() for name in found)
-    return tuple(sorted(found, key=int) if numbers else sorted(found))
+    numbers = all(name.removeprefix("-").isdigit() for name in labels)
+    return tuple(sorted(labels, key=int) if numbers else sorted(labels))
 
 
 def number_of(label: str, numbers: Mapping[str, int]) -> int:
-    """Return the number of a label that the head knows."""
+    """Return the index of a label in the head."""
     if label not in numbers:
         hint = did_you_mean(label, numbers)
-        known = f"{listed(list(numbers))}. {hint}".rstrip()
-        raise WrongField("", f"the head does not know the label {shown(label)}; it knows {known}")
+        labels = f"{listed(list(numbers))}. {hint}".rstrip()
+        raise WrongField("", f"the head does not know the label {shown(label)}; it knows {labels}")
     return numbers[label]
 
 
 def check_names(labels: Sequence[str]) -> None:
-    """Refuse names of labels, given in a recipe, that name too few or one twice.
+    """Refuse a recipe's labels if there is only one, or one is repeated.
 
     Raises:
-        ConfigError: They do.
+        ConfigError: It is so.
     """
-    twice = [label for label in labels if labels.count(label) > 1]
-    if len(labels) == 1 or twice:
+    repeated = [label for label in labels if labels.count(label) > 1]
+    if len(labels) == 1 or repeated:
         raise ConfigError(
             f"cannot use these labels: {listed(labels)}.",
-            found=f"{shown(twice[0])} is there twice." if twice else "There is but one.",
+            found=f"{shown(repeated[0])} is repeated." if repeated else "There is only one.",
             fix="Name each label once, in the order of the head's outputs.",
         )
 
 
-def said_in(
+def values_in(
     records: Iterable[Record], read: Callable[[Mapping[str, Any]], Read]
 ) -> Iterator[tuple[Read, str]]:
-    """Yield what `read` returns of each row, and where the row is.
+    """Yield the result of `read` for each record, and the record's source.
 
     Raises:
-        DataError: It raised WrongField.
+        DataError: `read` raised WrongField.
     """
     for record in records:
         try:
-            said = read(record.fields)
+            value = read(record.fields)
         except WrongField as problem:
             raise DataError(f"Cannot use {record.source}: {problem}.", fix=FIX) from None
-        yield said, record.source
+        yield value, record.source
 
 
 def names_in(
     data: DataConfig, read: Callable[[Mapping[str, Any]], Iterable[str]]
 ) -> tuple[str, ...]:
-    """Return the names of all labels that `read` finds in the training rows; see `sorted_names`."""
-    found = said_in(trained_on(data), read)
-    return sorted_names((name for names, _ in found for name in names), data.train_name)
+    """Return the names of all labels that `read` returns of training rows; see `sorted_names`."""
+    lists = values_in(training_records(data), read)
+    return sorted_names((name for names, _ in lists for name in names), data.train_name)
 
 
-def trained_on(data: DataConfig) -> Iterator[Record]:
-    """Yield all training rows, few of them in memory."""
+def training_records(data: DataConfig) -> Iterator[Record]:
+    """Yield all training records, few of them in memory."""
     for source in data.sources:
         yield from iterate_records(source.path)
 
 
 def problem_of(values: Iterable[tuple[Any, str]]) -> Problem:
-    """Return the problem that the values of a field make: several labels, one, or a number.
+    """Return the kind of problem by the values of a field: several labels, one, or a number.
 
     Args:
-        values: Each with the row it comes from.
+        values: Each with its source.
 
     Raises:
         DataError: They are of several kinds; names the first row of each.
@@ -198,18 +198,18 @@ def problem_of(values: Iterable[tuple[Any, str]]) -> Problem:
     if kinds <= {"whole number", "number"}:
         return "regression"
     raise DataError(
-        "Cannot tell what the labels are.",
+        "Cannot infer the kind of labels.",
         found="\n".join(f"{source}: a {kind}" for kind, source in first.items()),
-        fix="Mend the rows, or say it with task.problem.",
+        fix="Fix the rows, or set task.problem.",
     )
 
 
 def value_of(value: Any) -> float:
-    """Return the number of a row, whose text it may be."""
-    found = None if isinstance(value, bool) else _as_number(value)
-    if found is None:
-        raise WrongField("", f"expected a number to learn, found {shown(value)}")
-    return found
+    """Return a number, which may be given as text."""
+    number = None if isinstance(value, bool) else _as_number(value)
+    if number is None:
+        raise WrongField("", f"expected a number, found {shown(value)}")
+    return number
 
 
 def _kind(value: Any) -> str:
@@ -219,12 +219,12 @@ def _kind(value: Any) -> str:
 
 def _as_number(value: Any) -> float | None:
     try:
-        found = float(value)
+        number = float(value)
     except (TypeError, ValueError):
         return None
-    return found if math.isfinite(found) else None
+    return number if math.isfinite(number) else None
 
 
 def listed(labels: Sequence[str]) -> str:
-    """Return labels for a message, not too many."""
+    """Return labels as a list for a message, at most MAX_LISTED."""
     return first_few(map(shown, labels), MAX_LISTED, ", ")

@@ -1,6 +1,6 @@
-"""The cross entropy of learnt tokens, their logits made chunk by chunk where that is exact.
+"""The cross entropy of target tokens, their logits computed in chunks where that is exact.
 
-Only the hidden states before learnt tokens reach the head: with half of the labels masked, half of
+Only the hidden states before target tokens reach the head: with half of the labels masked, half of
 the largest matrix product and of the logits is never made. The rows are chosen by a forward
 pre-hook on the model's own output embedding, so that the model itself does whatever follows it
 (soft-capping, logit scales, biases, an adapter on the head) and nothing of it is patched.
@@ -9,7 +9,7 @@ To make logits chunk by chunk, the head is a function of hidden rows. What a mod
 logits after it is known here by the settings of its config, and is not trusted: the function is
 compared with the model itself once, and is not used where it differs.
 
-Shapes: B rows, T tokens, C chosen rows, H hidden size, V vocabulary, n learnt tokens of the batch.
+Shapes: B rows, T tokens, C chosen rows, H hidden size, V vocabulary, n target tokens of the batch.
 """
 
 from __future__ import annotations

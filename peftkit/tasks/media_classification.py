@@ -1,4 +1,4 @@
-"""What the tasks share that tell images, or sounds, by their labels.
+"""Classification of images and of audio clips.
 
 Shapes: B rows, L labels.
 """
@@ -25,7 +25,7 @@ from peftkit.events import Listener, Progress, ignore
 from peftkit.settings import DataConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.batches import BATCH_SIZE, equal_parts
-from peftkit.tasks.labels import RecordEncoder, label_of, number_of, said_in, sorted_names
+from peftkit.tasks.labels import RecordEncoder, label_of, number_of, sorted_names, values_in
 from peftkit.tasks.loss import in_dtype_of, unwrapped
 from peftkit.tasks.metrics import class_metrics
 from peftkit.tasks.speech import Hearing, medium_in, metadata_or_self
@@ -96,7 +96,7 @@ class ClassifiedEncoder(RecordEncoder):
 
 
 class ClassifiedMedia(Classifier):
-    """Rows from class folders or data sets, a loss over the labels."""
+    """Cross entropy over the labels of media, from class folders or data sets."""
 
     row_encoder: ClassifiedEncoder
 
@@ -107,7 +107,7 @@ class ClassifiedMedia(Classifier):
 
     @abstractmethod
     def inputs(self, media: Sequence[Any]) -> dict[str, Tensor]:
-        """Return what the model reads of images or sounds."""
+        """Return what the model reads of media."""
 
     def encode(self, where: str) -> StoredRows:
         return super().encode(metadata_or_self(where))
@@ -146,12 +146,12 @@ class ClassifiedMedia(Classifier):
 
 
 class ClassifiedMediaConfig(ClassifierConfig):
-    """One label for each image or sound."""
+    """One label for each medium."""
 
     media: ClassVar[MediaClass]
-    """What is told by its label."""
+    """What is classified."""
     field_setting: ClassVar[str]
-    """The setting that names its field."""
+    """The setting that names the field with the medium."""
     task_type: ClassVar[None] = None
     data_fields: ClassVar[frozenset[str]] = frozenset()
     command: ClassVar[str] = "peftkit predict {folder} --data FILE"
@@ -166,7 +166,7 @@ class ClassifiedMediaConfig(ClassifierConfig):
 
     @property
     def field(self) -> str:
-        """The field with the image or the sound."""
+        """The field with the medium."""
         return str(getattr(self, self.field_setting))
 
     def resolve(self, data: DataConfig) -> Any:
@@ -178,7 +178,7 @@ class ClassifiedMediaConfig(ClassifierConfig):
             for source in data.sources
             for record in iterate_media(source.path, self.field, self.label)
         )
-        names = (name for name, _ in said_in(records, partial(label_of, name=self.label)))
+        names = (name for name, _ in values_in(records, partial(label_of, name=self.label)))
         return self.model_copy(update={"labels": sorted_names(names, data.train_name)})
 
     @property
@@ -187,7 +187,7 @@ class ClassifiedMediaConfig(ClassifierConfig):
 
 
 def class_folders(where: str, media: str, label: str) -> list[Record] | None:
-    """Return a record for each file in folders of classes; None where there are no such folders.
+    """Return a record for each file in class folders; None where there are no such folders.
 
     Args:
         media, label: Names that the records' fields are given.
@@ -240,7 +240,7 @@ class ImageRow:
 
 
 class ImageClassification(ClassifiedMedia):
-    """Rows from class folders or data sets, pixels from rows, a loss over the labels.
+    """Cross entropy over the labels of images.
 
     Args:
         processor: The base's image processor.
@@ -264,7 +264,7 @@ class ImageClassification(ClassifiedMedia):
         return {"pixel_values": pixels}
 
     def spans(self, row: ImageRow) -> list[tuple[str, str]]:
-        """Return an image's size as it is stored, and its label."""
+        """Return the size of the stored image, and its label."""
         width, height = row.media.decode(self._mode).size
         return [("image", f"{width} x {height} pixels"), ("learnt", self.labels[row.label])]
 
@@ -287,11 +287,12 @@ class ImageClassificationConfig(ClassifiedMediaConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class SoundRow:
-    """A sound and the number of its label.
+class ClipRow:
+    """An audio clip and the number of its label.
 
     Args:
-        num_samples: As it is heard. num_encoder_tokens: Positions that the encoder takes of it.
+        num_samples: After decoding and resampling.
+        num_encoder_tokens: Positions that the encoder makes of it.
     """
 
     media: Audio
@@ -302,40 +303,41 @@ class SoundRow:
 
 
 class AudioClassification(ClassifiedMedia):
-    """Rows from class folders or data sets, what is heard from rows, a loss over the labels.
+    """Cross entropy over the labels of audio clips.
 
     Args:
         processor: The base's feature extractor.
 
     Raises:
-        BaseError: It is none.
+        BaseError: It has no sampling rate.
     """
 
     def build(self, model: nn.Module) -> None:
         super().build(model)
         hearing = self.hearing = Hearing(model, self.processor, self.config.max_seconds)
 
-        def row_of(media: Audio, label: int) -> SoundRow:
-            (heard,) = hearing.decoded([media])
-            number = len(heard)
+        def row_of(media: Audio, label: int) -> ClipRow:
+            (samples,) = hearing.decoded([media])
+            number = len(samples)
             if (positions := hearing.positions(number)) < hearing.fewest:
-                raise media.error(f"It is short: {hearing.told(number)}.", "Remove it.")
-            return SoundRow(media, number, positions, label, media.source)
+                raise media.error(f"It is short: {hearing.duration(number)}.", "Remove it.")
+            return ClipRow(media, number, positions, label, media.source)
 
-        self.row_encoder = ClassifiedEncoder(
-            SoundRow, self.config, self.labels, row_of, hearing.key
-        )
+        self.row_encoder = ClassifiedEncoder(ClipRow, self.config, self.labels, row_of, hearing.key)
 
     def inputs(self, media: Sequence[Audio]) -> dict[str, Tensor]:
         return self.hearing.inputs(media)
 
-    def spans(self, row: SoundRow) -> list[tuple[str, str]]:
-        """Return how long a sound lasts, and its label."""
-        return [("sound", self.hearing.told(row.num_samples)), ("learnt", self.labels[row.label])]
+    def spans(self, row: ClipRow) -> list[tuple[str, str]]:
+        """Return the duration of a clip, and its label."""
+        return [
+            ("audio", self.hearing.duration(row.num_samples)),
+            ("learnt", self.labels[row.label]),
+        ]
 
 
 class AudioClassificationConfig(ClassifiedMediaConfig):
-    """Audio classification: one label for each sound."""
+    """Audio classification: one label for each clip."""
 
     media: ClassVar[MediaClass] = Audio
     field_setting: ClassVar[str] = "audio"
@@ -345,6 +347,6 @@ class AudioClassificationConfig(ClassifiedMediaConfig):
 
     type: Literal["audio_classification"] = "audio_classification"
     audio: str = "audio"
-    """Field with the sound, where data comes in rows: a path, or bytes; file_name is read too."""
+    """Field with the clip, where data comes in rows: a path, or bytes; file_name is read too."""
     max_seconds: Annotated[float, Field(gt=0)] | None = None
-    """Longest sound; null: what the base hears at once, or 30."""
+    """Longest clip in seconds; null: what the base reads at once, or 30."""

@@ -1,4 +1,4 @@
-"""Metrics of classes, numbers, entities, rankings and texts, as scikit-learn, scipy, seqeval and
+"""Metrics of labels, numbers, entities, rankings and texts, as scikit-learn, scipy, seqeval and
 rouge-score define them.
 
 Shapes: N rows, L labels.
@@ -18,13 +18,13 @@ from peftkit.events import Listener, Notice
 
 _WORD = re.compile(r"[^\W_]+")
 CUT_OFF = 10
-"""nDCG and MRR look at the first so many texts."""
+"""Texts of a ranking that nDCG and MRR count."""
 
 
 def class_metrics(predicted: Tensor, true: Tensor) -> dict[str, float]:
-    """Return accuracy, and F1 as the mean over labels: plain (macro) and by how many rows have it.
+    """Return accuracy, and the mean F1 over labels: unweighted (macro), and weighted by support.
 
-    A label that nobody predicts and no row has counts as none. What divides by zero is 0.
+    Labels that are neither predicted nor true are left out. A division by zero counts as 0.
 
     Args:
         predicted, true: Numbers of labels (N,).
@@ -32,18 +32,18 @@ def class_metrics(predicted: Tensor, true: Tensor) -> dict[str, float]:
     num_labels = 1 + int(torch.cat([predicted, true]).max())
     hits = torch.bincount(true[predicted == true], minlength=num_labels).double()
     support = torch.bincount(true, minlength=num_labels).double()
-    claimed = torch.bincount(predicted, minlength=num_labels).double()
-    there = support + claimed > 0
-    scores = _f1(hits, support + claimed)
+    num_predicted = torch.bincount(predicted, minlength=num_labels).double()
+    is_used = support + num_predicted > 0
+    scores = _f1(hits, support + num_predicted)
     return {
         "accuracy": float((predicted == true).double().mean()),
-        "f1_macro": float(scores[there].mean()),
+        "f1_macro": float(scores[is_used].mean()),
         "f1_weighted": float((scores * support).sum() / support.sum()),
     }
 
 
 def multi_label_metrics(predicted: Tensor, true: Tensor) -> dict[str, float]:
-    """Return the share of rows whose labels are all right, and F1 over all pairs and by label.
+    """Return the share of rows with all labels right, F1 over all labels, and its mean over labels.
 
     Args:
         predicted, true: Whether a row has a label (N, L).
@@ -75,14 +75,19 @@ def number_metrics(predicted: Tensor, true: Tensor) -> dict[str, float]:
 def entity_metrics(
     predicted: Sequence[Sequence[str]], true: Sequence[Sequence[str]]
 ) -> dict[str, float]:
-    """Return precision, recall and F1 of whole entities: right are place and kind.
+    """Return precision, recall and F1 of entities; words and kind have to match.
 
     Args:
         predicted, true: The tags of each text's words: O, B-kind, I-kind.
     """
-    found = {(n, *entity) for n, tags in enumerate(predicted) for entity in entities(tags)}
-    there = {(n, *entity) for n, tags in enumerate(true) for entity in entities(tags)}
-    return _entity_scores(len(found & there), len(found), len(there))
+    ours = {(n, *entity) for n, tags in enumerate(predicted) for entity in entities(tags)}
+    theirs = {(n, *entity) for n, tags in enumerate(true) for entity in entities(tags)}
+    right = len(ours & theirs)
+    return {
+        "entity_precision": right / len(ours) if ours else 0.0,
+        "entity_recall": right / len(theirs) if theirs else 0.0,
+        "entity_f1": 2 * right / (len(ours) + len(theirs)) if ours or theirs else 0.0,
+    }
 
 
 def tag_metrics(
@@ -111,25 +116,17 @@ def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     An I- of another kind than the tag before it, or after O, begins an entity all the same, as in
     the CoNLL-2000 evaluation.
     """
-    found = set()
+    spans = set()
     kind, start = "", 0
     for place, tag in enumerate([*tags, "O"]):
         mark, _, this = tag.partition("-")
         goes_on = mark == "I" and this == kind
         if kind and not goes_on:
-            found.add((kind, start, place))
+            spans.add((kind, start, place))
             kind = ""
         if mark != "O" and not goes_on:
             kind, start = this, place
-    return found
-
-
-def _entity_scores(right: int, found: int, there: int) -> dict[str, float]:
-    return {
-        "entity_precision": right / found if found else 0.0,
-        "entity_recall": right / there if there else 0.0,
-        "entity_f1": 2 * right / (found + there) if found + there else 0.0,
-    }
+    return spans
 
 
 def _f1(hits: Tensor, both: Tensor) -> Tensor:
@@ -195,39 +192,44 @@ def longest_common_subsequence(first: Sequence[str], second: Sequence[str]) -> i
 
 
 NUM_SHOWN = 3
-"""Rows whose texts are shown beside what was heard."""
+"""Rows whose reference and transcript are reported."""
 
 
-def heard_metrics(
-    rows: Sequence[Any], heard: Sequence[str], normalizer: Callable[[str], str], on_event: Listener
+def transcript_metrics(
+    rows: Sequence[Any],
+    transcripts: Sequence[str],
+    normalizer: Callable[[str], str],
+    on_event: Listener,
 ) -> dict[str, float]:
-    """Return the error rates of what was heard, raw and normalised; show the first of the rows.
+    """Return the error rates of transcripts, raw and normalised; reports the first rows.
 
     Args:
         rows: With a text and a source each.
     """
-    for row, text in list(zip(rows, heard, strict=True))[:NUM_SHOWN]:
-        on_event(Notice(f"{row.source}: said: {row.text} | heard: {text}"))
+    for row, text in list(zip(rows, transcripts, strict=True))[:NUM_SHOWN]:
+        on_event(Notice(f"{row.source}: reference: {row.text} | transcript: {text}"))
     on_event(Notice(f"Normalised by transformers' {type(normalizer).__name__}."))
-    said = [row.text for row in rows]
-    normal = [[*map(normalizer, texts)] for texts in (said, heard)]
-    return error_rates(said, heard) | error_rates(normal[0], normal[1], "_normalized")
+    references = [row.text for row in rows]
+    normal = [[*map(normalizer, texts)] for texts in (references, transcripts)]
+    return error_rates(references, transcripts) | error_rates(normal[0], normal[1], "_normalized")
 
 
-def error_rates(said: Sequence[str], heard: Sequence[str], name: str = "") -> dict[str, float]:
+def error_rates(
+    references: Sequence[str], transcripts: Sequence[str], name: str = ""
+) -> dict[str, float]:
     """Return the error rates of words and characters over all texts together; both can exceed 1.
 
     Args:
-        said: What is right; texts without a word are left out.
-        name: Put after theirs.
+        references: Right transcripts; rows whose reference is blank are left out.
+        name: Suffix of the metrics' names.
     """
     import jiwer
 
-    pairs = [(a, b) for a, b in zip(said, heard, strict=True) if a.strip()]
+    pairs = [(a, b) for a, b in zip(references, transcripts, strict=True) if a.strip()]
     if not pairs:
         return {}
-    right, found = [a for a, _ in pairs], [b for _, b in pairs]
-    rates = {"wer": jiwer.wer(right, found), "cer": jiwer.cer(right, found)}
+    true, predicted = [a for a, _ in pairs], [b for _, b in pairs]
+    rates = {"wer": jiwer.wer(true, predicted), "cer": jiwer.cer(true, predicted)}
     return {rate + name: float(value) for rate, value in rates.items()}
 
 

@@ -1,4 +1,4 @@
-"""Rerankers: how well a text answers a query, as one number that texts are sorted by.
+"""Rerankers: how relevant a text is to a query, as one score that texts are sorted by.
 
 A head of one output reads query and text together, as sentence-transformers' CrossEncoder does. A
 decoder's head may start as the difference of two words' rows in its language head (`answers`): its
@@ -34,7 +34,7 @@ from peftkit.errors import ConfigError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.labels import said_in
+from peftkit.tasks.labels import values_in
 from peftkit.tasks.metrics import ranking_metrics
 from peftkit.tasks.texts import (
     Encoded,
@@ -49,16 +49,16 @@ from peftkit.tasks.texts import (
 OUTPUT = "relevance"
 """Name of the head's one output."""
 QUERY, TEXT = "{query}", "{text}"
-"""Where in a template the two stand."""
+"""Placeholders of a template."""
 
 
 @dataclass(frozen=True, slots=True)
 class RerankRow(TextsRow):
-    """A query with each of its texts.
+    """A query and its texts.
 
     Args:
         relevance: Of each text, from 0 to 1.
-        query: A number that is the same for the same query.
+        query: A hash of the query.
         source: "train.jsonl:7".
     """
 
@@ -68,7 +68,7 @@ class RerankRow(TextsRow):
 
 
 class RerankEncoder(TextsEncoder):
-    """Makes a row of each query and its texts."""
+    """Encoder of records with a query and its texts."""
 
     kind: ClassVar[type[RerankRow]] = RerankRow
     what = "a query and its texts"
@@ -82,7 +82,7 @@ class RerankEncoder(TextsEncoder):
         texts, relevance, used = self._ranked(record.fields)
         if self.config.loss != "pointwise" and not max(relevance) > min(relevance):
             raise WrongField(
-                "", f"all texts are as relevant, and the loss {self.config.loss} compares them"
+                "", f"all texts are equally relevant, and the loss {self.config.loss} compares them"
             )
         encoded = [self.encode(query, text) for text in texts]
         self.counts.update(cut=sum(text.is_cut for text in encoded), texts=len(encoded))
@@ -96,7 +96,7 @@ class RerankEncoder(TextsEncoder):
         return row, (self.config.query, *used)
 
     def _ranked(self, fields: Mapping[str, Any]) -> tuple[list[str], list[float], Sequence[str]]:
-        """Return a row's texts, the relevance of each, and the fields that say so."""
+        """Return a record's texts, the relevance of each, and the fields that were read."""
         config = self.config
         if config.positive in fields:
             positives = texts_of(fields, config.positive)
@@ -107,15 +107,15 @@ class RerankEncoder(TextsEncoder):
             return [*positives, *negatives], relevance, (config.positive, config.negatives)
         texts, scores = texts_of(fields, config.text), fields.get(config.score)
         listed = [_number(value) for value in (scores if isinstance(scores, list) else [scores])]
-        known = [value for value in listed if value is not None]
-        if len(known) < len(listed):
+        relevances = [value for value in listed if value is not None]
+        if len(relevances) < len(listed):
             raise WrongField(config.score, f"expected numbers from 0 to 1, found {scores!r:.40}")
-        if len(known) != len(texts):
-            raise WrongField(config.score, f"{len(known)} scores of {len(texts)} texts")
-        return texts, known, (config.text, config.score)
+        if len(relevances) != len(texts):
+            raise WrongField(config.score, f"{len(relevances)} scores of {len(texts)} texts")
+        return texts, relevances, (config.text, config.score)
 
     def encode(self, query: str, text: str) -> Encoded:
-        """Return the tokens of a query and a text; where they are too long the text is cut."""
+        """Return the tokens of a query and a text, which is cut where both are too long."""
         if not self.config.template:
             return self.texts.encode(query, text)
         before = self.texts.bare(self._before.replace(QUERY, query))
@@ -124,23 +124,23 @@ class RerankEncoder(TextsEncoder):
         if room < 1:
             raise DataError(
                 f"Cannot use data.max_length: {self.texts.max_length}.",
-                found=f"The template and a query have {len(before) + len(after)} tokens already.",
+                found=f"The template and a query alone have {len(before) + len(after)} tokens.",
                 fix="Raise data.max_length, or shorten task.template.",
             )
         return Encoded((*before, *ids[:room], *after), (), len(ids) > room)
 
 
 def _number(value: object) -> float | None:
-    """Return a number from 0 to 1, which a text may hold, as in CSV; None where it is none."""
+    """Return a number from 0 to 1, which may be text as in CSV; None for other values."""
     try:
-        found = None if isinstance(value, bool) else float(str(value))
+        number = None if isinstance(value, bool) else float(str(value))
     except ValueError:
         return None
-    return found if found is not None and 0 <= found <= 1 else None
+    return number if number is not None and 0 <= number <= 1 else None
 
 
 class Reranker(TextTask):
-    """Rows from queries and texts, batches of all pairs of them, a loss of their scores.
+    """A loss of the scores of all pairs of a query and a text.
 
     Args:
         model: With a head of one value.
@@ -156,7 +156,7 @@ class Reranker(TextTask):
         return [("texts", f"{rows.counts['texts']:,}")]
 
     def collate(self, rows: Sequence[RerankRow]) -> dict[str, Tensor]:
-        """Return a batch of tokens (n, T), relevances (n,), and whose each text is (n,)."""
+        """Return a batch of tokens (n, T), relevances (n,), and the row of each text (n,)."""
         sizes = torch.tensor([len(row.lengths) for row in rows])
         return {
             **self.tokens(rows),
@@ -199,15 +199,15 @@ class Reranker(TextTask):
     ) -> dict[str, float]:
         """Return the loss, and nDCG@10 and MRR@10 over the texts of each query."""
         loss, targets = 0.0, 0
-        found: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+        ranked: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         compute = partial(self.scores, model)
-        for some, batch, scores in self.over_batches(model, rows, "Ranking", on_event, compute):
+        for part, batch, scores in self.over_batches(model, rows, "Ranking", on_event, compute):
             loss += float(self._loss(scores, batch["relevance"], batch["owner"]))
             targets += self.num_targets(batch)
             left = iter(scores.tolist())
-            for row in some:
-                found[row.query] += [(next(left), value) for value in row.relevance]
-        return {"loss": loss / targets, **ranking_metrics(found.values())}
+            for row in part:
+                ranked[row.query] += [(next(left), value) for value in row.relevance]
+        return {"loss": loss / targets, **ranking_metrics(ranked.values())}
 
     def predict(
         self, model: nn.Module, pairs: Sequence[tuple[str, str]], on_event: Listener = ignore
@@ -218,7 +218,7 @@ class Reranker(TextTask):
         def probabilities(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
             return self.scores(model, batch).sigmoid()
 
-        return self.of_each(model, encoded, probabilities, "Ranking", on_event)
+        return self.for_each(model, encoded, probabilities, "Ranking", on_event)
 
     def predict_texts(
         self, model: nn.Module, texts: Sequence[str | tuple[str, str]]
@@ -236,17 +236,20 @@ class Reranker(TextTask):
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
-        """Return the `prediction` of each row: of its text, or of all texts that it lists."""
-        name, asked = self.config.text, self.config.query
-        rows = said_in(records, lambda fields: (full_text(fields, asked), texts_of(fields, name)))
-        told = [(query, texts) for (query, texts), _ in rows]
-        pairs = [(query, text) for query, texts in told for text in texts]
+        """Return the `prediction` of each row: of its text, or of each text in its list."""
+        name, query_name = self.config.text, self.config.query
+
+        def read(fields: Mapping[str, Any]) -> tuple[str, list[str]]:
+            return full_text(fields, query_name), texts_of(fields, name)
+
+        rows = [row for row, _ in values_in(records, read)]
+        pairs = [(query, text) for query, texts in rows for text in texts]
         left = iter(self.predict(model, pairs, on_event))
-        found = [[next(left) for _ in texts] for _, texts in told]
+        scores = [[next(left) for _ in texts] for _, texts in rows]
         lists = (isinstance(record.fields[name], list) for record in records)
         return [
-            {"prediction": some if is_list else some[0]}
-            for some, is_list in zip(found, lists, strict=True)
+            {"prediction": of_row if is_list else of_row[0]}
+            for of_row, is_list in zip(scores, lists, strict=True)
         ]
 
 
@@ -256,7 +259,7 @@ def _better(relevance: Tensor, owner: Tensor) -> Tensor:
 
 
 class RerankerConfig(TaskConfig):
-    """Rerankers: which of several texts answers a query best."""
+    """Rerankers: scores of texts for a query."""
 
     task_type: ClassVar[str] = "SEQ_CLS"
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
@@ -268,7 +271,7 @@ class RerankerConfig(TaskConfig):
 
     type: Literal["reranker"] = "reranker"
     loss: Literal["pointwise", "pairwise", "listwise"] = "pointwise"
-    """What is learnt: each text by itself, pairs of a query's texts, or all of them together."""
+    """What the loss compares: each text by itself, pairs of a query's texts, or all of them."""
     query: str = "query"
     """Field with the query."""
     positive: str = "positive"
@@ -280,8 +283,8 @@ class RerankerConfig(TaskConfig):
     score: str = "score"
     """Field with how well the text answers, from 0 to 1; or with as many numbers as texts."""
     template: str | None = None
-    """How a decoder is asked: a text with {query} and {text}, to which no special tokens are added;
-    null: both, as the tokenizer writes a pair."""
+    """Prompt of a decoder: a text with {query} and {text}, without special tokens; null:
+    the pair, as the tokenizer encodes it."""
     answers: tuple[str, str] | None = None
     """Two words of one token each, ["yes", "no"]: a decoder's new head starts as the difference of
     their rows in its language head; null: at random."""
@@ -292,7 +295,7 @@ class RerankerConfig(TaskConfig):
             places = [self.template.find(mark) for mark in (QUERY, TEXT)]
             if min(places) < 0 or self.template.count(TEXT) != 1:
                 raise ConfigError(
-                    "task.template lacks {query} or {text}, or has {text} twice.",
+                    "task.template lacks {query} or {text}, or repeats {text}.",
                     fix="Write it as: 'Query: {query}\\nText: {text}\\nRelevant:'",
                 )
         return self

@@ -1,4 +1,4 @@
-"""Reward models: a head of one value, learnt from which of two answers is better.
+"""Reward models: a head of one value, trained on pairs of a better and a worse answer.
 
 The loss of a pair is -log sigmoid(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2
 (Bradley and Terry; the margin of Llama 2, arXiv:2307.09288; the centring of arXiv:2312.09244).
@@ -51,7 +51,7 @@ class RewardRow(TextsRow):
 
 
 class RewardEncoder(TextsEncoder):
-    """Makes a row of each pair; of one that does not fit none: its value is read at its end."""
+    """Encoder of pairs; drops those that are too long, as the value is read at the last token."""
 
     kind: ClassVar[type[RewardRow]] = RewardRow
     what = PAIRS
@@ -72,9 +72,9 @@ class RewardEncoder(TextsEncoder):
         return (super().key(where), self._template)
 
     def rows(self, read: tuple[list[Any], tuple[str, ...]]) -> EncodedRows:
-        found = super().rows(read)
-        found.agreed = {**self._agreed}
-        return found
+        encoded_rows = super().rows(read)
+        encoded_rows.agreed = {**self._agreed}
+        return encoded_rows
 
     def parse(self, record: Record, where: str) -> tuple[RewardRow | Dropped, Sequence[str]]:
         pair, used = read_pair(record, self.config.margin)
@@ -88,7 +88,7 @@ class RewardEncoder(TextsEncoder):
         return RewardRow(**both, margin=pair.margin or 0.0, source=pair.source), used
 
     def encoded(self, example: Example) -> Encoded:
-        """Return the tokens of a prompt and its answer: as training reads them all."""
+        """Return the tokens of a prompt and its answer."""
         if self._frames:
             return self.texts.encode(self._as_text(example))
         ids = self._encoder.encode(example).input_ids
@@ -105,7 +105,7 @@ class RewardEncoder(TextsEncoder):
 
 
 class Reward(TextTask):
-    """Rows from pairs, batches of both documents of each, a loss of their rewards.
+    """A loss of the rewards of pairs of documents.
 
     Args:
         model: With a head of one value.
@@ -121,7 +121,7 @@ class Reward(TextTask):
 
     @property
     def paths(self) -> dict[str, str]:
-        """A head of classes reads one document of each row."""
+        """Each document is a row of its own."""
         return {"pairs": "two rows"}
 
     def collate(self, rows: Sequence[RewardRow]) -> dict[str, Tensor]:
@@ -138,8 +138,9 @@ class Reward(TextTask):
         losses = -functional.logsigmoid(chosen - rejected - batch["margins"])
         if self.config.centring:
             losses = losses + self.config.centring * (chosen + rejected) ** 2
-        told = (chosen > rejected, (chosen - rejected).detach(), chosen.detach(), rejected.detach())
-        return torch.stack([losses.sum(), *(each.to(losses).sum() for each in told)])
+        good, bad = chosen.detach(), rejected.detach()
+        figures = (good > bad, good - bad, good, bad)
+        return torch.stack([losses.sum(), *(each.to(losses).sum() for each in figures)])
 
     def values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the reward of each document of a batch, in fp32."""
@@ -151,14 +152,14 @@ class Reward(TextTask):
     def scores(
         self, model: nn.Module, examples: Sequence[Example], on_event: Listener = ignore
     ) -> list[float]:
-        """Return the reward of each example; longer ones lose their end."""
+        """Return the reward of each example; long ones are cut."""
         documents = [self.row_encoder.encoded(example) for example in examples]
-        return self.of_each(model, documents, self.values, "Scoring", on_event)
+        return self.for_each(model, documents, self.values, "Scoring", on_event)
 
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
-        """Return the score of each row, in any format that has a text or a prompt and an answer."""
+        """Return the score of each row, in any format with a text or a prompt and an answer."""
         parsed = parse(records, "auto", where=records[0].source.rpartition(":")[0])
         values = self.scores(model, parsed.examples, on_event)
         return [{"score": value} for value in values]
@@ -177,7 +178,7 @@ class Reward(TextTask):
 
 
 class RewardConfig(TaskConfig):
-    """Rewards: how good an answer is, learnt from pairs of a better and a worse one."""
+    """Rewards: how good an answer is, trained on pairs of a better and a worse one."""
 
     task_type: ClassVar[str] = "SEQ_CLS"
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
@@ -188,9 +189,9 @@ class RewardConfig(TaskConfig):
 
     type: Literal["reward"] = "reward"
     margin: str | None = None
-    """Field with the number by which the chosen answer has to be ahead; null: none."""
+    """Field with the margin between the two rewards; null: none."""
     centring: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the square of both rewards' sum, which keeps rewards around 0; 0.01 is usual."""
+    """Weight of the squared sum of both rewards, which centres them around 0; 0.01 is usual."""
 
     @property
     def head(self) -> ClassHead:

@@ -1,4 +1,4 @@
-"""What became of the rows of a file."""
+"""Checks of a file's rows: how many were dropped, and how long they may be."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ NO_TEMPLATE = (
 
 
 def check_dropped(rows: StoredRows, data: DataConfig, drops: Mapping[str, str]) -> None:
-    """Refuse a file too many of whose rows have nothing to learn.
+    """Refuse a file with too many dropped rows.
 
     Args:
-        drops: Why rows are dropped, and what may be done instead; see `RowEncoder.drops`.
+        drops: Why rows are dropped, and how to avoid it; see `RowEncoder.drops`.
 
     Raises:
         DataError: None is left, or a larger share than `data.max_dropped` was dropped.
@@ -32,18 +32,18 @@ def check_dropped(rows: StoredRows, data: DataConfig, drops: Mapping[str, str]) 
     dropped = {why: rows.dropped(number) for number, why in enumerate(drops)}
     number = sum(map(len, dropped.values()))
     if not len(rows):
-        asked = f"Cannot learn from {rows.where}: no row has a token to learn."
+        problem = f"Cannot train on {rows.where}: no row has a target token."
     elif number / rows.num_read > data.max_dropped:
-        asked = (
-            f"Cannot use {rows.where}: {number} of {rows.num_read} rows have nothing to learn, "
+        problem = (
+            f"Cannot use {rows.where}: {number} of {rows.num_read} rows have nothing to train on, "
             f"more than data.max_dropped ({data.max_dropped:.0%}) allows."
         )
     else:
         return
-    there = {why: sources for why, sources in dropped.items() if sources}
-    found = "\n".join(f"{why.capitalize()}: {named(sources)}" for why, sources in there.items())
-    fix = ", ".join([*(drops[why] for why in there), "or remove these rows."])
-    raise DataError(asked, found=found, fix=fix[:1].upper() + fix[1:])
+    reasons = {why: sources for why, sources in dropped.items() if sources}
+    found = "\n".join(f"{why.capitalize()}: {named(sources)}" for why, sources in reasons.items())
+    fix = ", ".join([*(drops[why] for why in reasons), "or remove these rows."])
+    raise DataError(problem, found=found, fix=fix[:1].upper() + fix[1:])
 
 
 def named(sources: Sequence[str]) -> str:
@@ -54,11 +54,11 @@ def named(sources: Sequence[str]) -> str:
 
 
 def off_prompt(where: str, number: int) -> str:
-    """Return what to say of rows whose answers begin otherwise than generation starts them."""
+    """Return the notice on rows whose answers do not follow the generation prompt."""
     return (
         f"{where}: in {number:,} rows the answer does not begin right after the chat template's "
         "generation prompt (it may open a <think> that the rows lack). Generation will start "
-        "otherwise than training did; data.chat_template can change that."
+        "differently from training; data.chat_template can change that."
     )
 
 
@@ -68,45 +68,45 @@ def off_prompt(where: str, number: int) -> str:
 NO_LIMIT = 1_000_000  # tokenizers without a limit say 1e30
 
 
-def exact_length(model: nn.Module, tokenizer: Any, asked: int | None) -> int:
-    """Return the longest row in tokens: what is asked for, or all that the model can read.
+def exact_length(model: nn.Module, tokenizer: Any, max_length: int | None) -> int:
+    """Return the longest row in tokens: `max_length`, or the model's limit where it is None.
 
     Raises:
-        DataError: The model cannot read so much; or nobody says how much it can.
+        DataError: The model's limit is lower, or unknown.
     """
     limit = _positions(model)
-    if asked is None:
+    if max_length is None:
         limits = [limit, tokenizer.model_max_length]
-        known = [int(n) for n in limits if n is not None and 0 < n < NO_LIMIT]
-        if not known:
+        finite = [int(n) for n in limits if n is not None and 0 < n < NO_LIMIT]
+        if not finite:
             raise DataError(
                 "Cannot tell how long a row may be (data.max_length: null).",
                 found="Neither the model nor its tokenizer says how many tokens it can read.",
                 fix="Set data.max_length, for example to 1024.",
             )
-        return min(known)
-    if limit is not None and asked > limit:
+        return min(finite)
+    if limit is not None and max_length > limit:
         raise DataError(
-            f"Cannot use data.max_length: {asked}.",
+            f"Cannot use data.max_length: {max_length}.",
             found=f"The model reads at most {limit} tokens (its config's max_position_embeddings).",
             fix=f"Set data.max_length to {limit} or less, or to null.",
         )
-    return asked
+    return max_length
 
 
-def longest(model: nn.Module, tokenizer: Any, asked: int | None) -> int:
-    """Return the longest row in tokens: never more than the model can read, whatever is asked.
+def longest(model: nn.Module, tokenizer: Any, max_length: int | None) -> int:
+    """Return the longest row in tokens: the lower of `max_length` and the model's limit.
 
-    For tasks whose rows are read whole or cut: encoders read 512 tokens, less than the default.
+    For tasks that cut rows: encoders read 512 tokens, less than the default.
     """
     limit = _positions(model)
     for module in model.modules():  # RoBERTa begins to count after the padding's id
         if isinstance(module, nn.Embedding) and module.num_embeddings == limit:
             limit -= 0 if module.padding_idx is None else module.padding_idx + 1
             break
-    limits = (limit, asked, tokenizer.model_max_length)
-    known = [int(n) for n in limits if n is not None and 0 < n < NO_LIMIT]
-    return min(known) if known else exact_length(model, tokenizer, asked)
+    limits = (limit, max_length, tokenizer.model_max_length)
+    finite = [int(n) for n in limits if n is not None and 0 < n < NO_LIMIT]
+    return min(finite) if finite else exact_length(model, tokenizer, max_length)
 
 
 def _positions(model: nn.Module) -> int | None:
@@ -117,23 +117,22 @@ def _positions(model: nn.Module) -> int | None:
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
-    """Refuse another model's tokenizer: one that has more words than the model has embeddings.
+    """Refuse a tokenizer whose vocabulary is larger than the model's embedding.
 
-    Tokens that were added to it may be more: some models replace those of images before the
-    embedding.
+    Added tokens do not count: some models replace those of images before the embedding.
 
     Raises:
-        BaseError: It is.
+        BaseError: The vocabulary is too large.
     """
     words, embedding = getattr(tokenizer, "vocab_size", None), None
     if words:
         with suppress(NotImplementedError):  # of models that read no tokens, such as wav2vec2
             embedding = unwrapped(model).get_input_embeddings()
-    known = getattr(getattr(embedding, "weight", None), "shape", (words,))[0]
-    if words is not None and known is not None and words > known:
+    rows = getattr(getattr(embedding, "weight", None), "shape", (words,))[0]
+    if words is not None and rows is not None and words > rows:
         raise BaseError(
             f"{type(unwrapped(model)).__name__} does not know all tokens of its tokenizer.",
-            found=f"The tokenizer has {words:,} tokens, the model {known:,} embeddings.",
+            found=f"The tokenizer has {words:,} tokens, the model {rows:,} embeddings.",
             fix="Give the base its own tokenizer.",
         )
 

@@ -1,7 +1,7 @@
-"""Sequence to sequence: an encoder reads the source, a decoder learns to write the target.
+"""Sequence to sequence: an encoder reads the source, a decoder writes the target.
 
-The decoder is given its start token and the target but for its last token, and learns the whole
-target, end token included: what greedy generation then repeats. Nothing is learnt of the source.
+The decoder is given its start token and all target tokens but the last. The loss is over the whole
+target, end token included, and not over the source.
 
 Shapes: B rows, S tokens of the longest source, T of the longest target, n of all targets together.
 """
@@ -35,7 +35,7 @@ from peftkit.tasks.texts import SpecialTokens
 from peftkit.tasks.tokens import TokenTask
 
 UNLIMITED = 999_999
-"""Tokens of a source where nobody limits it: T5 counts distances, not positions."""
+"""Tokens of a source where nothing limits it: T5 has relative positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class PairRow:
     """A source and its target as tokens.
 
     Args:
-        input_ids: The source's, with what the tokenizer puts around them.
-        labels: The target's, all of them learnt; the last is the end token unless it was cut.
-        target: The target as the file has it.
+        input_ids: The source's, with special tokens.
+        labels: The target's; the last is the end token unless the target was cut.
+        target: The text of the target.
         source: "train.jsonl:7".
     """
 
@@ -61,7 +61,7 @@ class PairRow:
 
 
 class PairEncoder(RowEncoder):
-    """Makes rows of pairs; those of which one of the two texts is empty are dropped.
+    """Encoder of pairs; drops those with an empty text.
 
     Args:
         name: The format, or "auto".
@@ -224,27 +224,27 @@ class EncoderDecoder(TokenTask):
 
     @abstractmethod
     def shown(self, row: Any) -> str:
-        """Return what the encoder takes in, for people."""
+        """Return the encoder's input, for messages."""
 
     @abstractmethod
     def reference(self, row: Any) -> str:
-        """Return what a row's answer should be."""
+        """Return the reference answer of a row."""
 
     def prompt_row(self, text: str, where: str) -> Any:
-        """Return a prompt of the recipe as a row; its answer is not known.
+        """Return a prompt of the recipe as a row without an answer.
 
         Raises:
-            DataError: It cannot be taken in.
+            DataError: The encoder does not read it.
         """
-        raise DataError("it is a text.", found=f"{type(self).__name__} takes in something else.")
+        raise DataError("it is a text.", found=f"{type(self).__name__} does not read text.")
 
 
 class Seq2Seq(EncoderDecoder):
-    """Rows from pairs of texts, batches for encoder and decoder, a loss over the targets.
+    """A loss over the targets of pairs of texts.
 
     Raises:
         BaseError: The model has no encoder, or does not say what its decoder starts with.
-        DataError: A length that cannot be.
+        DataError: A length that the model cannot read.
     """
 
     row_encoder: PairEncoder
@@ -281,12 +281,12 @@ class Seq2Seq(EncoderDecoder):
     def metrics(
         self, model: nn.Module, rows: Sequence[PairRow], *, on_event: Listener = ignore
     ) -> dict[str, float]:
-        """Return loss and perplexity, and of greedy answers exact_match and the mean rouge_l."""
-        found = super().metrics(model, rows, on_event=on_event)
+        """Return loss and perplexity, and exact_match and mean rouge_l of greedy answers."""
+        losses = super().metrics(model, rows, on_event=on_event)
         answers = self.answers(model, rows, on_event=on_event)
         pairs = [(text, row.target) for text, row in zip(answers, rows, strict=True)]
         return {
-            **found,
+            **losses,
             "exact_match": sum(a.strip() == b.strip() for a, b in pairs) / len(pairs),
             "rouge_l": sum(rouge_l(*pair) for pair in pairs) / len(pairs),
         }
@@ -303,7 +303,7 @@ class Seq2Seq(EncoderDecoder):
         if row is None:
             raise DataError("it is empty.")
         if counts["cut sources"]:
-            raise DataError("it is too long.", found=f"{self.max_source} tokens are read.")
+            raise DataError("it is too long.", found=f"The encoder reads {self.max_source} tokens.")
         return replace(row, target="")
 
 
@@ -320,7 +320,7 @@ class Seq2SeqConfig(TaskConfig):
     max_target_length: Annotated[int, Field(ge=2)] = 256
     """Longest target in tokens, longer ones are cut; the longest source is data.max_length."""
     prefix: str = ""
-    """Put before every source: T5 learnt to be told "summarize: "."""
+    """Put before every source; T5 was trained with "summarize: ", for example."""
     source: str | None = None
     """Field with the source; null: as data.format says."""
     target: str | None = None
@@ -342,9 +342,9 @@ def decoder_start(model: Any, task: str) -> int:
     config = model.config
     if not getattr(config, "is_encoder_decoder", False):
         raise BaseError(
-            f"{type(model).__name__} cannot learn {task}.",
+            f"{type(model).__name__} cannot be trained for {task}.",
             found="It has no encoder and decoder.",
-            fix="Give a base with both, such as T5, BART or Whisper; a decoder alone learns with "
+            fix="Give a base with both, such as T5, BART or Whisper; for a decoder alone use "
             "task: causal_lm.",
         )
     start = getattr(config, "decoder_start_token_id", None)

@@ -33,10 +33,10 @@ from peftkit.tasks.labels import (
     names_in,
     number_of,
     problem_of,
-    said_in,
     text_of,
-    trained_on,
+    training_records,
     value_of,
+    values_in,
 )
 from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.metrics import class_metrics, multi_label_metrics, number_metrics
@@ -61,11 +61,10 @@ NUMBER = "value"
 
 @dataclass(frozen=True, slots=True)
 class LabelledRow(TextsRow):
-    """A text and what it is.
+    """A text, or a pair of texts, and its label.
 
     Args:
-        target: (Number of the label,); for each label whether it has it, 1.0 or 0.0; or (the
-            number,).
+        target: (index of the label,); 1.0 or 0.0 for each label of several; or (the number,).
         source: "train.jsonl:7".
     """
 
@@ -74,7 +73,7 @@ class LabelledRow(TextsRow):
 
 
 class LabelledEncoder(TextsEncoder):
-    """Makes a row of each record with a text, or a pair of texts, and what is to be said of it."""
+    """Encoder of records with a text, or a pair of texts, and a label."""
 
     kind: ClassVar[type[LabelledRow]] = LabelledRow
     what = "a text and its label"
@@ -94,7 +93,7 @@ class LabelledEncoder(TextsEncoder):
         return row, (config.text, config.pair or "", config.label)
 
     def texts_of(self, fields: Mapping[str, Any]) -> tuple[str, str | None]:
-        """Return the text, or the two, of a row."""
+        """Return the text, and the second text of a pair, of a record."""
         pair = self.config.pair
         second = None if pair is None else text_of(fields, pair, "task.pair")
         return text_of(fields, self.config.text, "task.text"), second
@@ -106,16 +105,16 @@ class LabelledEncoder(TextsEncoder):
             return (value_of(value),)
         if self._problem == "single_label":
             return (number_of(label_name(value), self.numbers),)
-        there = label_names(list_of(fields, name, "task.label"))
-        found = {number_of(label, self.numbers) for label in there}
-        return tuple(float(number in found) for number in range(len(self.numbers)))
+        labels = label_names(list_of(fields, name, "task.label"))
+        numbers = {number_of(label, self.numbers) for label in labels}
+        return tuple(float(number in numbers) for number in range(len(self.numbers)))
 
 
 class SequenceClassification(Classifier, TextTask):
-    """Rows from texts and labels, batches from rows, a loss from batches.
+    """Classification of texts, or regression on them.
 
     Args:
-        model: With a head of classes: its config names the labels and the problem.
+        model: With a classification head; its config names the labels and the problem.
     """
 
     row_encoder: LabelledEncoder
@@ -123,11 +122,11 @@ class SequenceClassification(Classifier, TextTask):
     def build(self, model: nn.Module) -> None:
         super().build(model)
         settings = unwrapped(model).config
-        ends = settings.eos_token_id if settings.is_encoder_decoder else None
-        if ends is not None and self.texts.encode("a").input_ids[-1] != ends:
+        end = settings.eos_token_id if settings.is_encoder_decoder else None
+        if end is not None and self.texts.encode("a").input_ids[-1] != end:
             raise BaseError(
-                f"{type(unwrapped(model)).__name__} reads the label off the end token.",
-                found="The tokenizer puts none at the end of a text.",
+                f"{type(unwrapped(model)).__name__} classifies by the end token.",
+                found="The tokenizer adds none to a text.",
                 fix="Give the base's own tokenizer, or another base.",
             )
         self.labels = labels_of(settings)
@@ -155,8 +154,8 @@ class SequenceClassification(Classifier, TextTask):
 
     def names(self, row: LabelledRow) -> Sequence[str]:
         if self.problem == "multi_label":
-            there = [name for name, on in zip(self.labels, row.target, strict=True) if on]
-            label = ", ".join(there) or "none"
+            names = [name for name, on in zip(self.labels, row.target, strict=True) if on]
+            label = ", ".join(names) or "none"
         else:
             (target,) = row.target
             label = f"{target:g}" if self.problem == "regression" else self.labels[int(target)]
@@ -179,10 +178,10 @@ class SequenceClassification(Classifier, TextTask):
         """Return the probability of each label (B, L), or the number (B, 1).
 
         Args:
-            texts: Each a text, or a pair of texts if the task is of pairs.
+            texts: Texts, or pairs of texts, as in training.
 
         Raises:
-            DataError: One is empty, or is no pair, or one too many.
+            DataError: One is empty, or of the other kind.
         """
         pairs = [(text, None) if isinstance(text, str) else text for text in texts]
         for pair in pairs:
@@ -191,13 +190,13 @@ class SequenceClassification(Classifier, TextTask):
             ):
                 raise DataError(
                     f"cannot classify {shown(pair[0])}.",
-                    found="Part of it is empty, or it is not of the kind that the adapter learnt.",
+                    found="It is empty, or not what the adapter was trained on.",
                     fix="Give one text." if self.config.pair is None else "Give pairs of texts.",
                 )
         rows = [self.texts.encode(*pair) for pair in pairs]
-        return torch.tensor(self.of_each(model, rows, self._said, self.progress, on_event))
+        return torch.tensor(self.for_each(model, rows, self._predicted, self.progress, on_event))
 
-    def _said(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def _predicted(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         logits = self.logits(model, batch)
         if self.problem == "regression":
             return logits
@@ -216,8 +215,8 @@ class SequenceClassification(Classifier, TextTask):
     def predict_rows(
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
-        """Return the probabilities of each row's text, or its value, as `prediction`."""
-        pairs = (texts for texts, _ in said_in(records, self.row_encoder.texts_of))
+        """Return the probabilities, or the value, of each row as `prediction`."""
+        pairs = (texts for texts, _ in values_in(records, self.row_encoder.texts_of))
         texts = [text if pair is None else (text, pair) for text, pair in pairs]
         predictions = self._by_label(self.predict(model, texts, on_event))
         return [{"prediction": prediction} for prediction in predictions]
@@ -242,11 +241,11 @@ class SequenceClassificationConfig(ClassifierConfig):
     text: str = "text"
     """Field with the text."""
     pair: str | None = None
-    """Field with a second text, for pairs; null: there is none."""
+    """Field with a second text, for pairs; null: single texts."""
     label: str = "label"
     """Field with the label, the list of labels, or the number."""
     problem: Literal["auto"] | Problem = "auto"
-    """auto: lists are several labels, numbers with a point are regression, all else one label."""
+    """auto: lists are several labels, fractions are regression, all else is a single label."""
 
     @model_validator(mode="after")
     def _labels(self) -> SequenceClassificationConfig:
@@ -256,12 +255,12 @@ class SequenceClassificationConfig(ClassifierConfig):
         return self
 
     def resolve(self, data: DataConfig) -> SequenceClassificationConfig:
-        """Find the problem and the labels in the training data, as far as they are not given."""
+        """Infer the problem and the labels from the training data where they are not set."""
         if self.problem == "regression" or (self.problem != "auto" and self.labels):
             return self
         read = partial(field_of, name=self.label, setting="task.label")
-        said, labels = said_in(trained_on(data), read), self.labels
-        problem = problem_of(said) if self.problem == "auto" else self.problem
+        values, labels = values_in(training_records(data), read), self.labels
+        problem = problem_of(values) if self.problem == "auto" else self.problem
         if problem != "regression" and not labels:
             labels = names_in(data, partial(self._names, problem == "multi_label"))
         return self.model_copy(update={"problem": problem, "labels": labels})
@@ -282,8 +281,8 @@ class SequenceClassificationConfig(ClassifierConfig):
 
 
 def _problem(settings: Any, num_labels: int) -> Problem:
-    """Return the problem that a model's config says; as transformers does where it does not."""
-    told = (
+    """Return the problem of a model's config; transformers' default where it sets none."""
+    problem_type = (
         settings.problem_type or PROBLEM_TYPES["regression" if num_labels == 1 else "single_label"]
     )
-    return next(problem for problem, kind in PROBLEM_TYPES.items() if kind == told)
+    return next(problem for problem, kind in PROBLEM_TYPES.items() if kind == problem_type)

@@ -30,48 +30,48 @@ from peftkit.tasks.labels import RecordEncoder, field_of
 from peftkit.tasks.loss import in_dtype_of, unwrapped
 
 INPUTS = ("input_values", "input_features")
-"""What transformers calls what a model hears."""
+"""Names of audio inputs in transformers."""
 LENGTHS = ("_get_feat_extract_output_lengths", "_get_subsampling_output_length")
-"""What transformers' models call their own count of positions, given samples or frames."""
+"""Methods of transformers' models that count positions, given samples or frames."""
 MAX_SECONDS = 30.0
-"""Of a sound, where neither the task nor the feature extractor says."""
+"""Longest clip where neither the task nor the feature extractor sets one."""
 PER_SECOND = 50
-"""Positions of most encoders in a second of sound."""
+"""Positions of most encoders in a second of audio."""
 
 
-class ShortSound(DataError):
-    """The encoder has no position for it."""
+class ShortAudio(DataError):
+    """A clip too short for a single position of the encoder."""
 
 
 class Hearing:
-    """The feature extractor of a base, and how many positions its encoder takes of a sound.
+    """The feature extractor of a base, and how many positions its encoder makes of a clip.
 
     Args:
         processor: The base's, with or without a tokenizer.
-        max_seconds: Of a sound; None: what the feature extractor takes at once, or MAX_SECONDS.
+        max_seconds: Longest clip; None: what the extractor takes at once, or MAX_SECONDS.
 
     Attributes:
         rate: Samples a second.
-        max_seconds: Longer sounds are not heard.
+    max_seconds: Longest clip.
 
     Raises:
         BaseError: There is no feature extractor.
     """
 
     def __init__(self, model: nn.Module, processor: Any, max_seconds: float | None) -> None:
-        found = getattr(processor, "feature_extractor", processor)
-        if not hasattr(found, "sampling_rate"):
+        extractor = getattr(processor, "feature_extractor", processor)
+        if not hasattr(extractor, "sampling_rate"):
             raise BaseError(
-                f"{type(processor).__name__} reads no sounds.",
+                f"{type(processor).__name__} reads no audio.",
                 found="It has no feature extractor with a sampling rate.",
                 fix="Give a base such as Whisper or wav2vec2, with its preprocessor_config.json.",
             )
-        self.extractor, self.rate = found, int(found.sampling_rate)
-        at_once = getattr(found, "chunk_length", None) or max_seconds or MAX_SECONDS
+        self.extractor, self.rate = extractor, int(extractor.sampling_rate)
+        at_once = getattr(extractor, "chunk_length", None) or max_seconds or MAX_SECONDS
         self.max_seconds = min(float(at_once), max_seconds or float("inf"))
         self._model: Any = unwrapped(model)
         names = [name for name in LENGTHS if hasattr(self._model, name)]
-        self._asked: Any = getattr(self._model, names[0]) if names else None
+        self._count: Any = getattr(self._model, names[0]) if names else None
         self._of_samples = self._positions_of_samples()
         self._of_frames = dict[int, int]()
 
@@ -82,61 +82,61 @@ class Hearing:
 
     @property
     def fewest(self) -> int:
-        """How many positions a sound needs to be trained on: a span of them may be masked."""
+        """Fewest positions of a clip to train on: a span of them may be masked."""
         config = self._model.config
         masks = getattr(config, "apply_spec_augment", False) and config.mask_time_prob > 0
         return int(config.mask_time_length) + 1 if masks else 1
 
     @property
     def key(self) -> object:
-        """What rows depend on that are made with it."""
+        """What rows depend on, for the key of the cache."""
         return (self.rate, self.max_seconds, self.positions(self.rate))
 
-    def told(self, num_samples: int) -> str:
-        """Return how long a sound lasts, for people."""
+    def duration(self, num_samples: int) -> str:
+        """Return the duration of a clip, for messages."""
         return f"{num_samples / self.rate:.2f} s at {self.rate:,} Hz"
 
-    def decoded(self, sounds: Sequence[Audio]) -> list[Any]:
-        """Return sounds as arrays of samples.
+    def decoded(self, clips: Sequence[Audio]) -> list[Any]:
+        """Return clips as arrays of samples.
 
         Raises:
-            ShortSound: One is too short to be heard.
+            ShortAudio: One is too short for the encoder.
             DataError: See `Audio.decode`.
         """
-        found = [sound.decode(self.rate, self.max_seconds) for sound in sounds]
-        for sound, heard in zip(sounds, found, strict=True):
-            if len(heard) < self.rate // 2 and not self.positions(len(heard)):
-                raise ShortSound(
-                    f"Cannot use {sound.which} of {sound.source}.",
-                    found=f"It is too short: {self.told(len(heard))}.",
+        arrays = [clip.decode(self.rate, self.max_seconds) for clip in clips]
+        for clip, samples in zip(clips, arrays, strict=True):
+            if len(samples) < self.rate // 2 and not self.positions(len(samples)):
+                raise ShortAudio(
+                    f"Cannot use {clip.which} of {clip.source}.",
+                    found=f"It is too short: {self.duration(len(samples))}.",
                     fix="Give a longer one, or remove it.",
                 )
-        return found
+        return arrays
 
-    def features(self, heard: Sequence[Any]) -> dict[str, Tensor]:
-        """Return what the model hears of arrays of samples, padded as its extractor does."""
+    def features(self, arrays: Sequence[Any]) -> dict[str, Tensor]:
+        """Return the features of arrays of samples, padded as the extractor does."""
         takes = inspect.signature(type(self.extractor).__call__).parameters
-        more: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if "padding" in takes:  # Whisper's pads to 30 s by default, others not at all
-            own = takes["padding"].default
-            more["padding"] = own if isinstance(own, str) else True
+            default = takes["padding"].default
+            options["padding"] = default if isinstance(default, str) else True
         if self._has_masks:
-            more["return_attention_mask"] = True
-        made = self.extractor(list(heard), sampling_rate=self.rate, return_tensors="pt", **more)
-        return dict(made)
+            options["return_attention_mask"] = True
+        arguments = {"sampling_rate": self.rate, "return_tensors": "pt", **options}
+        return dict(self.extractor(list(arrays), **arguments))
 
     def inputs(self, clips: Sequence[Audio]) -> dict[str, Tensor]:
         """Return the features of audio clips; see `decoded`."""
         return self.features(self.decoded(clips))
 
     def example(self, seed: int = 0) -> dict[str, Tensor]:
-        """Return what the model hears of half a second of noise."""
+        """Return the features of half a second of noise, on the model's device."""
         noise = torch.randn(self.rate // 2, generator=torch.Generator().manual_seed(seed))
         inputs = in_dtype_of(self._model, self.features([noise.numpy() / 10]))
         return {name: tensor.to(self._model.device) for name, tensor in inputs.items()}
 
     def positions(self, num_samples: int) -> int:
-        """Return how many positions of the encoder a sound takes."""
+        """Return how many positions the encoder makes of a clip."""
         if self._of_samples is not None:
             return max(int(self._of_samples[num_samples]), 0)
         if self._has_masks:
@@ -150,34 +150,34 @@ class Hearing:
 
     @property
     def _has_masks(self) -> bool:
-        """Whether the model counts positions of frames, and the extractor says which are heard."""
+        """Whether the model counts positions of frames, and the extractor masks padded frames."""
         names = getattr(self.extractor, "model_input_names", ())
         frames = self._model.main_input_name == "input_features"
-        return frames and self._asked is not None and "attention_mask" in names
+        return frames and self._count is not None and "attention_mask" in names
 
     def _positions_of_samples(self) -> Any:
-        """Return the positions of sounds of 0, 1, 2, ... samples, where the model hears samples."""
-        if self._asked is None or self._model.main_input_name != "input_values":
+        """Return the positions of clips of 0, 1, 2, ... samples, where the model reads samples."""
+        if self._count is None or self._model.main_input_name != "input_values":
             return None
         samples = torch.arange(int(self.max_seconds * self.rate) + self.rate)
         try:
-            return self._asked(samples).numpy()
+            return self._count(samples).numpy()
         except ValueError:  # Moonshine's takes one number
             return None
 
     def _positions_of_frames(self, num_samples: int) -> int:
-        """Return the positions of a sound of which the model hears frames: mel bins, for example.
+        """Return the positions of a clip that the model reads as frames: mel bins, for example.
 
-        0 of one that is too short for its extractor: it raises, or divides by nothing.
+        0 for a clip that is too short for the extractor, which raises or divides by zero.
         """
         noise = torch.randn(num_samples, generator=torch.Generator().manual_seed(0)).numpy()
         try:
-            made = self.features([noise])
+            inputs = self.features([noise])
         except (RuntimeError, ValueError, IndexError):
             return 0
-        if not made["input_features"].isfinite().all():
+        if not inputs["input_features"].isfinite().all():
             return 0
-        return max(int(self._asked(made["attention_mask"].sum(-1))), 0)
+        return max(int(self._count(inputs["attention_mask"].sum(-1))), 0)
 
 
 # Rows: audio, and the target tokens of its text.
@@ -188,26 +188,26 @@ METADATA = ("metadata.jsonl", "metadata.csv")
 FILE_NAME = "file_name"
 """Field of such a file with the path of the medium."""
 NO_TEXT, MANY, SILENT, LONG, SHORT = range(5)
-UNHEARD = {SilentAudio: SILENT, LongAudio: LONG, ShortSound: SHORT}
+NO_AUDIO = {SilentAudio: SILENT, LongAudio: LONG, ShortAudio: SHORT}
 TASKS = ("transcribe", "translate")
 
 
 @dataclass(frozen=True, slots=True)
 class SpeechRow:
-    """A sound, and what is said in it.
+    """An audio clip and its transcript.
 
     Args:
-        sound: As it is stored; what the model hears is made of it for each batch.
-        num_samples: As it is heard.
-        num_encoder_tokens: Positions that the encoder takes of it.
-        labels: All that is learnt: what sets language and task, the text, the end token.
-        num_prefix: How many of these stand before the text.
+        clip: Encoded; its features are made for each batch.
+        num_samples: After decoding and resampling.
+        num_encoder_tokens: Positions that the encoder makes of it.
+        labels: All target tokens: language and task, the text, the end token.
+        num_prefix: How many of these precede the text.
         num_decoder_tokens: How many a decoder reads.
         text: As the file has it.
         source: "train.jsonl:7".
     """
 
-    sound: Audio
+    clip: Audio
     num_samples: int
     num_encoder_tokens: int
     labels: tuple[int, ...]
@@ -219,9 +219,9 @@ class SpeechRow:
 
 @dataclass(frozen=True, slots=True)
 class Utterance:
-    """A record as it was read."""
+    """A parsed record: an audio clip, its text, and options of the decoder."""
 
-    sound: Audio
+    clip: Audio
     text: str
     language: str | None
     task: str | None
@@ -276,20 +276,20 @@ class SpeechEncoder(RecordEncoder):
         if not parsed.text.strip():
             return Dropped(parsed.source, NO_TEXT)
         try:
-            (heard,) = self._hearing.decoded([parsed.sound])
-        except tuple(UNHEARD) as problem:
-            return Dropped(parsed.source, UNHEARD[type(problem)])
+            (samples,) = self._hearing.decoded([parsed.clip])
+        except tuple(NO_AUDIO) as problem:
+            return Dropped(parsed.source, NO_AUDIO[type(problem)])
         labels, num_prefix = self._labels(parsed)
-        positions = self._hearing.positions(len(heard))
+        positions = self._hearing.positions(len(samples))
         if positions < self._hearing.fewest:
             return Dropped(parsed.source, SHORT)
         if not self._fits(labels, positions):
             return Dropped(parsed.source, MANY)
-        milliseconds = len(heard) * 1000 // self._hearing.rate
+        milliseconds = len(samples) * 1000 // self._hearing.rate
         self.counts.update(milliseconds=milliseconds, targets=len(labels))
         return SpeechRow(
-            parsed.sound,
-            len(heard),
+            parsed.clip,
+            len(samples),
             positions,
             labels,
             num_prefix,
@@ -300,14 +300,15 @@ class SpeechEncoder(RecordEncoder):
 
 
 class DecoderLabels:
-    """All that a decoder has to say of an utterance: the tokenizer is asked.
+    """The target tokens of an utterance, as the base's own tokenizer makes them.
 
-    It puts the decoder's start before; who shifts labels puts it back, so that it goes.
+    The tokenizer begins with the decoder's start token; shifting the labels adds it again, so it is
+    removed here.
 
     Args:
-        language, task: Where a row does not say.
+        language, task: Defaults of rows that name none.
         start: The token that the decoder is given first.
-        is_multilingual: Whether it has to be told the language.
+        is_multilingual: Whether the base needs to be given a language.
     """
 
     def __init__(
@@ -325,13 +326,13 @@ class DecoderLabels:
         self.key = (*tokenizer_key(tokenizer), language, task, start)
 
     def of(self, one: Utterance) -> tuple[tuple[int, ...], int]:
-        """Return an utterance's labels, and how many of them stand before the text."""
+        """Return an utterance's labels, and how many of them precede the text."""
         return self(one.text, one.language, one.task, one.source)
 
     def __call__(
         self, text: str, language: str | None, task: str | None, source: str
     ) -> tuple[tuple[int, ...], int]:
-        """Return a text's labels, and how many of them stand before the text.
+        """Return a text's labels, and how many of them precede the text.
 
         Raises:
             DataError: No language is named, or the tokenizer does not know it.
@@ -340,12 +341,12 @@ class DecoderLabels:
         if self._is_multilingual and language is None:
             raise DataError(
                 f"Cannot use {source}: no language is named.",
-                found="The base knows several languages, and is told which it hears.",
+                found="The base is multilingual, and needs the language of each clip.",
                 fix="Set task.language, for example english, or give rows the field language.",
             )
         tokenizer = self._tokenizer
         if hasattr(tokenizer, "set_prefix_tokens"):
-            tokenizer.language = tokenizer.task = None  # None would mean: as they were
+            tokenizer.language = tokenizer.task = None  # set_prefix_tokens keeps old ones for None
             try:
                 tokenizer.set_prefix_tokens(
                     language=language, task=task if language else None, predict_timestamps=False
@@ -362,19 +363,19 @@ class DecoderLabels:
                 found=f"{type(tokenizer).__name__} has no tokens for languages and tasks.",
                 fix="Leave language and task out.",
             )
-        whole = list(tokenizer(text)["input_ids"])
+        labels = list(tokenizer(text)["input_ids"])
         bare = tokenizer(text, add_special_tokens=False)["input_ids"]
-        whole = whole[1:] if whole[:1] == [self._start] else whole
+        labels = labels[1:] if labels[:1] == [self._start] else labels
         end = tokenizer.eos_token_id
-        if end is not None and whole[-1:] != [end]:
-            whole.append(int(end))
-        places = range(len(whole) - len(bare) + 1)
-        first = next((n for n in places if whole[n : n + len(bare)] == bare), 0)
-        return tuple(whole), first
+        if end is not None and labels[-1:] != [end]:
+            labels.append(int(end))
+        starts = range(len(labels) - len(bare) + 1)
+        first = next((n for n in starts if labels[n : n + len(bare)] == bare), 0)
+        return tuple(labels), first
 
 
 def metadata_or_self(where: str) -> str:
-    """Return the file that says what is in a folder's sounds, if it has one; else what is given."""
+    """Return the file of METADATA in a folder, if it has one; else `where` itself."""
     folder = Path(where).expanduser()
     return next((str(folder / name) for name in METADATA if (folder / name).is_file()), where)
 

@@ -1,4 +1,4 @@
-"""Tasks that read texts whole: for a head of labels or of one number, or for a vector of each.
+"""Tasks on whole texts: classification, regression and scores by a head, and embeddings.
 
 Shapes: B texts, T tokens of the longest, n targets of the batch, L labels.
 """
@@ -38,7 +38,7 @@ class Encoded:
         input_ids: Cut to what the model reads.
         types: 0 for the first text of a pair, 1 for the second; () where the model knows no pairs.
         is_cut: Whether something is missing at its end.
-        offsets: Where in the text each token begins and ends, if asked for; (0, 0) is nowhere.
+        offsets: Where in the text each token begins and ends, if requested; (0, 0): a special one.
     """
 
     input_ids: tuple[int, ...]
@@ -62,7 +62,7 @@ class TextsRow:
 
     @property
     def texts(self) -> list[Encoded]:
-        """Each text by itself."""
+        """The tokens of each text."""
         stops = [*accumulate(self.lengths)]
         parts = [
             slice(stop - length, stop) for stop, length in zip(stops, self.lengths, strict=True)
@@ -124,18 +124,18 @@ class SpecialTokens:
 
 
 class Texts:
-    """Makes tokens of texts and batches of tokens.
+    """Tokenizer and collator of texts.
 
     Attributes:
-        max_length: In tokens, those around the text included.
+        max_length: In tokens, special ones included.
 
     Raises:
-        BaseError: The model cannot tell padding from text.
+        BaseError: The model has no padding token.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, asked: int | None) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any, max_length: int | None) -> None:
         self.tokenizer = tokenizer
-        self.max_length = longest(model, tokenizer, asked)
+        self.max_length = longest(model, tokenizer, max_length)
         pad_id = unwrapped(model).config.get_text_config().pad_token_id
         if pad_id is None:
             raise BaseError(
@@ -147,32 +147,32 @@ class Texts:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What the tokens of a text depend on."""
+        """What tokens depend on, for the key of the cache."""
         return (*tokenizer_key(self.tokenizer), self.max_length, self._pad_id)
 
     def encode(self, text: str, pair: str | None = None, *, offsets: bool = False) -> Encoded:
-        """Return the tokens of a text; of a pair, the longer one loses its end first."""
-        wish: dict[str, Any] = {"return_offsets_mapping": True} if offsets else {}
-        made = self.tokenizer(text, pair, verbose=False, **wish)
-        is_cut = len(made["input_ids"]) > self.max_length
+        """Return the tokens of a text or of a pair, of which the longer text is cut first."""
+        options: dict[str, Any] = {"return_offsets_mapping": True} if offsets else {}
+        fields = self.tokenizer(text, pair, verbose=False, **options)
+        is_cut = len(fields["input_ids"]) > self.max_length
         if is_cut:
-            wish |= {"truncation": True, "max_length": self.max_length}
-            made = self.tokenizer(text, pair, **wish)
+            options |= {"truncation": True, "max_length": self.max_length}
+            fields = self.tokenizer(text, pair, **options)
         return Encoded(
-            tuple(made["input_ids"]) or (self._pad_id,),
-            tuple(made.get("token_type_ids", ())),
+            tuple(fields["input_ids"]) or (self._pad_id,),
+            tuple(fields.get("token_type_ids", ())),
             is_cut,
-            tuple(made.get("offset_mapping", ())),
+            tuple(fields.get("offset_mapping", ())),
         )
 
     def bare(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a part of a text, without those around it."""
+        """Return the tokens of a part of a text, without special ones."""
         return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def collate(self, texts: Sequence[Any]) -> dict[str, Tensor]:
         """Return input_ids, attention_mask and, if there are any, token_type_ids (B, T).
 
-        Padded on the right: a decoder reads the class off the last token that is none.
+        Padded on the right: a decoder's head reads the last token that is not padding.
 
         Args:
             texts: `Encoded`.
@@ -183,8 +183,8 @@ class Texts:
             batch["token_type_ids"], _ = padded_rows([text.types for text in texts], 0)
         return batch
 
-    def pieces(self, ids: Sequence[int]) -> str:
-        """Return tokens as text, special ones too."""
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return tokens as text, with special ones."""
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
@@ -204,7 +204,7 @@ class TextsEncoder(RecordEncoder):
 
 
 def head_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return what a model with a head of labels, or of one number, says of a batch, in fp32."""
+    """Return the logits of a model with a classification head, in fp32."""
     logits: Tensor = model(**accepted(model, {**batch, "use_cache": False})).logits
     return logits.float()
 
@@ -230,15 +230,15 @@ class TextTask(Task):
         return self.texts.collate([text for row in rows for text in row.texts])
 
     def names(self, row: Any) -> Sequence[str]:
-        """Return what each text of a row is."""
+        """Return a name for each text of a row."""
         raise NotImplementedError
 
     def spans(self, row: Any) -> list[tuple[str, str]]:
         pairs = zip(self.names(row), row.texts, strict=True)
-        return [(name, self.texts.pieces(text.input_ids)) for name, text in pairs]
+        return [(name, self.texts.decode(text.input_ids)) for name, text in pairs]
 
     @torch.no_grad()
-    def of_each(
+    def for_each(
         self,
         model: nn.Module,
         encoded: Sequence[Encoded],
@@ -246,10 +246,10 @@ class TextTask(Task):
         progress: str,
         on_event: Listener,
     ) -> list[Any]:
-        """Return what is computed of each text, as plain numbers; shortest first, in their order.
+        """Return the computed value of each text, in their order; shortest texts go first.
 
         Args:
-            compute: Makes a number, or several, of each text of a batch.
+            compute: Returns a number, or several, for each text of a batch.
         """
         device = next(model.parameters()).device
         order = sorted(range(len(encoded)), key=lambda n: len(encoded[n].input_ids))
@@ -260,20 +260,20 @@ class TextTask(Task):
             return list(compute(model, on_device).tolist())
 
         results: dict[int, Any] = {}
-        for part, some, _ in batches_that_fit(order, 2 * BATCH_SIZE, equal_parts, values):
+        for part, computed, _ in batches_that_fit(order, 2 * BATCH_SIZE, equal_parts, values):
             on_event(Progress(progress, len(results), len(order)))
-            results.update(zip(part, some, strict=True))
+            results.update(zip(part, computed, strict=True))
         return [results[n] for n in range(len(encoded))]
 
 
 class Classifier(Task):
-    """A task whose model's head says something of each target.
+    """A task whose head predicts each target.
 
-    Its batches have `targets`, whose first dimension is n, beside what the model reads.
+    Its batches have `targets`, whose first dimension is n, and what the model reads.
     """
 
     progress: ClassVar[str] = "Classifying"
-    """What is told while rows are measured."""
+    """Shown with the progress of an evaluation."""
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         return batch["targets"].numel()
@@ -282,7 +282,7 @@ class Classifier(Task):
         return self.loss_of(self.logits(model, batch), batch["targets"])[None]
 
     def logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return what the head says of each target (n, L), in fp32."""
+        """Return the logits of each target (n, L), in fp32."""
         return head_logits(model, batch)
 
     def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -293,35 +293,36 @@ class Classifier(Task):
     def metrics(
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
     ) -> dict[str, float]:
-        """Return the loss, and what is measured of all logits and targets together."""
-        said, true, seen, loss = list[Tensor](), list[Tensor](), list[Any](), 0.0
+        """Return the loss, and metrics of all logits and targets together."""
+        predicted, true, seen, loss = list[Tensor](), list[Tensor](), list[Any](), 0.0
         compute = partial(self.logits, model)
-        for some, batch, logits in self.over_batches(model, rows, self.progress, on_event, compute):
+        for part, batch, logits in self.over_batches(model, rows, self.progress, on_event, compute):
             loss += float(self.loss_of(logits, batch["targets"]))
-            said.append(logits.cpu())
+            predicted.append(logits.cpu())
             true.append(batch["targets"].cpu())
-            seen += some
+            seen += part
         targets = torch.cat(true)
-        return {"loss": loss / targets.numel(), **self.measured(torch.cat(said), targets, seen)}
+        measured = self.measured(torch.cat(predicted), targets, seen)
+        return {"loss": loss / targets.numel(), **measured}
 
     @abstractmethod
     def measured(self, logits: Tensor, targets: Tensor, rows: Sequence[Any]) -> dict[str, float]:
-        """Return metrics of what was said (n, L) and what is true of these rows."""
+        """Return metrics of the logits (n, L) and targets of these rows."""
 
 
 class ClassifierConfig(TaskConfig):
-    """What configs have whose task finds its labels in the data."""
+    """Base of the configs of classifiers."""
 
     data_fields: ClassVar[frozenset[str]] = frozenset({"max_length"})
 
     labels: tuple[str, ...] = ()
     """Names of all labels, in the order of the head's outputs; by default those in data.train."""
     fresh_head: bool = False
-    """Make a new head although the base has one."""
+    """Initialize a new head even if the base has one."""
 
     @property
     def problem_type(self) -> ProblemType | None:
-        """What the labels are to the model; None: as its base says."""
+        """transformers' problem type; None: that of the base."""
         return None
 
     @property

@@ -1,6 +1,7 @@
 """Token classification: each word of a text has a tag, as in named entities or parts of speech.
 
-The first piece of a word is tagged, the others are not learnt (Devlin et al., 2018, section 5.3).
+The first token of a word is classified, the others are not trained on (Devlin et al., 2018, section
+5.3).
 
 Shapes: B rows, T tokens, n tagged words of the batch, L tags.
 """
@@ -42,8 +43,8 @@ class TaggedRow(TextsRow):
     """A text and the tags of its words.
 
     Args:
-        places: Of the first piece of each tagged word, in order.
-        tags: Their numbers.
+        places: Positions of the first token of each tagged word.
+        tags: Their indices.
         source: "train.jsonl:7".
     """
 
@@ -53,13 +54,13 @@ class TaggedRow(TextsRow):
 
 
 class TaggedEncoder(TextsEncoder):
-    """Makes a row of each record with words and their tags."""
+    """Encoder of records with words and their tags."""
 
     kind: ClassVar[type[TaggedRow]] = TaggedRow
     what = "words and their tags"
 
     def parse(self, record: Record, where: str) -> tuple[TaggedRow, Sequence[str]]:
-        """Tokenise the words as one text; a token belongs to the word that its last letter is in.
+        """Tokenize the words as one text; a token belongs to the word of its last character.
 
         So the tokens are those of the text, whatever the tokenizer makes of the spaces.
         """
@@ -74,21 +75,24 @@ class TaggedEncoder(TextsEncoder):
         text = self.texts.encode(" ".join(words), offsets=True)
         places: dict[int, int] = {}  # word -> its first token
         for place, (start, end) in enumerate(text.offsets):
-            if end > start:  # special tokens are nowhere in the text
+            if end > start:  # special tokens have no characters
                 places.setdefault(bisect_right(starts, end - 1) - 1, place)
         self.counts.update(words=len(words), tagged=len(places), cut=text.is_cut)
-        found = {"places": tuple(places.values()), "tags": tuple(numbers[word] for word in places)}
-        return TaggedRow(**joined_texts([text]), **found, source=record.source), names
+        fields = {
+            "places": tuple(places.values()),
+            "tags": tuple(numbers[word] for word in places),
+        }
+        return TaggedRow(**joined_texts([text]), **fields, source=record.source), names
 
 
 class TokenClassification(Classifier, TextTask):
-    """Rows from words and tags, batches from rows, a loss from batches.
+    """Classification of the words of a text.
 
     Args:
-        model: With a head over tokens: its config names the tags.
+        model: With a head over tokens; its config names the tags.
 
     Raises:
-        BaseError: The tokenizer cannot say which piece belongs to which word.
+        BaseError: The tokenizer does not map tokens to characters.
     """
 
     progress: ClassVar[str] = "Tagging"
@@ -97,8 +101,8 @@ class TokenClassification(Classifier, TextTask):
         if not self.tokenizer.is_fast:
             raise BaseError(
                 "Cannot tag words with this base.",
-                found="Its tokenizer does not say where in the text a token stands.",
-                fix="Put a tokenizer.json into its folder.",
+                found="Its tokenizer does not map tokens to characters.",
+                fix="Add a tokenizer.json to its folder.",
             )
         super().build(model)
         self.labels = labels_of(unwrapped(model).config)
@@ -120,8 +124,12 @@ class TokenClassification(Classifier, TextTask):
         batch = self.tokens(rows)
         width = batch["input_ids"].shape[1]
         places = [number * width + place for number, row in enumerate(rows) for place in row.places]
-        own = {"target_index": places, "targets": [tag for row in rows for tag in row.tags]}
-        return batch | {name: torch.tensor(v, dtype=torch.long) for name, v in own.items()}
+        targets = [tag for row in rows for tag in row.tags]
+        return {
+            **batch,
+            "target_index": torch.tensor(places, dtype=torch.long),
+            "targets": torch.tensor(targets, dtype=torch.long),
+        }
 
     def logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits of the tagged words (n, L), in fp32."""
@@ -129,25 +137,25 @@ class TokenClassification(Classifier, TextTask):
         return every.flatten(0, 1).index_select(0, batch["target_index"])
 
     def spans(self, row: TaggedRow) -> list[tuple[str, str]]:
-        """Return the pieces of the text, each first piece of a word after its tag."""
+        """Return the tokens of the text, the first of each word with its tag."""
         tags = dict(zip(row.places, row.tags, strict=True))
         return [
-            (self.labels[tags[place]] if place in tags else "", self.texts.pieces([token]))
+            (self.labels[tags[place]] if place in tags else "", self.texts.decode([token]))
             for place, token in enumerate(row.input_ids)
         ]
 
     def measured(
         self, logits: Tensor, targets: Tensor, rows: Sequence[TaggedRow]
     ) -> dict[str, float]:
-        """Return the share of words tagged right, and F1 of entities or of tags."""
+        """Return the accuracy over words, and F1 of entities or of tags."""
         numbers = logits.argmax(-1)
         sizes = [len(row.places) for row in rows]
-        found, true = (
+        predicted, true = (
             [[self.labels[tag] for tag in text.tolist()] for text in tags.split(sizes)]
             for tags in (numbers, targets)
         )
         measure = entity_metrics if are_spans(self.labels) else tag_metrics
-        return {"accuracy": float((numbers == targets).double().mean()), **measure(found, true)}
+        return {"accuracy": float((numbers == targets).double().mean()), **measure(predicted, true)}
 
 
 class TokenClassificationConfig(ClassifierConfig):
@@ -169,7 +177,7 @@ class TokenClassificationConfig(ClassifierConfig):
         return self
 
     def resolve(self, data: DataConfig) -> TokenClassificationConfig:
-        """Find the tags in the training data, if they are not given."""
+        """Read the tags from the training data where they are not set."""
         if self.labels:
             return self
         names = names_in(data, lambda row: label_names(list_of(row, self.tags, "task.tags")))

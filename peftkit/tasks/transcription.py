@@ -1,7 +1,7 @@
-"""Transcription: an encoder hears a sound, a decoder learns to write what is said.
+"""Transcription: an encoder reads audio, a decoder writes its transcript.
 
-The decoder is given its start token and all labels but the last; all labels are learnt, language
-and task tokens too, as transformers' own recipe does.
+The decoder is given its start token and all labels but the last. All labels are targets, language
+and task tokens too, as in transformers' own recipe.
 
 Shapes: B rows, T tokens of the longest labels, n of all labels together.
 """
@@ -21,7 +21,7 @@ from peftkit.events import Listener, ignore
 from peftkit.files.disk import read_json, write_json
 from peftkit.tasks.base import Task
 from peftkit.tasks.loss import in_dtype_of, unwrapped
-from peftkit.tasks.metrics import error_rates, heard_metrics, normalizer_of
+from peftkit.tasks.metrics import error_rates, normalizer_of, transcript_metrics
 from peftkit.tasks.seq2seq import EncoderDecoder
 from peftkit.tasks.speech import (
     DecoderLabels,
@@ -33,18 +33,18 @@ from peftkit.tasks.speech import (
 )
 
 MAX_TARGET = 448
-"""Of labels, where the model does not say."""
+"""Most labels of a row, where the model's config sets none."""
 
 
 class Transcription(SpeechTask, EncoderDecoder):
-    """Rows from sounds and texts, batches for encoder and decoder, a loss over the texts.
+    """Token loss over the transcripts of audio clips.
 
     Args:
-        processor: The base's, of sound and text.
+        processor: The base's, of audio and text.
 
     Raises:
-        BaseError: The model is no encoder-decoder, or its processor hears nothing.
-        DataError: The base knows no such language.
+        BaseError: The model is no encoder-decoder, or its processor has no feature extractor.
+        DataError: The base does not know the language.
     """
 
     def build(self, model: nn.Module) -> None:
@@ -75,22 +75,22 @@ class Transcription(SpeechTask, EncoderDecoder):
 
     @property
     def paths(self) -> dict[str, str]:
-        """How logits are made, and that rows with sounds are padded."""
-        return {**super().paths, "rows": "padded, each with its sound"}
+        """How logits are computed, and that rows with audio are padded."""
+        return {**super().paths, "rows": "padded, each with its audio"}
 
     def collate(self, rows: Sequence[SpeechRow]) -> dict[str, Tensor]:
         """Return the features of the clips, and `decoder_batch`."""
-        return self.hearing.inputs([row.sound for row in rows]) | self.decoder_batch(rows)
+        return self.hearing.inputs([row.clip for row in rows]) | self.decoder_batch(rows)
 
     def inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return what is heard, as the weights are, and the decoder's tokens."""
+        """Return the features, in the dtype of the weights, and the decoder's tokens."""
         targets = ("target_index", "targets")
         return in_dtype_of(model, {name: batch[name] for name in batch if name not in targets})
 
     def spans(self, row: SpeechRow) -> list[tuple[str, str]]:
-        """Return how long a row's sound lasts, what the decoder is given first, and the labels."""
+        """Return the duration of a clip, the decoder's first token, and the labels."""
         return [
-            ("sound", self.hearing.told(row.num_samples)),
+            ("audio", self.hearing.duration(row.num_samples)),
             ("start", self.text([self._start])),
             *(("learnt", self.text([token])) for token in row.labels[: row.num_prefix]),
             ("learnt", self.text(row.labels[row.num_prefix :])),
@@ -99,14 +99,14 @@ class Transcription(SpeechTask, EncoderDecoder):
     def metrics(
         self, model: nn.Module, rows: Sequence[SpeechRow], *, on_event: Listener = ignore
     ) -> dict[str, float]:
-        """Return loss and perplexity, and what `heard_metrics` says of greedy answers."""
-        found = super().metrics(model, rows, on_event=on_event)
-        heard = self.answers(model, rows, on_event=on_event)
+        """Return loss and perplexity, and `transcript_metrics` of greedy answers."""
+        losses = super().metrics(model, rows, on_event=on_event)
+        transcripts = self.answers(model, rows, on_event=on_event)
         normalizer = normalizer_of(self.tokenizer, self.config.language)
-        return {**found, **heard_metrics(rows, heard, normalizer, on_event)}
+        return {**losses, **transcript_metrics(rows, transcripts, normalizer, on_event)}
 
     def encoder_batch(self, rows: Sequence[SpeechRow]) -> dict[str, Tensor]:
-        features = self.hearing.inputs([row.sound for row in rows])
+        features = self.hearing.inputs([row.clip for row in rows])
         length = next(iter(features.values())).shape[-1]
         return {"attention_mask": torch.ones(len(rows), length, dtype=torch.long), **features}
 
@@ -122,20 +122,20 @@ class Transcription(SpeechTask, EncoderDecoder):
     def answer_metrics(
         self, pairs: Sequence[tuple[str, str]], rows: Sequence[Any]
     ) -> dict[str, float]:
-        rates = error_rates([right for _, right in pairs], [heard for heard, _ in pairs])
+        rates = error_rates([reference for _, reference in pairs], [text for text, _ in pairs])
         return {**super().answer_metrics(pairs, rows), **rates}
 
     def transcribe(self, model: nn.Module, paths: Sequence[Path]) -> list[str]:
-        """Return what the model writes for the sound of each file.
+        """Return the transcript of each audio file.
 
         Raises:
-            DataError: One cannot be heard, or the base has to be told a language.
+            DataError: One cannot be decoded, or the base needs a language.
         """
-        labels, num_prefix = self._labels("a", None, None, "the sounds")
-        sounds = [Audio(path, str(path)) for path in paths]
+        labels, num_prefix = self._labels("a", None, None, "the audio files")
+        clips = [Audio(path, str(path)) for path in paths]
         rows = [
-            SpeechRow(sound, 0, 0, labels, num_prefix, len(labels), "", sound.source)
-            for sound in sounds
+            SpeechRow(clip, 0, 0, labels, num_prefix, len(labels), "", clip.source)
+            for clip in clips
         ]
         return self.answers(model, rows)
 
@@ -149,15 +149,15 @@ class TranscriptionConfig(SpeechConfig):
 
     type: Literal["transcription"] = "transcription"
     language: str | None = None
-    """What is spoken, as the base names it: english, or en; a row's language comes first."""
+    """Spoken language, as the base names it: english, or en; rows may set another."""
     says: Literal["transcribe", "translate"] = "transcribe"
-    """Whether the text is in the language that is spoken, or in English; a row's task first."""
+    """Text in the spoken language, or in English; a row's `task` takes precedence."""
     max_seconds: Annotated[float, Field(gt=0)] | None = None
-    """Longest sound, longer ones are dropped; null: what the base hears at once, 30 of Whisper."""
+    """Longest clip in seconds, longer ones are dropped; null: what the base reads at once."""
 
     def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:
-        """Have generation know language and task without being told."""
+        """Write language and task into the generation config."""
         path = folder / "generation_config.json"
         if self.language is not None and path.is_file():
-            told = read_json(path)
-            write_json({**told, "language": self.language, "task": self.says}, path)
+            config = read_json(path)
+            write_json({**config, "language": self.language, "task": self.says}, path)

@@ -250,7 +250,7 @@ WRONG_RECIPES: dict[str, tuple[list[str], list[str]]] = {
     "missing file": (["data.train=trian.jsonl"], ["trian.jsonl", "train.jsonl"]),
     "broken JSON line": (["data.train=broken.jsonl"], ["broken.jsonl:2"]),
     "no assistant turn": (["data.train=unanswered.jsonl"], ["unanswered.jsonl:2", "assistant"]),
-    "all masked": (["data.train=silent.jsonl"], ["silent.jsonl", "no row has a token to learn"]),
+    "all masked": (["data.train=silent.jsonl"], ["silent.jsonl", "no row has a target token"]),
     "unknown base": (["base.model=nowhere/such-model"], ["nowhere/such-model"]),
 }
 

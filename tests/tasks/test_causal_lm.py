@@ -103,7 +103,7 @@ def test_every_row_is_counted(tmp_path: Path, task: Build, events: list[Event]) 
         "dropped: the answer is beyond the cut": f"1 ({where}:19)",
         "tokens": str(sum(len(row.input_ids) for row in encoded)),
         "tokens of a row: median, 95 %, longest": "15, 64, 64",
-        "learnt tokens": str(sum(row.num_targets for row in encoded)),
+        "target tokens": str(sum(row.num_targets for row in encoded)),
         "fields not used": "id",
     }
     assert any(isinstance(event, Stage) for event in events)
@@ -118,7 +118,7 @@ def test_dropping_more_than_was_allowed_is_an_error_that_names_the_rows(
     with pytest.raises(DataError) as caught:
         task(max_dropped=0.19).encode(where)
     message = str(caught.value)
-    assert "2 of 10 rows have nothing to learn, more than data.max_dropped (19%)" in message
+    assert "2 of 10 rows have nothing to train on, more than data.max_dropped (19%)" in message
     assert f"Nothing to learn: 1 ({where}:9)" in message
     assert f"The answer is beyond the cut: 1 ({where}:10)" in message
     assert "raise data.max_length" in message
@@ -128,11 +128,11 @@ def test_dropping_more_than_was_allowed_is_an_error_that_names_the_rows(
 
 def test_no_row_left_is_an_error_whatever_was_allowed(tmp_path: Path, task: Build) -> None:
     where = write(tmp_path / "a.jsonl", said("the fox", " "))
-    with pytest.raises(DataError, match="no row has a token to learn"):
+    with pytest.raises(DataError, match="no row has a target token"):
         task(max_dropped=1.0).encode(where)
     masked = said("the fox", "the dog")
     masked["messages"][1]["weight"] = 0
-    with pytest.raises(DataError, match=r"(?s)no row has a token to learn.*a\.jsonl:1"):
+    with pytest.raises(DataError, match=r"(?s)no row has a target token.*a\.jsonl:1"):
         task(max_dropped=1.0).encode(write(tmp_path / "a.jsonl", masked))
 
 

@@ -23,7 +23,7 @@ from peftkit.run import run as run_recipe
 from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.ctc import CTC, CTCConfig
 from peftkit.tasks.media_classification import AudioClassificationConfig
-from peftkit.tasks.speech import ShortSound
+from peftkit.tasks.speech import ShortAudio
 from peftkit_cli.app import app
 from tests.speech import RATE, encoded, hears_frames, saved, tones, wav2vec2, write_rows
 
@@ -77,7 +77,7 @@ def test_loss_and_gradients_are_the_models_own(family: str, rows: Path) -> None:
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=5e-4)
     assert task.num_targets(batch) == sum(len(row["text"]) for row in ROWS)
     assert task.spans(read[1]) == [
-        ("sound", f"0.40 s at 16,000 Hz, {read[1].num_encoder_tokens} positions"),
+        ("audio", f"0.40 s at 16,000 Hz, {read[1].num_encoder_tokens} positions"),
         ("learnt", "f o x"),
     ]
 
@@ -115,7 +115,7 @@ def test_a_sound_too_short_for_its_model_is_told(family: str, tmp_path: Path) ->
     made = made_of(family)
     with pytest.raises(DataError, match=r"Audio that is too short: 1 \(.*rows.jsonl:1"):
         task_on(made).load(str(path))
-    with pytest.raises(ShortSound, match=r"a.wav(.|\n)*0.00 s"):
+    with pytest.raises(ShortAudio, match=r"a.wav(.|\n)*0.00 s"):
         task_on(made).transcribe(made[0], [tmp_path / "a.wav"])
 
 

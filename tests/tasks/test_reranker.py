@@ -104,7 +104,7 @@ def test_a_template_keeps_its_end_where_texts_are_cut(tmp_path: Path) -> None:
     template = "Query: {query}\nText: {text}\nRelevant:"
     row = {"query": "dog", "positive": "the dog " * 99, "negatives": ["a"]}
     _, task, rows = made(folder, write_rows(tmp_path / "a.jsonl", [row]), template=template)
-    long, short = (task.texts.pieces(text.input_ids) for text in rows[0].texts)
+    long, short = (task.texts.decode(text.input_ids) for text in rows[0].texts)
     assert long.startswith("Query: dog\nText: the dog")
     assert long.endswith("\nRelevant:")
     assert short == "Query: dog\nText: a\nRelevant:"
@@ -182,7 +182,7 @@ def test_a_run_learns_to_rank_and_says_what_it_was_before(
         ({"positive": []}, {}, "positive: empty"),
         ({"negatives": ["a", 3]}, {}, r"negatives\[1\]: expected text"),
         ({"negatives": ["the quick brown fox"]}, {}, "negatives: holds a positive"),
-        ({"negatives": None}, {"loss": "listwise"}, "as relevant, and the loss listwise"),
+        ({"negatives": None}, {"loss": "listwise"}, "equally relevant, and the loss listwise"),
         ({"positive": None, "text": "a", "score": 2}, {}, "score: expected numbers from 0 to 1"),
         ({"positive": None, "text": ["a"], "score": [0, 1]}, {}, "score: 2 scores of 1 texts"),
     ],
@@ -200,7 +200,7 @@ def test_rows_that_cannot_be_ranked_are_named(
 def test_rows_kept_for_one_loss_are_read_anew_for_another(folder: Path, tmp_path: Path) -> None:
     file = write_rows(tmp_path / "a.jsonl", SCORED)
     made(folder, file, loss="pointwise")
-    with pytest.raises(DataError, match="as relevant, and the loss listwise"):
+    with pytest.raises(DataError, match="equally relevant, and the loss listwise"):
         made(folder, file, loss="listwise")
 
 

@@ -166,7 +166,7 @@ _SMALL = {
             {},
             r"1: expected a text or a whole number as label, found 1\.5",
         ),
-        ([{"text": "a", "label": "x"}], {"problem": "regression"}, "1: expected a number to learn"),
+        ([{"text": "a", "label": "x"}], {"problem": "regression"}, "1: expected a number, found"),
         (
             [{"text": "a", "label": "x"}],
             {"problem": "multi_label"},
@@ -191,8 +191,8 @@ def test_rows_that_cannot_be_used_are_named(rows, settings, words, bert, tmp_pat
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"labels": ("a", "b", "a")}, "'a' is there twice"),
-        ({"labels": ("a",)}, "There is but one"),
+        ({"labels": ("a", "b", "a")}, "'a' is repeated"),
+        ({"labels": ("a",)}, "There is only one"),
         ({"labels": ("a", "b"), "problem": "regression"}, "a regression has no labels"),
         ({"problem": "multi"}, "multi_label"),
     ],
@@ -209,5 +209,5 @@ def test_encoder_decoder_needs_the_end_token_that_it_reads(tmp_path) -> None:
     config = json.loads((tmp_path / "t5" / "config.json").read_text())
     config["eos_token_id"] = 1
     (tmp_path / "t5" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(BaseError, match="reads the label off the end token"):
+    with pytest.raises(BaseError, match="classifies by the end token"):
         made(tmp_path / "t5", data)

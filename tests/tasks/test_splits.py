@@ -86,7 +86,7 @@ def test_repeated_rows_are_told(
     events: list[Event] = []
     task_of(llama, tokenizer, data, on_event=events.append).load_splits(data)
     told = [event.text for event in events if isinstance(event, Notice)]
-    assert any("1 of 4 rows teach what one before" in text for text in told)
+    assert any("1 of 4 rows repeat an earlier one" in text for text in told)
     assert any("1 of 2 rows of" in text and "a.jsonl too" in text for text in told)
     events.clear()
     same = DataConfig(train=train, eval=train, max_length=64)

@@ -93,7 +93,7 @@ def test_labels_are_those_of_transformers_own_recipe(rows: Path) -> None:
     assert torch.equal(batch["decoder_input_ids"][:, :width][learnt], shifted[learnt])
     assert batch["targets"].tolist() == wanted[learnt].tolist()
     assert task.spans(read[0]) == [
-        ("sound", "0.20 s at 16,000 Hz"),
+        ("audio", "0.20 s at 16,000 Hz"),
         ("start", "<|startoftranscript|>"),
         ("learnt", "<|en|>"),
         ("learnt", "<|transcribe|>"),
@@ -185,7 +185,7 @@ def test_what_is_no_sound_is_named(tmp_path: Path) -> None:
 
 def test_folders_and_data_sets_read_the_same(rows: Path, tmp_path: Path) -> None:
     task = task_on(whisper(), **ENGLISH)
-    wanted = [(repr(row.sound), row.labels) for row in task.load(str(rows))]
+    wanted = [(repr(row.clip), row.labels) for row in task.load(str(rows))]
     folder = rows.parent
     lines = [json.loads(line) for line in rows.read_text().splitlines()]
     columns = datasets.Features({"audio": datasets.Audio(), "text": datasets.Value("string")})
@@ -205,7 +205,7 @@ def test_folders_and_data_sets_read_the_same(rows: Path, tmp_path: Path) -> None
     (folder / "metadata.csv").write_text("file_name,text\n" + table)
     found.append(task.load(str(folder)))
     for read in found:
-        assert [(repr(row.sound), row.labels) for row in read] == wanted
+        assert [(repr(row.clip), row.labels) for row in read] == wanted
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_run_measures_saves_merges_and_opens_elsewhere(rows: Path, tmp_path: P
     assert found["before_wer"] > found["eval_wer"] == 0.0
     assert found["eval_wer_normalized"] == found["eval_cer"] == 0.0
     told = [event.text for event in events if isinstance(event, Notice)]
-    assert any("said: the answer | heard: the answer" in text for text in told)
+    assert any("reference: the answer | transcript: the answer" in text for text in told)
     assert any("BasicTextNormalizer" in text for text in told)
 
     opened = open_adapter(run)
