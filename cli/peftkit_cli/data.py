@@ -22,7 +22,7 @@ def data(
         typer.Option(metavar="ADAPTER", help="Find negatives with this embedding adapter."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where rows with negatives are written.")
+        Path | None, typer.Option(metavar="FILE", help="Write the rows with negatives here.")
     ] = None,
     candidates: Annotated[
         str | None,
@@ -34,11 +34,11 @@ def data(
         typer.Option(min=0, max=1, help="How much farther than the positive a negative is."),
     ] = 0.05,
     kind: Annotated[
-        Literal["embedding", "reranker"], typer.Option("--for", help="The task of the rows.")
+        Literal["embedding", "reranker"], typer.Option("--for", help="Task that the rows are for.")
     ] = "embedding",
     as_json: Json = False,
 ) -> None:
-    """Show what is in a data file: format, fields and duplicates."""
+    """Show the content of a data file: format, fields and duplicates."""
     if hard_negatives is not None:
         if out is None:
             raise typer.BadParameter("--hard-negatives needs --out FILE")

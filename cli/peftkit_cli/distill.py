@@ -43,7 +43,7 @@ def distill(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Questions; answers in it are only compared with. Without it the base makes some.",
+            help="Questions; their answers are for comparison only. Default: the base makes some.",
             show_default=False,
         ),
     ] = None,
@@ -51,7 +51,7 @@ def distill(
         "runs/distilled"
     ),
     questions: Annotated[
-        int, typer.Option(min=16, metavar="N", help="Questions to make where --data has none.")
+        int, typer.Option(min=16, metavar="N", help="Number of questions to make without --data.")
     ] = 96,
     overrides: Overrides = None,
     resume: Resume = False,
@@ -77,7 +77,7 @@ def distill(
         result = run(recipe, resume=resume, overwrite=overwrite, on_event=listener)
     if result.is_main:
         evaluations = [event for event in events if isinstance(event, EvalDone)]
-        for line in _reached(evaluations, result.metrics):
+        for line in _improvements(evaluations, result.metrics):
             note(line)
         typer.echo(recipe.train.output_dir)
         note(f"Next: {recipe.task.command.format(folder=recipe.train.output_dir)}")
@@ -129,8 +129,7 @@ def _questions_file(prompt: Path, base: str, file: Path, number: int, on_event: 
     return str(file)
 
 
-def _reached(evaluations: Sequence[EvalDone], metrics: Mapping[str, float]) -> Iterator[str]:
-    """Yield lines that compare the first and the last evaluation."""
+def _improvements(evaluations: Sequence[EvalDone], metrics: Mapping[str, float]) -> Iterator[str]:
     names = {
         "agreement": "whole answers equal to the prompted base's",
         "same_token": "tokens on which both agree",

@@ -19,7 +19,7 @@ DATA_KEYS = ("datasets", "test_datasets", "dataset", "eval_dataset", "dataset_di
 
 
 def import_recipe(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="axolotl's or LLaMA-Factory's.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML of axolotl or LLaMA-Factory.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Recipe to write.")],
 ) -> None:
     """Convert a YAML file of axolotl or LLaMA-Factory. Prints the recipe's path.

@@ -62,7 +62,7 @@ def init(
         str | None, typer.Option(metavar="MODEL", help="Hub id, folder, .gguf or short name.")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory of the GPU, as 12GB; or cpu.")
+        str | None, typer.Option(metavar="SIZE", help="GPU memory, such as 12GB; or cpu.")
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Recipe to write.")] = Path(
         "recipe.yaml"

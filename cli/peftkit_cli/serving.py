@@ -34,7 +34,7 @@ def serve(
         typer.Option(
             metavar="KEY",
             envvar="PEFTKIT_API_KEY",
-            help="Clients have to send it. Better set in the environment: others see arguments.",
+            help="Key that clients must send. Set it in the environment: others can see arguments.",
         ),
     ] = None,
     base: Base = None,

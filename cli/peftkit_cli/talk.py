@@ -31,7 +31,7 @@ Seed = Annotated[int | None, typer.Option(metavar="N", help="Seed of the samplin
 def generate(
     adapter: Adapter,
     prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="What to complete; - reads it from stdin.")
+        str | None, typer.Option(metavar="TEXT", help="Prompt to complete; - reads it from stdin.")
     ] = None,
     image: Annotated[
         list[Path] | None,
@@ -85,13 +85,13 @@ def generate(
 def evaluate(
     adapter: Adapter,
     data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Rows in any format that training takes.")
+        Path | None, typer.Option(metavar="FILE", help="Rows in any training format.")
     ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Tasks of lm-evaluation-harness instead, by base and adapter: arc_easy,gsm8k.",
+            help="Tasks of lm-evaluation-harness instead, for base and adapter: arc_easy,gsm8k.",
         ),
     ] = None,
     include: Annotated[
@@ -170,14 +170,14 @@ def _run_tasks(opened: Opened, names: list[str], *, as_json: bool, **how: Any) -
 def predict(
     adapter: Adapter,
     text: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="What to classify. Repeatable.")
+        list[str] | None, typer.Option(metavar="TEXT", help="Text to classify. Repeatable.")
     ] = None,
     data: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Predict every row of this file instead.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where the rows go, as JSON Lines; else stdout."),
+        typer.Option(metavar="FILE", help="Write the rows here, as JSON Lines; else stdout."),
     ] = None,
     base: Base = None,
     force: Force = False,
@@ -189,7 +189,7 @@ def predict(
     """
     if (text is None) == (data is None) or (data is None and out is not None):
         raise DataError(
-            "what to predict of is not clear.", fix="Give either --text or --data (with --out)."
+            "what to predict on is not clear.", fix="Give either --text or --data (with --out)."
         )
     if data is not None:
         _predict_file(adapter, data, out, base, force)
@@ -263,7 +263,6 @@ def chat(
 def _open_all(
     adapter: str | None, named: Sequence[str] | None, base: str | None, force: bool
 ) -> Opened | AdapterBank:
-    """Open one adapter, or several over one base."""
     if (adapter is None) == (not named):
         raise AdapterError(
             "give either one adapter or several names.",

@@ -232,7 +232,6 @@ def recognise(path: Path) -> Foreign:
 
 
 def _only_file(folder: Path, message: str) -> Path:
-    """Return the one file of a folder that holds tensors."""
     paths = sorted(path for path in folder.iterdir() if path.is_file())
     # mlx-lm's trainer keeps files of earlier steps, too
     final = [path for path in paths if path.name in (TENSORS, MLX_TENSORS)]
@@ -272,7 +271,6 @@ def peft_folder(foreign: Foreign, scratch: Path) -> Path:
 
 
 def _updates_of(foreign: Foreign, model: nn.Module, base: str) -> dict[str, LowRank]:
-    """Read an adapter of mlx-lm or llama.cpp."""
     if foreign.kind == "mlx":
         return read_mlx(foreign.folder, foreign.file.name)
     from peftkit.formats.gguf.convert import read_gguf

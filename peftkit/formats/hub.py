@@ -272,7 +272,6 @@ _STATUS = {
 
 @contextlib.contextmanager
 def _translating(message: str, error: type[PeftkitError]) -> Iterator[None]:
-    """Translate exceptions of huggingface_hub into ours."""
     try:
         yield
     except PeftkitError:

@@ -204,7 +204,6 @@ def require_causal(task: TaskConfig, folder: Path, *, media: bool = True) -> Non
 
 
 def _num_labels(file: AdapterFile) -> int:
-    """Return the number of outputs of the head in a PEFT folder."""
     tensors = check_safetensors(file.folder / TENSORS).tensors
     heads = {name: entry.shape for name, entry in tensors.items() if HEAD.search(name)}
     if len(set(heads.values())) != 1:

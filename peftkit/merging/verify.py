@@ -93,9 +93,9 @@ def _call(base: Base, number: int, prompt: str) -> Tensor:
     config = base.model.config
     has_decoder = config.is_encoder_decoder and not base.head
     if base.model.main_input_name in INPUTS:
-        heard = Hearing(base.model, base.processor, None).example(number)
+        inputs = Hearing(base.model, base.processor, None).example(number)
         decoder_ids = {"decoder_input_ids": _ids(base, prompt)} if has_decoder else {}
-        return base.model(**heard, **decoder_ids).logits
+        return base.model(**inputs, **decoder_ids).logits
     if base.image_processor is not None:
         size = config.image_size
         shape = (1, config.num_channels, *([size, size] if isinstance(size, int) else size))

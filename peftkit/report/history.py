@@ -211,7 +211,6 @@ def _best_and_worst(path: Path) -> dict[int, tuple[dict[str, Any], dict[str, Any
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Return the JSON objects among a file's lines."""
     return filter(None, map(_parsed, _read(path).splitlines()))
 
 

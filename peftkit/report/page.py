@@ -129,12 +129,12 @@ def _one(run: History) -> str:
         ("Tasks", _scores(run)),
         ("Samples", _samples(run)),
         ("Answers and their rewards", _answers(run)),
-        ("Data", _tables(run, of_files=True) + _lengths(run) + _row(run)),
+        ("Data", _tables(run, of_files=True) + _lengths(run) + _row_of_the_loss(run)),
         ("Base and adapter", _tables(run, of_files=False) + _paths(run)),
         ("Recipe", code(run.facts.recipe_yaml)),
         ("Machine, versions, hashes", table(("", ""), as_texts(run.facts.machine).items())),
         ("Notices", _notices(run)),
-        ("Next", _commands(run)),
+        ("Next", _next_commands(run)),
     ]
     written = time.strftime("Written by peftkit, %Y-%m-%d %H:%M.", time.localtime())
     return head + _end(run) + _tiles(run) + _joined(sections) + paragraph(written)
@@ -148,7 +148,7 @@ def _several(runs: Sequence[History]) -> str:
         rows.append((row.run, row.state, f"{row.step:,}", *losses, duration(row.seconds)))
     columns = ("run", "state", "steps", "loss", "eval loss, best", "eval loss, last", "time")
     sections = [("What differs", _differences(runs)), ("Curves", _curves(runs))]
-    sections += [(run.name, _end(run) + _commands(run)) for run in runs]
+    sections += [(run.name, _end(run) + _next_commands(run)) for run in runs]
     return f"<h1>{len(runs)} runs</h1>{table(columns, rows, numbers=True)}{_joined(sections)}"
 
 
@@ -215,7 +215,7 @@ def _cell(value: Any) -> str:
 
 def _samples(run: History) -> str:
     """Return the answers of the model to the same prompts before, during and after training."""
-    steps = _some(sorted({line["step"] for line in run.samples}))
+    steps = _evenly_spaced(sorted({line["step"] for line in run.samples}))
     prompts: dict[str, list[dict[str, Any]]] = {}
     for line in sorted(run.samples, key=lambda line: int(line["step"])):
         if line["step"] in steps:
@@ -234,7 +234,7 @@ def _samples(run: History) -> str:
 def _answers(run: History) -> str:
     """Return the best and the worst answer of steps that were trained on answers of the model."""
     rows = []
-    for step in _some(sorted(run.answers)):
+    for step in _evenly_spaced(sorted(run.answers)):
         best, worst = run.answers[step]
         for line in (best, worst) if worst is not best else (best,):
             parts = line.get("parts") or {}
@@ -246,7 +246,7 @@ def _answers(run: History) -> str:
     return table(columns, rows)
 
 
-def _some(steps: Sequence[int]) -> list[int]:
+def _evenly_spaced(steps: Sequence[int]) -> list[int]:
     """Return the first and the last step, and some between."""
     last = len(steps) - 1
     places = {n * last // (MAX_SAMPLE_STEPS - 1) for n in range(MAX_SAMPLE_STEPS)}
@@ -270,8 +270,7 @@ def _lengths(run: History) -> str:
     )
 
 
-def _row(run: History) -> str:
-    """Return a row as the loss sees it."""
+def _row_of_the_loss(run: History) -> str:
     spans = run.facts.row
     if not spans:
         return ""
@@ -294,8 +293,7 @@ def _notices(run: History) -> str:
     return table(("", ""), rows)
 
 
-def _commands(run: History) -> str:
-    """Return what to type next."""
+def _next_commands(run: History) -> str:
     folder = str(run.folder)
     lines = [f"peftkit train RECIPE.yaml --resume --out {quote(folder)}"]
     if run.state() == "finished":

@@ -163,7 +163,6 @@ class _Service:
     def _jobs(
         self, body: Body, adapter: str | None, prompts: Sequence[list[int]], queue: PieceQueue
     ) -> list[Job]:
-        """Return one job for each requested answer."""
         copies = body.n or 1
         if not 0 < len(prompts) * copies <= self._limits.max_batch:
             raise RequestError(
@@ -212,7 +211,6 @@ class _Service:
         return room if most is None else min(room, most - len(ids))
 
     def _constraint(self, body: Body, sampling: Sampling) -> Constraint | None:
-        """Return the constraint of the request's JSON schema, if it has one."""
         if body.schema_of_answer is None:
             return None
         base = self._bank.base
@@ -295,7 +293,7 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host name or address is this machine's own."""
+    """Whether a host name or address is this machine's own."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

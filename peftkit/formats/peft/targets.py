@@ -213,7 +213,7 @@ def shortest_endings(paths: Iterable[str], others: Collection[str]) -> list[str]
 
 
 def ends_with(path: str, ending: str) -> bool:
-    """Tell whether a dotted path is, or ends with, another."""
+    """Whether a dotted path is, or ends with, another."""
     return path == ending or path.endswith("." + ending)
 
 
