@@ -1,4 +1,4 @@
-"""Images, audio and video: what rows name, and how it is decoded, within bounds.
+"""Images, audio and video of rows, and their decoding within bounds.
 
 A medium is a path (relative to the data file), a data URL, encoded bytes, or {"bytes": ..., "path":
 ...} as in data sets. Nothing is ever fetched. The packages that decode are optional extras,
@@ -58,7 +58,7 @@ class Media:
 
     Args:
         source: The row that names it.
-        which: Which of the row's media it is, for messages.
+        which: Its name within the row, for messages.
     """
 
     __slots__ = ("_digest", "data", "source", "which")
@@ -80,18 +80,18 @@ class Media:
     """Its name in processors and chat templates: {"type": name}, name_token, name_token_id."""
     argument: ClassVar[str]
     """A processor's argument for such media."""
-    fields: ClassVar[tuple[str, ...]]
-    """Fields of a row with such media."""
-    parts: ClassVar[tuple[str, ...]]
-    """Types of message parts with such a medium; also keys of such a part."""
     mark: ClassVar[str]
-    """In place of a medium in the texts of an example."""
+    """Placeholder of a medium in the texts of an example."""
     readers: ClassVar[tuple[str, ...]]
     """Attributes of a processor, one of which reads such media."""
     packages: ClassVar[tuple[str, ...]]
     """Modules that decode them."""
     extra: ClassVar[str]
-    """The extra of peftkit that brings these packages."""
+    """The extra of peftkit that installs these packages."""
+    fields: ClassVar[tuple[str, ...]]
+    """Fields of a row with such media."""
+    parts: ClassVar[tuple[str, ...]]
+    """Types of message parts with such a medium; also keys of such a part."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Media:
 
     @classmethod
     def describe(cls, read: Any, limits: Limits) -> str:
-        """Return the size of a decoded medium, for people."""
+        """Return the size of a decoded medium, as text."""
         raise NotImplementedError
 
     @classmethod
@@ -142,7 +142,7 @@ class Media:
 
     @classmethod
     def blank(cls, limits: Limits) -> Any:
-        """Return a decoded medium with next to no content, to probe a processor."""
+        """Return a small decoded medium to probe a processor with."""
         raise NotImplementedError
 
     def stored(self) -> dict[str, Any]:
@@ -221,7 +221,7 @@ AnyMedia = TypeVar("AnyMedia", bound=Media)
 def media_of(
     cls: type[AnyMedia], value: object, record: Record, where: str, which: str = ""
 ) -> AnyMedia | None:
-    """Return the medium in a field; None if the value is none.
+    """Return the medium in a field; None if the value is not one.
 
     Args:
         where: The data file; paths are relative to its folder.
@@ -241,7 +241,7 @@ def media_of(
         raise DataError(
             f"Cannot use {which} of {record.source}.",
             found=f"It is an address, {shown(value)}, and nothing is fetched.",
-            fix="Download it, and name the file.",
+            fix="Download it, and give the path of the file.",
         )
     path = Path(value).expanduser()
     folder = Path(where).expanduser().parent
@@ -349,7 +349,7 @@ def _unusable(image: Any) -> tuple[str, str] | None:
         return bits, "Scale it to 8 bits first."
     if image.mode in ("CMYK", "LAB"):
         return (
-            f"Its colours are for print ({image.mode}), which have no one meaning on a screen.",
+            f"Its colours are for print ({image.mode}), which have no unique RGB values.",
             "Convert it to RGB first.",
         )
     return None
@@ -362,11 +362,11 @@ def _short(problem: Exception) -> str:
 
 
 MAX_CHANNELS = 2
-"""More channels are those of several microphones, which cannot be mixed."""
+"""More channels are several microphones, which cannot be mixed."""
 SAMPLING_RATES = (1_000, 384_000)
 """Lowest and highest sampling rate that is read, in hertz."""
 MIN_AUDIO_SECONDS = 0.1
-"""Processors of audio and text make no tokens of less, or none that the model uses."""
+"""Shorter audio gives no tokens that the model uses."""
 MAX_SILENCE = 1e-5
 """Largest sample of audio that counts as silent."""
 

@@ -32,7 +32,7 @@ from peftkit.formats.open_adapter import base_of, require_causal, task_of
 from peftkit.formats.peft.folder import AdapterFile, check_weights, read_adapter
 from peftkit.formats.peft.low_rank import layers_of, read_low_rank
 from peftkit.inference.bank_layer import BankLinear, Routing, make_update
-from peftkit.inference.engine import Engine, Limits
+from peftkit.inference.engine import MAX_ROWS, Engine, Limits
 from peftkit.inference.generate import decoded
 from peftkit.inference.open_engine import open_engine
 from peftkit.inference.sampling import Sampling
@@ -44,7 +44,7 @@ NAME = re.compile(r"\w[\w.-]*")
 
 
 class AdapterBank:
-    """LoRA and DoRA adapters over one base; ranks, scales and targets may all differ.
+    """LoRA and DoRA adapters over one base, with any ranks, scales and targets.
 
     Attributes:
         base: The base; its model is changed in place, and restored when no adapter is left.
@@ -210,8 +210,7 @@ class AdapterBank:
             for prompt, name in zip(prompts, names, strict=True)
         ]
         sampling = [Sampling(**settings, stops=stop_ids(tokenizer, styles[name])) for name in names]
-        limits = Limits() if batch_size is None else Limits(rows=batch_size)
-        with self.engine(limits) as engine:
+        with self.engine(Limits(rows=batch_size or MAX_ROWS)) as engine:
             groups = engine.answers(ids, sampling, adapters=names, log_probs=False)
         return [decoded(tokenizer, answer.ids) for (answer,) in groups]
 

@@ -179,16 +179,16 @@ class TextWatch:
 
     def metrics(self) -> dict[str, float]:
         """Return exact_match, rouge_l and the metrics of the user over train.eval_generate rows."""
-        if not (watched := self._documents(self._config.eval_generate or 0)):
+        if not (pairs := self._documents(self._config.eval_generate or 0)):
             return {}
-        task, rows = self._task, [document for _, document in watched]
+        task, rows = self._task, [document for _, document in pairs]
         most = task.max_target if isinstance(task, EncoderDecoder) else longest_answer(rows)
         answers = self._answers(rows, most)
-        pairs = [(one.completion, one.reference or "") for one in answers]
-        means = task.answer_metrics(pairs, [row for row, _ in watched])
+        texts = [(answer.completion, answer.reference or "") for answer in answers]
+        means = task.answer_metrics(texts, [row for row, _ in pairs])
         for name, metric in list(self._metrics.items()):
             try:
-                values = [float(metric(*pair)) for pair in pairs]
+                values = [float(metric(*pair)) for pair in texts]
                 means[name] = sum(values) / len(values)
             except Exception as error:  # a user's metric must not end the run
                 del self._metrics[name]

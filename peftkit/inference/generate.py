@@ -1,4 +1,4 @@
-"""Completions of prompts, whole or streamed, by a model with or without an adapter.
+"""Completions of prompts, at once or streamed, by a model with or without an adapter.
 
 The base's own generation_config (temperature, penalties, lengths) is ignored, except for its end
 tokens. Temperature 0 is greedy decoding.
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
-from peftkit.inference.engine import Completion, Limits, OnAnswer, Request, room_left
+from peftkit.inference.engine import MAX_ROWS, Completion, Limits, OnAnswer, Request, room_left
 from peftkit.inference.open_engine import PlainEngine, open_engine
 from peftkit.inference.sampling import Sampling, seed_of
 
@@ -33,7 +33,7 @@ def generate(
     """Return one completion for each prompt.
 
     Args:
-        model: A causal language model, with or without an adapter; its mode is kept.
+        model: A causal language model, with or without an adapter; its mode is restored.
         tokenizer: The model's own.
         prompts: One text or several.
         style: The adapter's prompt format; by default the prompt is a user message in the chat
@@ -82,8 +82,7 @@ def generate_ids(
     """
     sampling = Sampling(**settings)
     room_left(model, prompts, sampling.max_new_tokens)  # raises before any work is done
-    limits = Limits() if batch_size is None else Limits(rows=batch_size)
-    with open_engine(model, tokenizer, limits) as engine:
+    with open_engine(model, tokenizer, Limits(rows=batch_size or MAX_ROWS)) as engine:
         answers = engine.answers(prompts, sampling, log_probs=False, on_answer=on_answer)
     return [answer.ids for (answer,) in answers]
 
@@ -122,11 +121,11 @@ def stream(
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         try:
-            while (news := queue.get()) is not None:
-                if isinstance(news, Exception):
-                    raise news
-                if piece := text.take(news):
-                    yield piece
+            while (item := queue.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                if new_text := text.take(item):
+                    yield new_text
         finally:
             completion.finish()
             thread.join()
@@ -141,7 +140,7 @@ def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 class TextStream:
-    """Turns the tokens of one answer into pieces of text.
+    """Incremental decoder of the tokens of one answer.
 
     Args:
         stop_texts: Texts that end the answer before them.
@@ -154,7 +153,7 @@ class TextStream:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_texts: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop_texts = [text for text in stop_texts if text]
-        self._whole = ""
+        self._decoded_text = ""
         self._start = self._end = 0
         self.text, self.is_stopped = "", False
 
@@ -182,9 +181,9 @@ class TextStream:
         before = decoded(self._tokenizer, ids[self._start : self._end])
         after = decoded(self._tokenizer, ids[self._start :])
         if has_ended or not after.endswith("\N{REPLACEMENT CHARACTER}"):
-            self._whole += after[len(before) :]
+            self._decoded_text += after[len(before) :]
             self._start, self._end = self._end, len(ids)
-        return self._whole
+        return self._decoded_text
 
     def _num_held(self, text: str) -> int:
         """Return how many characters at the end may begin a stop text."""
@@ -201,7 +200,7 @@ class TextStream:
 
 @dataclass(frozen=True, slots=True)
 class SampledAnswer:
-    """A model's answer: `ids` with the token that ended it; one that is cut has none."""
+    """A model's answer: `ids` with its end token, which an answer that was cut lacks."""
 
     ids: tuple[int, ...]
     is_cut: bool

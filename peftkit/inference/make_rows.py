@@ -84,7 +84,7 @@ def find_hard_negatives(
     task: Literal["embedding", "reranker"] = "embedding",
     on_event: Listener = ignore,
 ) -> HardNegatives:
-    """Find negatives for the rows of a file.
+    """Mine hard negatives for the rows of a file.
 
     Args:
         opened: An embedding adapter.

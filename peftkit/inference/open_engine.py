@@ -2,8 +2,8 @@
 
 `PlainEngine` is for models whose cache cannot be taken apart: states or convolutions,
 encoder-decoders, virtual tokens, positions of their own, and prompts with media. It runs a batch
-until its last row has ended; requests that come meanwhile wait for the next batch. Each row still
-has its own settings, seed, adapter and end.
+until its last row has ended; later requests wait for the next batch. Each row still has its own
+settings, seed, adapter and end.
 
 Shapes: B rows, T tokens of the longest prompt, V tokens of the vocabulary.
 """
@@ -121,7 +121,7 @@ def _by_its_class(model: Any, config: Any) -> str | None:
 
 
 def _by_trying(model: Any, tokenizer: Any, config: Any) -> str | None:
-    """Compare the likeliest tokens of `CachedEngine` with those of the model itself."""
+    """Return why the likeliest tokens of `CachedEngine` and of the model itself differ, if so."""
     prompts = [
         [(3 + index) * (7 + size) % config.vocab_size for index in range(size)] for size in LENGTHS
     ]
