@@ -51,13 +51,13 @@ class RunRecord:
     """A run that is ready to train, as the files in its folder describe it.
 
     Attributes:
-        recipe: With its defaults as they are used here.
+        recipe: With the defaults that depend on the task and the base.
         plan: How it is carried out, before its rows are measured.
         task: On this base, with the adapter.
-        settings: The task's section, with the labels that the data say.
+        settings: The task's section, with the labels of the data.
         train, eval: The encoded rows.
         continued: The adapter that this one continues, if any.
-        events: Reported while it was prepared; run.json keeps the tables and notices.
+        events: Of the preparation; run.json has the tables and notices.
     """
 
     recipe: Recipe
@@ -77,7 +77,7 @@ class RunRecord:
         return self.recipe.train.output_dir
 
     def identity(self) -> dict[str, Any]:
-        """Return what a resumed run must have in common with this one, as plain JSON."""
+        """Return the settings and inputs that a resumed run must share, as plain JSON."""
         recipe = self.recipe
         return {
             "base": {
@@ -92,7 +92,7 @@ class RunRecord:
         }
 
     def adapter_folder(self) -> AdapterFolder:
-        """Return what a checkpoint holds of the model: an adapter folder."""
+        """Return the adapter folder that checkpoints are written with."""
         start = self.continued
         has_tokens = self.recipe.base.new_tokens or (start and start.has_tokens)
         return AdapterFolder(
@@ -103,7 +103,7 @@ class RunRecord:
         )
 
     def provenance(self) -> Provenance:
-        """Return what peftkit.json says of the base, the task and the execution plan."""
+        """Return the base, the task and the execution plan, for peftkit.json."""
         config = self.recipe.base
         loading = config.model_dump(
             mode="json", exclude={"model", "revision", "new_tokens", "store", "placement"}

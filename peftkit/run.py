@@ -48,25 +48,21 @@ def run(
     """Train a recipe's adapter and save it to `train.output_dir`.
 
     Args:
-        recipe: What to do.
         resume: Continue from the newest valid checkpoint of the output folder.
         overwrite: Start again in a folder that holds a run already.
         allow_changes: Dotted keys in which a resumed run may differ from the one it continues.
         metrics: Functions of a completion and its reference, by name, each returning a float:
             computed with train.eval_generate.
-        base: The recipe's base, loaded already, for several runs over it in turn. After a run that
-            returns, it has no adapter again.
+        base: The recipe's base, loaded already, for several runs over it in turn. A completed run
+            detaches its adapter.
         on_event: Receives the events of peftkit.events as they happen.
 
     Raises:
         PeftkitError: What was asked, what was found, what to do.
         Interrupted: SIGINT or SIGTERM came; what was reached is saved.
     """
-    start: dict[str, Any] = {
-        "resume": resume,
-        "overwrite": overwrite,
-        "allow_changes": [*allow_changes],
-    }
+    start: dict[str, Any] = {"resume": resume, "overwrite": overwrite}
+    start["allow_changes"] = list(allow_changes)
     check_settings(recipe, world_size())
     folder = recipe.train.output_dir
     with joined_ranks() as world, ExitStack() as stack:
@@ -189,7 +185,7 @@ def _plan_over(recipe: Recipe, base: Base) -> ExecutionPlan:
 def _adapter(
     recipe: Recipe, settings: TaskConfig, base: Base, resume: bool, on_event: Listener
 ) -> tuple[Adapter, Any]:
-    """Attach the adapter: a new one, or the one that the recipe continues, and its start."""
+    """Attach a new adapter, or the one that the recipe continues; return it and its start."""
     if recipe.method.start_from:
         from peftkit.formats.open_adapter import continue_adapter
 
@@ -223,7 +219,7 @@ def _adapter(
 
 
 def _with_head_and_tokens(recipe: Recipe, base: Base) -> Method:
-    """Return the method with the head and the new tokens, which are trained fully; add these."""
+    """Add the new tokens; return the method that trains their rows, and the head, in full."""
     fully = tuple(dict.fromkeys((*recipe.method.train_fully, *base.head)))
     update: dict[str, Any] = {"train_fully": fully}
     if recipe.base.new_tokens:
@@ -248,11 +244,11 @@ def _sharded(plan: ExecutionPlan, base: Base, on_event: Listener) -> Base:
 
 
 def _why_unpacked(recipe: Recipe, adapter: Adapter) -> str:
-    """Return why rows may not be packed although nobody said so; "" if they may."""
+    """Return why rows cannot be packed by default; "" if they can."""
     if recipe.model_copy(update={"method": adapter.method}).packs_beside_virtual_tokens:
         return f"with {adapter.method.type} each has its own virtual tokens"
     if recipe.train.context_parallel > 1 and recipe.data.packing:
-        return "each lies on several processes, for itself"
+        return "each is split across processes by itself"
     return ""
 
 
@@ -267,7 +263,7 @@ def _reference(recipe: Recipe, base: Base, adapter: Adapter, continued: Any) -> 
 
 
 def _add_other_adapters(task: Task, base: Base) -> None:
-    """Give a task the adapters over the same base that it computes with."""
+    """Load the other adapters of a task over the same base."""
     for folder in task.other_adapters:
         from peftkit.formats.open_adapter import read_side_adapter
 
@@ -280,7 +276,7 @@ def _digest(rows: Sequence[Any]) -> str:
 
 
 def _watch(record: RunRecord, metrics: Mapping[str, Any] | None, on_event: Listener) -> Any:
-    """Return what generates samples and answers during training, if they are asked for."""
+    """Return the generator of samples and answers during training; None without any."""
     config = record.recipe.train
     if metrics and not config.eval_generate:
         raise ConfigError(

@@ -264,7 +264,7 @@ def _differs(key: str, first: Member, expected: Any, other: Member, value: Any) 
 
 
 def _check_targets(members: Sequence[Member], purpose: Purpose) -> None:
-    """Check each method's targets and ranks, before hours of training the others."""
+    """Check the targets and ranks of each method, before any member trains."""
     methods = {member.recipe.method.model_dump_json(): member.recipe for member in members}
     for recipe in methods.values():
         if not recipe.method.start_from:
@@ -273,7 +273,7 @@ def _check_targets(members: Sequence[Member], purpose: Purpose) -> None:
 
 
 def _load_base(members: Sequence[Member], purpose: Purpose, on_event: Listener) -> Base:
-    """Load the base of all members; its blocks are streamed if any of them needs that."""
+    """Load the shared base; its blocks are streamed if a member needs that."""
     with stopping_at_once("stopped before the base was loaded."):
         for member in members:
             plan = resolve_plan(member.recipe, on_event)
@@ -442,6 +442,6 @@ def _axis(text: str) -> tuple[str, list[str]]:
 
 
 def _name(settings: Mapping[str, str]) -> str:
-    """Return "rank=8-learning_rate=1e-4", fit for the name of a folder."""
+    """Return the name of a member's folder: "rank=8-learning_rate=1e-4"."""
     pairs = (f"{key.rpartition('.')[2]}={value}" for key, value in settings.items())
     return re.sub(r"[^\w.=+-]+", "_", "-".join(pairs)).strip("_")

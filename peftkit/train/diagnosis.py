@@ -120,7 +120,8 @@ def _first_non_finite(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
 
     def hook_of(path: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if not seen and not all(_is_finite(tensor) for tensor in _tensors(output)):
+            floats = (tensor for tensor in _tensors(output) if tensor.is_floating_point())
+            if not seen and not all(bool(torch.isfinite(tensor).all()) for tensor in floats):
                 seen.append((path or "(the model)", type(module).__name__))
 
         return hook
@@ -142,10 +143,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 
 def _few(names: Sequence[str], limit: int = 6) -> str:
