@@ -59,10 +59,10 @@ class DocumentTask(TokenTask):
         self.reference = reference
 
     def positions(self, lengths: Sequence[int], shared: int = 0) -> int:
-        """Return how many positions documents take that go through the model at once.
+        """Return how many positions documents take in one batch.
 
         Args:
-            shared: Tokens that several begin with, beyond the first time.
+            shared: Repeated tokens of common prefixes.
         """
         padded = len(lengths) * rounded_up(max(lengths))
         if self._attention is None:
@@ -103,7 +103,7 @@ class Rollout:
     """The answers to the prompts of a step, on one process.
 
     Attributes:
-        rows: What to learn from, possibly nothing.
+        rows: Rows to train on, possibly none.
         metrics: Means over the answers; the same names on every process.
         answers: The answers and their rewards.
     """
@@ -114,7 +114,7 @@ class Rollout:
 
 
 class RolloutTask(DocumentTask):
-    """A task whose rows are prompts: the model makes the answers that a step learns from.
+    """A task whose rows are prompts: steps train on answers that the model samples.
 
     Attributes:
         updates: Optimizer steps with the same answers.
@@ -131,21 +131,21 @@ class RolloutTask(DocumentTask):
     def roll_out(
         self, prompts: Sequence[Any], seeds: Sequence[int] | None, sampler: ModelSampler
     ) -> Rollout:
-        """Have the model answer prompts, and judge the answers.
+        """Have the model answer prompts, and score the answers.
 
         Args:
-            seeds: Of each prompt; None: greedy answers, of which nothing is learnt.
+            seeds: Of each prompt; None: greedy answers, for evaluation.
 
         Raises:
             RunError: A reward function failed.
         """
 
     def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return log-probabilities that a step needs beside the model's own."""
+        """Return log-probabilities that a step needs besides the model's."""
         return {}
 
     def remember(self, rows: Sequence[Any], values: Mapping[str, Tensor]) -> None:
-        """Keep with the rows of a batch what `log_probs` returned of them."""
+        """Store the `log_probs` of a batch with its rows."""
 
     def sample(
         self,
@@ -166,26 +166,26 @@ class RolloutTask(DocumentTask):
         )
 
     def sampler(self, model: nn.Module) -> ModelSampler:
-        """Return what has a model answer prompts."""
+        """Return the sampler of a model."""
         return ModelSampler(model, self.tokenizer, MAX_ROWS)
 
     def check_answers(self, run: Run) -> None:
         """Make sure that each process can answer prompts by itself.
 
         Raises:
-            ConfigError: The base, or a row, is spread over processes.
+            ConfigError: The base, or a row, is sharded over processes.
         """
         if run.parallel.in_lockstep:
             raise ConfigError(
-                "learning from the model's own answers needs the whole base on each process",
+                "training on the model's own answers needs the whole base on each process",
                 fix="Set train.shard: none and train.context_parallel: 1.",
             )
 
     def answered_step(self, prompts: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
-        """Return the rows of the optimizer steps that learn from answers to prompts.
+        """Return the rows of the optimizer steps that train on answers to prompts.
 
         Raises:
-            RunError: A reward function failed, or nothing is left to learn.
+            RunError: A reward function failed, or all answers have had equal rewards for too long.
         """
         began = time.perf_counter()
         step = run.state.step
@@ -203,7 +203,7 @@ class RolloutTask(DocumentTask):
         return [rollout.rows] * self.updates
 
     def greedy_metrics(self, prompts: Sequence[Any], run: Run) -> dict[str, float]:
-        """Return the mean rewards of greedy answers, and as "loss" minus their reward."""
+        """Return the mean rewards of greedy answers; "loss" is the negative reward."""
         means = _means(self._rolled_out(prompts, None, run), run)
         return {"loss": -means["reward"], **means}
 
@@ -219,8 +219,8 @@ class RolloutTask(DocumentTask):
         self._empty_steps += 1
         if self._empty_steps >= MAX_EMPTY:
             raise RunError(
-                f"{MAX_EMPTY} steps in a row taught nothing: all answers to a prompt that are "
-                "learnt from are worth the same",
+                f"{MAX_EMPTY} steps in a row had nothing to train on: all answers to a prompt have "
+                "the same reward",
                 found=f"Their mean reward is {figures['reward']:.4g}; {figures['cut']:.0%} were "
                 "cut at task.max_new_tokens.",
                 fix="Give a reward that tells answers apart, easier prompts, more answers each, or "

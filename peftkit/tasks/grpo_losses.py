@@ -38,7 +38,7 @@ OF_TOKENS = ("dapo", "cispo")
 """Losses divided by the step's answer tokens; the others by its answers."""
 STD_EPS = 1e-4
 EQUAL = 1e-8
-"""Rewards of a group that differ by no more teach nothing."""
+"""Groups whose rewards differ by no more are left out."""
 
 
 class PolicyLosses(NamedTuple):
@@ -61,12 +61,12 @@ def policy_losses(
     clip: tuple[float, float],
     max_new_tokens: int,
 ) -> PolicyLosses:
-    """Return what each answer token adds to the loss.
+    """Return the loss of each answer token, and its weights.
 
     Args:
         log_probs, old: (n,) of each token.
         worth: (D,) the advantage of each answer.
-        document: (n,) which answer a token is of.
+        document: (n,) index of each token's answer.
     """
     low, high = clip
     advantages, num_documents = worth.to(log_probs)[document], len(worth)
@@ -96,21 +96,21 @@ def kl_to_reference(log_probs: Tensor, reference: Tensor) -> Tensor:
 
 
 def advantages(loss: LossName, rewards: Sequence[float], normalise: bool) -> list[float] | None:
-    """Return how much better than its group each of G answers is; None if all are equal.
+    """Return the advantage of each of G answers over its group; None if all rewards are equal.
 
     Args:
-        rewards: NaN of an answer that no function has judged; its advantage is 0.
+        rewards: NaN for an answer without a score; its advantage is 0.
         normalise: Divide by the group's standard deviation (of G - 1).
     """
-    known = [reward for reward in rewards if not math.isnan(reward)]
-    if len(known) < 2 or max(known) - min(known) <= EQUAL:
+    scored = [reward for reward in rewards if not math.isnan(reward)]
+    if len(scored) < 2 or max(scored) - min(scored) <= EQUAL:
         return None
-    mean, number = sum(known) / len(known), len(known)
+    mean, number = sum(scored) / len(scored), len(scored)
     if loss == "rloo":  # less the mean of the others
-        found = [(reward - mean) * number / (number - 1) for reward in rewards]
+        values = [(reward - mean) * number / (number - 1) for reward in rewards]
     else:
-        found = [reward - mean for reward in rewards]
+        values = [reward - mean for reward in rewards]
     if normalise:
-        deviation = math.sqrt(sum((reward - mean) ** 2 for reward in known) / (number - 1))
-        found = [value / (deviation + STD_EPS) for value in found]
-    return [0.0 if math.isnan(value) else value for value in found]
+        deviation = math.sqrt(sum((reward - mean) ** 2 for reward in scored) / (number - 1))
+        values = [value / (deviation + STD_EPS) for value in values]
+    return [0.0 if math.isnan(value) else value for value in values]

@@ -1,7 +1,7 @@
-"""Masked language modelling: guess the tokens that were hidden in a text.
+"""Masked language modelling: predict the masked tokens of a text.
 
 Of a text's tokens a share is chosen (Devlin et al., 2018, arXiv:1810.04805); of these most become
-the mask token, some another token at random, some stay, and all are learnt. How many are chosen
+the mask token, some a random token, some stay, and all are targets. How many are chosen
 depends on the text's length alone. Which ones follows the model's mode, as dropout does: in
 training they are drawn anew each time from torch's generator (which checkpoints hold, and which is
 set back before a step is tried again), row by row, so that batches of any size see the same; in
@@ -45,8 +45,8 @@ class MaskedRow:
     """A text, or a part of a long one.
 
     Args:
-        input_ids: Tokens, those that the tokenizer puts around a text included.
-        maskable: Positions that may be chosen: all but those of special tokens.
+        input_ids: Tokens, special ones included.
+        maskable: Positions that may be masked: all but those of special tokens.
         source: "train.jsonl:7".
     """
 
@@ -56,7 +56,7 @@ class MaskedRow:
 
 
 class MaskedEncoder(RowEncoder):
-    """Makes a row of each text, or several of a long one; of one without words none."""
+    """Encoder of texts, which makes one row of each, or several of a long one."""
 
     kind: ClassVar[type[MaskedRow]] = MaskedRow
     drops: Mapping[str, str] = {"no words": "give these rows a text"}
@@ -76,7 +76,7 @@ class MaskedEncoder(RowEncoder):
         parsed = parse(records, self._name, where=where)
         if parsed.format != "text":
             raise DataError(
-                f"Cannot hide tokens of {where}.",
+                f"Cannot mask tokens of {where}.",
                 found=f"Its rows have the format '{parsed.format}'.",
                 fix='Give rows {"text": "..."}; with data.format: text no other field is read.',
             )
@@ -89,13 +89,13 @@ class MaskedEncoder(RowEncoder):
             assert isinstance(example, Text)
             ids = self._frame.tokens(example.text)
             counts["split" if self._splits else "cut"] += len(ids) > self._room
-            found = self._rows(ids, example.source)
-            counts["targets"] += sum(num_chosen(row, self._share) for row in found)
-            rows += found or [Dropped(example.source, 0)]
+            rows_of_text = self._rows(ids, example.source)
+            counts["targets"] += sum(num_chosen(row, self._share) for row in rows_of_text)
+            rows += rows_of_text or [Dropped(example.source, 0)]
         return EncodedRows(rows, {"format": read.format}, counts, read.unused)
 
     def _rows(self, ids: Sequence[int], source: str) -> list[MaskedRow]:
-        """Return the rows of a text; one without any token that may be hidden is left out."""
+        """Return the rows of a text, without those that have no token to mask."""
         stop = len(ids) if self._splits else min(len(ids), self._room)
         rows = []
         for start in range(0, stop, self._room):
@@ -108,20 +108,20 @@ class MaskedEncoder(RowEncoder):
 
 
 def num_chosen(row: MaskedRow, share: float) -> int:
-    """Return how many of a row's tokens are to be guessed."""
+    """Return how many of a row's tokens are targets."""
     return max(1, round(share * len(row.maskable)))
 
 
 class MaskedLM(TokenTask):
-    """Rows from texts, batches with hidden tokens, a loss over these.
+    """A loss over masked tokens.
 
     Args:
-        model: A bidirectional encoder with a head over the vocabulary; its mode decides whether
-            what is hidden changes.
+        model: A bidirectional encoder with a head over the vocabulary; masks are redrawn while it
+            is in training mode.
 
     Raises:
         BaseError: The tokenizer has no mask token.
-        DataError: A length that cannot be.
+        DataError: A length that the model cannot read.
     """
 
     is_causal: ClassVar[bool] = False
@@ -134,15 +134,15 @@ class MaskedLM(TokenTask):
         self.model = model
         if tokenizer.mask_token_id is None:
             raise BaseError(
-                "Cannot learn to fill masks with this base.",
+                "Cannot train masked_lm with this base.",
                 found="Its tokenizer has no mask token.",
                 fix="Give an encoder that was trained with one (BERT, RoBERTa, ...), or name it in "
                 "tokenizer_config.json.",
             )
         self.max_length = longest(model, tokenizer, self.data.max_length)
         self.row_encoder = MaskedEncoder(tokenizer, config, self.data.format, self.max_length)
-        known = unwrapped(model).get_input_embeddings().weight.shape[0]
-        self._num_words = min(len(tokenizer), known)
+        num_embeddings = unwrapped(model).get_input_embeddings().weight.shape[0]
+        self._num_words = min(len(tokenizer), num_embeddings)
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
         if "split" not in rows.counts:
@@ -152,13 +152,13 @@ class MaskedLM(TokenTask):
     def collate(self, rows: Sequence[MaskedRow]) -> dict[str, Tensor]:
         """Return a batch with tokens masked, padded or in one row.
 
-        input_ids and attention_mask (B, T); target_index (n,), the chosen places in the flattened
-        (B * T) tokens; targets (n,), what stood there.
+        input_ids and attention_mask (B, T); target_index (n,), chosen positions in the flattened
+        (B * T) tokens; targets (n,), their original tokens.
         """
-        hidden = [self._hidden(row) for row in rows]
-        input_ids, attention_mask = padded_rows([ids.tolist() for ids, _ in hidden], self._pad_id)
+        masked = [self._masked(row) for row in rows]
+        input_ids, attention_mask = padded_rows([ids.tolist() for ids, _ in masked], self._pad_id)
         index, targets = [], []
-        for number, (row, (_, chosen)) in enumerate(zip(rows, hidden, strict=True)):
+        for number, (row, (_, chosen)) in enumerate(zip(rows, masked, strict=True)):
             index.append(chosen + number * input_ids.shape[1])
             targets.append(torch.tensor(row.input_ids)[chosen])
         batch = {
@@ -170,20 +170,20 @@ class MaskedLM(TokenTask):
         return self.without_padding(batch)
 
     def spans(self, row: MaskedRow) -> list[tuple[str, str]]:
-        """Return a row's text in pieces, "learnt" before those that evaluation hides."""
-        _, chosen = self._hidden(row, fixed=True)
+        """Return a row's text in segments, "learnt" before those that evaluation masks."""
+        _, chosen = self._masked(row, fixed=True)
         places = set(chosen.tolist())
-        pieces = groupby(enumerate(row.input_ids), key=lambda pair: pair[0] in places)
+        segments = groupby(enumerate(row.input_ids), key=lambda pair: pair[0] in places)
         return [
-            ("learnt" if learnt else "", self.tokenizer.decode([token for _, token in pairs]))
-            for learnt, pairs in pieces
+            ("learnt" if is_target else "", self.tokenizer.decode([token for _, token in pairs]))
+            for is_target, pairs in segments
         ]
 
     @torch.no_grad()
     def metrics(
         self, model: nn.Module, rows: Sequence[MaskedRow], *, on_event: Listener = ignore
     ) -> dict[str, float]:
-        """Return loss and perplexity of the hidden tokens, and the share guessed right."""
+        """Return loss and perplexity of the masked tokens, and accuracy."""
         loss, num_right, num_tokens = 0.0, 0, 0
 
         def logits_of(batch: Mapping[str, Tensor]) -> Tensor:
@@ -203,27 +203,27 @@ class MaskedLM(TokenTask):
             "num_tokens": num_tokens,
         }
 
-    def _hidden(self, row: MaskedRow, *, fixed: bool = False) -> tuple[Tensor, Tensor]:
-        """Return a row's tokens (T,) with some hidden, and the places of these, in order."""
-        own = None  # torch's own generator
+    def _masked(self, row: MaskedRow, *, fixed: bool = False) -> tuple[Tensor, Tensor]:
+        """Return a row's tokens (T,) with some masked, and their positions in order."""
+        generator = None  # torch's default one
         if fixed or not self.model.training:
             seed = zlib.crc32(array("q", row.input_ids).tobytes())
-            own = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(row.maskable), generator=own)[
+            generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(row.maskable), generator=generator)[
             : num_chosen(row, self.config.share)
         ]
         chosen = torch.tensor(row.maskable)[order]
-        fate = torch.rand(len(chosen), generator=own)
-        other = torch.randint(self._num_words, (len(chosen),), generator=own)
+        fate = torch.rand(len(chosen), generator=generator)
+        other = torch.randint(self._num_words, (len(chosen),), generator=generator)
         ids = torch.tensor(row.input_ids)
-        masked, random = self.config.as_mask, self.config.as_mask + self.config.as_random
-        other = torch.where(fate < random, other, ids[chosen])
-        ids[chosen] = torch.where(fate < masked, int(self.tokenizer.mask_token_id), other)
+        is_mask, is_random = self.config.as_mask, self.config.as_mask + self.config.as_random
+        other = torch.where(fate < is_random, other, ids[chosen])
+        ids[chosen] = torch.where(fate < is_mask, int(self.tokenizer.mask_token_id), other)
         return ids, chosen.sort().values
 
 
 class MaskedLMConfig(TaskConfig):
-    """Masked language modelling: fit an encoder to the texts of a field."""
+    """Masked language modelling: adapt an encoder to texts of a domain."""
 
     task_type: ClassVar[None] = None
     auto_class: ClassVar[str] = "AutoModelForMaskedLM"
@@ -232,19 +232,19 @@ class MaskedLMConfig(TaskConfig):
 
     type: Literal["masked_lm"] = "masked_lm"
     share: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """Of a text's tokens, how many are to be guessed; at least one of each text."""
+    """Share of a text's tokens that are targets; at least one of each text."""
     as_mask: Share = 0.8
-    """Of these, how many become the mask token."""
+    """Share of these that become the mask token."""
     as_random: Share = 0.1
-    """Of these, how many become another token; the others stay as they are."""
+    """Share of these that become a random token; the others stay as they are."""
     long_texts: Literal["split", "cut"] = "split"
-    """What becomes of texts of more than data.max_length tokens."""
+    """Split or cut texts of more than data.max_length tokens."""
 
     @model_validator(mode="after")
     def _shares(self) -> MaskedLMConfig:
         if self.as_mask + self.as_random > 1:
             raise ConfigError(
-                f"as_mask ({self.as_mask}) and as_random ({self.as_random}) make more than all.",
+                f"as_mask ({self.as_mask}) and as_random ({self.as_random}) add up to more than 1.",
                 fix="Give shares whose sum is at most 1.",
             )
         return self

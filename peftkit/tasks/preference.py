@@ -1,7 +1,7 @@
-"""The task of preferences: rows of two documents, the log-probabilities of their answers, a loss.
+"""Preferences: pairs of a chosen and a rejected answer, or answers with a label (KTO).
 
-Both answers of a pair go through the model beside each other, their prompt once, where documents
-can share what they begin with. Only the answers' logits are made.
+Both answers of a pair go through the model in one row, with their prompt once, where the model can
+share prefixes. Only the logits of the answers are computed.
 
 Shapes: B rows, D = 2 B documents, n answer tokens of them all.
 """
@@ -47,7 +47,7 @@ from peftkit.tasks.whole_step import INDEX, WholeStepTask
 
 
 class Preference(DocumentTask):
-    """What all tasks of preferences have in common."""
+    """Base of the tasks of preferences."""
 
     encoder_type: ClassVar[type[AnswerEncoder]]
 
@@ -74,7 +74,7 @@ class Preference(DocumentTask):
         return self.positions(lengths, shared=sum(row.common for row in rows))
 
     def collate(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
-        """Return a batch: see `documents`; and reference (B, 2), where it is known."""
+        """Return a batch: see `documents`; and reference (B, 2), where it was computed before."""
         batch = self._batch(rows)
         reference = self._values.of(rows) if self.config.needs_reference else None
         return batch if reference is None else {**batch, "reference": reference}
@@ -96,7 +96,7 @@ class Preference(DocumentTask):
         return summed(tokens, batch["document"], 2 * len(batch["cut"])).view(-1, 2)
 
     def reference_of(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return what the reference says of a batch (B, 2): as was found out, or asked now."""
+        """Return the reference's log-probabilities (B, 2): stored ones, or computed now."""
         if not self.config.needs_reference:
             return torch.zeros(len(batch["cut"]), 2, device=batch["input_ids"].device)
         stored = batch.get("reference")
@@ -106,7 +106,7 @@ class Preference(DocumentTask):
         return batch["cut"].numel()
 
     def prompted(self, row: Compared) -> list[Row]:
-        """Return the chosen answer; one that is not wanted is no reference."""
+        """Return the chosen answer; an unwanted answer is no reference."""
         return [] if row.wanted is False else super().prompted(row.documents[0])
 
     def _spans(self, row: Compared, names: Sequence[str]) -> list[tuple[str, str]]:
@@ -115,17 +115,17 @@ class Preference(DocumentTask):
 
 
 def summed(tokens: Tensor, document: Tensor, count: int) -> Tensor:
-    """Return the sums of what tokens have, by document (count,)."""
+    """Return the sums over the tokens of each document (count,)."""
     return tokens.new_zeros(count).index_add(0, document, tokens)
 
 
 def whole_answers(row: Row) -> Row:
-    """Return a document all of whose tokens count, but the first, which nothing stands before."""
+    """Return a document with all tokens as targets, except the first."""
     return Row(row.input_ids, (IGNORE, *row.input_ids[1:]), row.lengths, row.source)
 
 
 class ComparedEncoder(AnswerEncoder):
-    """Makes a row of each pair; of one whose difference is cut away none."""
+    """Encoder of pairs; drops those whose difference is cut away."""
 
     kind: ClassVar[type[Compared]] = Compared
 
@@ -152,7 +152,7 @@ class ComparedEncoder(AnswerEncoder):
 
 
 class PreferencePairs(Preference):
-    """A pair is learnt by what its two answers are worth."""
+    """A loss of the two answers of each pair."""
 
     metric_names = (
         *("accuracy", "margin", "reward_chosen", "reward_rejected"),
@@ -168,7 +168,7 @@ class PreferencePairs(Preference):
     def _batch(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
         if self.config.loss != "orpo":
             return super()._batch(rows)
-        # ORPO also learns the prompt: all of the chosen document is scored
+        # ORPO's NLL is over the prompt, too: all of the chosen document is scored
         pairs = [row.documents for row in rows]
         batch = self.documents([d for a, b in pairs for d in (whole_answers(a), b)])
         answers = [
@@ -217,11 +217,11 @@ class PreferencePairs(Preference):
 
 
 OTHER = "other_"
-"""How the names of a batch begin that are of the prompts with other prompts' answers."""
+"""Prefix of a batch's names for prompts with other prompts' answers."""
 
 
 class JudgedEncoder(AnswerEncoder):
-    """Makes a row of each judged answer; of one that is cut away none."""
+    """Encoder of judged answers; drops those that are cut away."""
 
     kind: ClassVar[type[Judged]] = Judged
 
@@ -254,8 +254,8 @@ class JudgedEncoder(AnswerEncoder):
 class WithOtherAnswers(LazyRows):
     """Judged answers, each with its prompt before the answer of the row before it.
 
-    What KTO measures its reference point on; of the first row it is the last one's answer. TRL
-    takes the same within each of its batches.
+    KTO estimates its reference point z on these; the first row gets the last one's answer. TRL does
+    the same within each of its batches.
     """
 
     def __init__(self, rows: LazyRows, starts: Tensor, max_length: int) -> None:
@@ -266,14 +266,14 @@ class WithOtherAnswers(LazyRows):
 
     def row(self, place: int) -> Compared:
         row, before = self._rows.row(place), self._rows.row((place or len(self)) - 1)
-        return row.beside(before, self._max_length)
+        return row.compared_with(before, self._max_length)
 
 
 class KTO(WholeStepTask, Preference):
-    """An answer is learnt by whether it is wanted.
+    """A loss of single answers that are wanted or not.
 
-    A row's second document is its prompt with another row's answer: what these gain on average,
-    over all rows of the step, is the point z that answers are measured against.
+    A row's second document is its prompt with another row's answer: their mean gain over all rows
+    of the step is the reference point z.
     """
 
     metric_names = (
@@ -308,30 +308,30 @@ class KTO(WholeStepTask, Preference):
         pairs = [row.documents for row in rows]
         others = self.documents([other for _, other in pairs])
         return {
-            **self.documents([own for own, _ in pairs]),
+            **self.documents([answer for answer, _ in pairs]),
             **{OTHER + name: tensor for name, tensor in others.items()},
             "cut": torch.tensor([row.is_cut for row in rows]),
             "wanted": torch.tensor([bool(row.wanted) for row in rows]),
         }
 
-    def _own(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def _answers(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         tokens = self.token_log_probs(model, batch)
         return summed(tokens, batch["document"], len(batch["cut"]))
 
     def _others(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        given = {n.removeprefix(OTHER): t for n, t in batch.items() if n.startswith(OTHER)}
-        return self._own(model, {**given, "cut": batch["cut"]})
+        others = {n.removeprefix(OTHER): t for n, t in batch.items() if n.startswith(OTHER)}
+        return self._answers(model, {**others, "cut": batch["cut"]})
 
     def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the log-probabilities of each answer, and of the other one (B, 2)."""
-        return torch.stack([self._own(model, batch), self._others(model, batch)], dim=1)
+        return torch.stack([self._answers(model, batch), self._others(model, batch)], dim=1)
 
     def row_batch(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
         return Preference.collate(self, rows)
 
     @torch.no_grad()
     def row_values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return what another prompt's answer gains over the reference (B, 1)."""
+        """Return the gain of another prompt's answer over the reference (B, 1)."""
         reference = self.reference_of(model, batch)[:, 1]
         return (self._others(model, batch) - reference)[:, None]
 
@@ -340,7 +340,7 @@ class KTO(WholeStepTask, Preference):
         gains = self.row_values(model, batch) if shared is None else shared
         z = gains.mean().clamp(min=0)
         reference = self.reference_of(model, batch)[:, 0]
-        log_probs, wanted = self._own(model, batch), batch["wanted"]
+        log_probs, wanted = self._answers(model, batch), batch["wanted"]
         gain = log_probs - reference.to(log_probs)
         losses = kto_losses(gain, wanted, z.to(gain), beta=self.config.beta)
         gain, log_probs, on = gain.detach(), log_probs.detach(), wanted.to(gain)
@@ -377,22 +377,22 @@ OPTIONAL = ("label_smoothing", "gamma", "nll_weight")
 
 
 class PreferenceConfig(AnswerConfig):
-    """Preferences: of two answers the better one, or answers that are wanted or not."""
+    """Preferences: pairs of a better and a worse answer, or answers that are wanted or not."""
 
     num_texts: ClassVar[int] = 2
     data_fields: ClassVar[frozenset[str]] = frozenset({"max_length", *CHAT, "max_dropped"})
 
     type: Literal["preference"] = "preference"
     loss: LossName = "dpo"
-    """What is learnt of a comparison; kto takes rows with a label, all others pairs."""
+    """kto takes rows with a label, all others pairs."""
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How much a difference of log-probabilities counts."""
+    """Factor of the differences of log-probabilities."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = None
-    """Share of pairs that are the wrong way round: of robust, cpo and simpo; null: 0."""
+    """Assumed share of pairs with swapped labels: of robust, cpo and simpo; null: 0."""
     gamma: Annotated[float, Field(ge=0)] | None = None
-    """Margin that simpo asks for; null: 0.5."""
+    """Target margin of simpo; null: 0.5."""
     nll_weight: Annotated[float, Field(ge=0)] | None = None
-    """Weight of the chosen answer's own loss; null: 1 of orpo and cpo, 0 of the others."""
+    """Weight of the chosen answer's NLL; null: 1 of orpo and cpo, 0 of the others."""
 
     @model_validator(mode="after")
     def _loss_uses_what_is_set(self) -> PreferenceConfig:
@@ -408,7 +408,7 @@ class PreferenceConfig(AnswerConfig):
             raise ConfigError(
                 "the loss robust needs task.label_smoothing above 0.",
                 found="With 0 it is the loss dpo.",
-                fix="Set the share of pairs that are the wrong way round, for example 0.1.",
+                fix="Set the assumed share of pairs with swapped labels, for example 0.1.",
             )
         return self
 
@@ -417,7 +417,7 @@ class PreferenceConfig(AnswerConfig):
         return self.loss in WITH_REFERENCE
 
     def of(self, name: str) -> float:
-        """Return an optional setting: what is set, else the loss's default, 0 if it has none."""
+        """Return an optional setting; its default is the loss's, or 0."""
         value = getattr(self, name)
         return float(DEFAULTS[self.loss].get(name, 0.0) if value is None else value)
 

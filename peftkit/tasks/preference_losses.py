@@ -42,22 +42,22 @@ DEFAULTS: dict[LossName, dict[str, float]] = {
     "cpo": {"label_smoothing": 0.0, "nll_weight": 1.0},
     "kto": {},
 }
-"""What each loss takes beside beta, and what it is where nothing is said: TRL's defaults."""
+"""Settings of each loss besides beta, with TRL's defaults."""
 WITH_REFERENCE = ("dpo", "ipo", "robust", "hinge", "kto")
-"""Losses that compare the model with what it was."""
+"""Losses that need the reference model."""
 OF_MEANS = ("orpo", "simpo")
 """Losses whose rewards are means over tokens."""
 CERTAIN = -1e-6
-"""Largest mean log-probability whose odds are taken: of certainty they are infinite."""
+"""Largest mean log-probability in log odds, which are infinite at 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers of one side of P pairs.
+    """The chosen or the rejected answers of P pairs.
 
     Attributes:
         log_probs: (P,) summed over each answer's tokens.
-        reference: (P,) the same of the reference; zeros where the loss has none.
+        reference: (P,) the same of the reference model; zeros where the loss has none.
         lengths: (P,) tokens of each answer.
     """
 
@@ -67,12 +67,12 @@ class Answers:
 
     @property
     def gain(self) -> Tensor:
-        """By how much they are likelier than to the reference."""
+        """Log-ratio to the reference."""
         return self.log_probs - self.reference
 
     @property
     def mean(self) -> Tensor:
-        """Log-probability of a token, on average."""
+        """Mean log-probability of a token."""
         return self.log_probs / self.lengths
 
 
@@ -120,7 +120,7 @@ def kto_losses(gain: Tensor, wanted: Tensor, z: Tensor, *, beta: float) -> Tenso
 
 
 def rewards(loss: LossName, answers: Answers, *, beta: float) -> Tensor:
-    """Return what each answer is worth to the model (P,), as it is logged; no gradient."""
+    """Return the implicit reward of each answer (P,), for metrics; without gradient."""
     return beta * (answers.mean if loss in OF_MEANS else answers.gain).detach()
 
 

@@ -1,4 +1,4 @@
-"""Comparisons as tokens: two documents each, cut alike, with their common beginning known."""
+"""Comparisons as rows of two documents, and the reference model's log-probabilities of them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Compared(Row):
     the answers.
 
     Args:
-        common: Tokens that both begin with, none of them in an answer.
-        is_cut: Whether an answer is missing its end.
-        wanted: Of a judged answer its label.
+        common: Length of the common prefix, before any answer.
+        is_cut: Whether an answer was cut.
+        wanted: Label of a judged answer; None for a pair.
     """
 
     common: int
@@ -47,11 +47,11 @@ class Compared(Row):
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """An answer that is wanted or not, after its prompt.
+    """A prompt and an answer that is wanted or not.
 
     Args:
         input_ids, labels: As of a `Row`; labels count in the answer.
-        start: Where the answer begins. is_cut: Whether its end is missing.
+        start: Position of the answer. is_cut: Whether it was cut.
         source: "train.jsonl:7".
     """
 
@@ -62,8 +62,8 @@ class Judged:
     wanted: bool
     source: str
 
-    def beside(self, other: Judged, max_length: int) -> Compared:
-        """Return it, and its prompt with the answer of another."""
+    def compared_with(self, other: Judged, max_length: int) -> Compared:
+        """Return the row of this document, and of its prompt with another row's answer."""
         ids = self.input_ids[: self.start] + other.input_ids[other.start :]
         labels = (IGNORE,) * self.start + other.labels[other.start :]
         document = Row(self.input_ids, self.labels, (len(self.input_ids),), self.source)
@@ -74,7 +74,7 @@ class Judged:
 
 
 class AnswerEncoder(RowEncoder):
-    """Makes rows of answers after their prompts, of at most `max_length` tokens."""
+    """Base of the encoders of prompts with answers, of at most `max_length` tokens."""
 
     drops: Mapping[str, str] = {
         **NOTHING_TO_COMPARE,
@@ -93,14 +93,14 @@ class AnswerEncoder(RowEncoder):
         return self._encoder.encode(example)
 
     def agreed(self, example: Example) -> dict[str, str]:
-        """Return what all rows have in common with this one."""
+        """Return what all rows of a file must have in common."""
         return {"style": self._encoder.style(example).kind}
 
 
 def compared(first: Row, second: Row, max_length: int, **more: Any) -> Compared | None:
-    """Return two documents, cut to a length; None where an answer, or their difference, is lost.
+    """Return two documents, cut to a length; None where no answer, or no difference, is left.
 
-    Both have the same prompt, so that as much is left of one answer as of the other, at most.
+    Both have the same prompt, so both answers are cut at the same length.
 
     Args:
         more: Other fields of `Compared`.
@@ -121,19 +121,19 @@ def compared(first: Row, second: Row, max_length: int, **more: Any) -> Compared 
 
 
 def common_beginning(a: Row, b: Row) -> int:
-    """Return how many tokens both documents begin with, before any answer."""
+    """Return the length of the common prefix of both documents, before any answer."""
     most = min(answer_start(a), answer_start(b))
     pairs = zip(a.input_ids[:most], b.input_ids[:most], strict=True)
     return next((n for n, (x, y) in enumerate(pairs) if x != y), most)
 
 
 def answer_start(row: Row) -> int:
-    """Return where the first token of an answer is."""
+    """Return the position of an answer's first token."""
     return next((n for n, label in enumerate(row.labels) if label != IGNORE), len(row.labels))
 
 
 def after_common_tokens(a: Row, b: Row) -> tuple[Row, Row]:
-    """Return two texts, of which only what follows their common tokens is an answer."""
+    """Return two texts with their common prefix as the prompt."""
     pairs = zip(a.input_ids, b.input_ids, strict=False)
     shared = next((n for n, (x, y) in enumerate(pairs) if x != y), min(*a.lengths, *b.lengths))
     labels = [(IGNORE,) * shared + row.labels[shared:] for row in (a, b)]
@@ -142,15 +142,15 @@ def after_common_tokens(a: Row, b: Row) -> tuple[Row, Row]:
 
 # The reference's log-probabilities: computed once, before training, and stored with the run.
 #
-# The reference is the model in another state: without its adapter, or with its values before
-# training. A row's values are stored under a hash of its tokens and of all that the reference
-# depends on, so that a file of another run, base or data does not have them.
+# The reference is the model without its adapter, or with its values before training. A row's values
+# are stored under a hash of its tokens and of all that the reference depends on, so that values of
+# another run, base or data are not used.
 
 
 FILE = "reference_log_probs.safetensors"
 KEYS, VALUES = "keys", "values"
 BATCH_SIZE = 8
-"""Rows at once; as inference they need a part of what a step needs."""
+"""Rows at once, without gradients."""
 FIX = "Lower data.max_length, or quantise the base."
 
 
@@ -159,24 +159,24 @@ Values = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 
 
 class ReferenceValues:
-    """What the reference says of rows.
+    """The reference's log-probabilities of rows.
 
     Args:
-        collate: Makes a batch of rows, without reference values in it.
-        values: What is computed of a batch.
+        collate: Returns a batch of rows, without reference values.
+        values: Computes the values of a batch.
     """
 
     def __init__(self, collate: Callable[[Sequence[Any]], dict[str, Tensor]], values: Values):
         self._collate, self._values = collate, values
         self._reference = ""
         self._keys = torch.empty(0, dtype=torch.int64)  # in order, 16 bytes a row with its values
-        self._known = torch.empty(0, 2)
+        self._table = torch.empty(0, 2)
 
     def of(self, rows: Sequence[Any]) -> Tensor | None:
-        """Return (rows, 2); None where one of them is not known yet."""
+        """Return the values (rows, 2); None where one of them is missing."""
         keys = torch.tensor([_key(self._reference, row) for row in rows])
-        places, is_known = _found(self._keys, keys)
-        return self._known[places] if bool(is_known.all()) else None
+        places, is_computed = _lookup(self._keys, keys)
+        return self._table[places] if bool(is_computed.all()) else None
 
     @torch.no_grad()
     def compute(
@@ -187,38 +187,38 @@ class ReferenceValues:
             return self._values(model, batch)
 
     def find(self, reference: Reference, run: Run) -> None:
-        """Know all rows of a run: as the run's file says, computed where that does not.
+        """Find the values of all rows of a run: in the run's file, else computed now.
 
         Raises:
-            Interrupted: A signal came; what was computed is kept.
+            Interrupted: A signal came; values computed so far are stored.
         """
         world, rows = run.world, run.all_rows
         each = torch.tensor(array("q", (_key(reference.key, row) for row in rows)))
         keys, places = each.unique(return_inverse=True)
         numbers = torch.arange(len(rows))
         first = torch.full_like(keys, len(rows)).scatter_reduce(0, places, numbers, "amin")
-        values, is_known = torch.zeros(len(keys), 2), torch.zeros(len(keys), dtype=torch.bool)
+        values, is_computed = torch.zeros(len(keys), 2), torch.zeros(len(keys), dtype=torch.bool)
         path = run.config.output_dir / FILE
         if reference.key and world.is_main:
-            values, is_known = _kept(path, keys)
+            values, is_computed = _read_values(path, keys)
         values = world.sum(values.to(world.device)).cpu()
-        is_known = world.sum(is_known.float().to(world.device)).cpu() > 0
-        missing = (~is_known).nonzero().flatten()
+        is_computed = world.sum(is_computed.float().to(world.device)).cpu() > 0
+        missing = (~is_computed).nonzero().flatten()
         if len(missing):
-            run.say(Stage(f"Asking the reference about {len(missing):,} rows"))
+            run.say(Stage(f"Computing the reference of {len(missing):,} rows"))
             computed = self._missing(reference, View([rows], first[missing]), run)
-            values[missing], is_known[missing] = computed[:, :2], computed[:, 2] > 0
+            values[missing], is_computed[missing] = computed[:, :2], computed[:, 2] > 0
             if reference.key and world.is_main:
-                _keep(path, keys[is_known], values[is_known], run)
-        if not bool(is_known.all()):
+                _write_values(path, keys[is_computed], values[is_computed], run)
+        if not bool(is_computed.all()):
             raise Interrupted(
                 run.stop.signum,
-                "stopped before the first step; what the reference said so far is kept.",
+                "stopped before the first step; the reference's values so far are stored.",
             )
-        self._reference, self._keys, self._known = reference.key, keys, values
+        self._reference, self._keys, self._table = reference.key, keys, values
 
     def _missing(self, reference: Reference, rows: View, run: Run) -> Tensor:
-        """Return (rows, 3): values, and 1 where there are any, computed by all processes."""
+        """Return (rows, 3): values, and 1 where computed, from all processes."""
         model, world = run.model, run.world
         order = tokens_of_each(rows).sort(descending=True, stable=True).indices
         places = order[world.rank :: world.world_size]
@@ -231,14 +231,14 @@ class ReferenceValues:
                 return self._values(model, batch)
 
         with evaluating(model), reference.state():
-            for part, some, is_own in batches_that_fit(
+            for part, computed, is_own in batches_that_fit(
                 rows_here, BATCH_SIZE, equal_parts, compute, parallel=run.parallel, fix=FIX
             ):
                 if is_own:
                     index = places[done : done + len(part)].to(world.device)
-                    values[index, :2], values[index, 2] = some.float(), 1.0
+                    values[index, :2], values[index, 2] = computed.float(), 1.0
                     done += len(part)
-                    run.say(Progress("Asking the reference", done, len(rows_here)))
+                    run.say(Progress("Computing the reference", done, len(rows_here)))
                 if run.stop.signum and world.world_size == 1:
                     break
         return world.sum(values).cpu()  # the only wait for the device
@@ -249,36 +249,36 @@ def _key(reference: str, row: Any) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
-def _found(sorted_keys: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where among sorted keys others stand, and which of them do."""
+def _lookup(sorted_keys: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the positions of keys among sorted ones, and whether each is there."""
     if not len(sorted_keys):
         return torch.zeros_like(keys), torch.zeros_like(keys, dtype=torch.bool)
     places = torch.searchsorted(sorted_keys, keys).clamp(max=len(sorted_keys) - 1)
     return places, sorted_keys[places] == keys
 
 
-def _kept(path: Path, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values (rows, 2) that a file holds under keys, and which (rows,) it has."""
+def _read_values(path: Path, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values (rows, 2) of keys in a file, and whether it has each (rows,)."""
     nothing = torch.zeros(len(keys), 2), torch.zeros(len(keys), dtype=torch.bool)
     if not path.is_file():
         return nothing
     try:
         saved = read_tensors(path)
-        there, kept = saved[KEYS], saved[VALUES]
+        stored_keys, stored = saved[KEYS], saved[VALUES]
     except (PeftkitError, KeyError):  # damaged: it is computed again
         return nothing
-    is_whole = there.dtype == torch.int64 and kept.shape == (len(there), 2)
-    if not is_whole or there.ndim != 1 or not bool(torch.isfinite(kept).all()):
+    is_whole = stored_keys.dtype == torch.int64 and stored.shape == (len(stored_keys), 2)
+    if not is_whole or stored_keys.ndim != 1 or not bool(torch.isfinite(stored).all()):
         return nothing
-    there, order = there.sort()
-    places, is_stored = _found(there, keys)
-    return torch.where(is_stored[:, None], kept[order][places].float(), 0.0), is_stored
+    sorted_keys, order = stored_keys.sort()
+    places, is_stored = _lookup(sorted_keys, keys)
+    return torch.where(is_stored[:, None], stored[order][places].float(), 0.0), is_stored
 
 
-def _keep(path: Path, keys: Tensor, values: Tensor, run: Run) -> None:
-    """Write what is known; a disk that refuses costs the file, not the run."""
+def _write_values(path: Path, keys: Tensor, values: Tensor, run: Run) -> None:
+    """Write values; a failure costs the file, not the run."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_tensors({KEYS: keys, VALUES: values}, path)
     except (PeftkitError, OSError) as problem:
-        run.say(Notice(f"{path} was not written; a resume asks again. {problem}"))
+        run.say(Notice(f"{path} was not written; a resume computes it again. {problem}"))

@@ -23,14 +23,14 @@ from peftkit.tasks.base import Run, Task
 from peftkit.tasks.batches import batches_that_fit, on_host, split_micro_batches
 
 INDEX = "step_index"
-"""Entry of a batch: (rows,) its rows' places among the N."""
+"""Entry of a batch: (rows,) its rows' indices among the N."""
 
 
 class WholeStep:
     """The rows of one step, and the values that their losses share.
 
-    Computed when it is made, where the rows of a step lie in several batches or processes; else
-    once a batch has only some of them, because memory ran out for all.
+    Values are computed at once where the step has several micro-batches or processes; else when a
+    batch has only some of its rows, because memory ran out.
 
     Args:
         rows: This process's share of the step.
@@ -59,8 +59,8 @@ class WholeStep:
             self._compute_values()
 
     def batch(self, rows: Sequence[Any]) -> dict[str, Tensor]:
-        """Return a batch of rows, with their places if the loss needs those of others."""
-        is_idle = self._run.parallel.in_lockstep  # other rows are padding, with anybody's place
+        """Return a batch of rows, with their indices if the loss needs other rows."""
+        is_idle = self._run.parallel.in_lockstep  # other rows are padding, with any index
         is_known = all(id(row) in self._places for row in rows)
         if not (is_known or is_idle) or (self.values is None and len(rows) == len(self._rows)):
             return self._collate(rows)
@@ -70,7 +70,7 @@ class WholeStep:
         return {**self._collate(rows), INDEX: torch.tensor(places)}
 
     def restore_generators(self, batch: Mapping[str, Tensor]) -> None:
-        """Have dropout leave out of a batch what it did when its values were computed."""
+        """Restore the generators, so that dropout is that of the pass over the whole step."""
         state = self._states.get(tuple(on_host(batch, INDEX).tolist()))
         if state is not None:
             rng.restore(state, self._run.world.device)
@@ -91,27 +91,27 @@ class WholeStep:
 
         values, order = list[Tensor](), list[int]()
         size = run.state.plan.rows
-        for part, (state, some), is_own in batches_that_fit(
+        for part, (state, computed), is_own in batches_that_fit(
             self._rows, size, split, compute, parallel=run.parallel
         ):
             if is_own:
                 places = [self._places[id(row)] for row in part]
                 states[tuple(places)] = state
-                values.append(some)
+                values.append(computed)
                 order += places
         rng.restore(start, device)
         table = torch.zeros(0, device=device)
         if values:
-            computed = torch.cat(values)
             index = torch.tensor(order, device=device)
-            table = torch.empty_like(computed).index_copy_(0, index, computed)
+            table = torch.cat(values)
+            table = torch.empty_like(table).index_copy_(0, index, table)
         self.values, first = _of_all(table, run.world)
         self._places = {row: first + place for row, place in self._places.items()}
         self._states = {tuple(first + n for n in key): state for key, state in states.items()}
 
 
 def _of_all(values: Tensor, world: World) -> tuple[Tensor, int]:
-    """Return the values of all processes in their order, and where this process's begin."""
+    """Return the values of all processes in rank order, and the first index of this one's."""
     if world.world_size == 1:
         return values, 0
     shape = torch.tensor([*values.shape, 0][:2], device=world.device)

@@ -267,7 +267,7 @@ def test_texts_without_words_are_dropped_and_counted(
 
 
 def test_what_cannot_be_is_an_error(tmp_path: Path, bert: Any, masking: Tokenizer) -> None:
-    with pytest.raises(ConfigError, match="more than all"):
+    with pytest.raises(ConfigError, match="more than 1"):
         MaskedLMConfig(as_mask=0.8, as_random=0.3)
     with pytest.raises(DataError, match="puts 2 tokens around"):
         task_on(bert, masking, {"max_length": 2})

@@ -163,7 +163,7 @@ def test_steps_that_teach_nothing_end_the_run(
 ) -> None:
     monkeypatch.setattr("peftkit.tasks.documents.MAX_EMPTY", 3)
     events: list[Event] = []
-    with pytest.raises(RunError, match=r"3 steps in a row taught nothing(.|\n)* 1"):
+    with pytest.raises(RunError, match=r"3 steps in a row had nothing to train on(.|\n)* 1"):
         run_recipe(recipe(asked("always"), train={"max_steps": 9}), on_event=events.append)
     steps = [event for event in events if isinstance(event, StepDone)]
     assert [(step.loss, step.figures["taught"]) for step in steps] == [(0.0, 0.0)] * 2

@@ -83,7 +83,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Finish
     return finished(spec(tmp_path_factory.mktemp("dpo"), model_folder))
 
 
-ASKING = "Asking the reference"
+ASKING = "Computing the reference"
 
 
 def test_it_is_asked_once_and_kept_with_the_run(done: Finished) -> None:
