@@ -35,9 +35,10 @@ from benchmarks.report import Spread, table
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.base.locate import locate
+from peftkit.data.pack import padded_rows
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
-from peftkit.inference.open_engine import left_padded, open_engine
+from peftkit.inference.open_engine import open_engine
 from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
 
@@ -113,16 +114,17 @@ def peft_answers(model: Any, work: Work, args: argparse.Namespace) -> Answers:
     order = sorted(range(len(answers)), key=lambda n: (-len(work.prompts[n]), -work.lengths[n]))
     for start in range(0, len(order), args.batch_size):
         chosen = order[start : start + args.batch_size]
-        batch = left_padded([work.prompts[n] for n in chosen], 0)
+        ids, mask = padded_rows([work.prompts[n] for n in chosen], 0, left=True)
         out = model.generate(
-            **batch,
+            input_ids=ids,
+            attention_mask=mask,
             max_new_tokens=max(work.lengths[n] for n in chosen),
             do_sample=False,
             pad_token_id=0,
             eos_token_id=None,
         )
-        for n, ids in zip(chosen, out[:, batch["input_ids"].shape[1] :].tolist(), strict=True):
-            answers[n] = ids[: work.lengths[n]]
+        for n, new_ids in zip(chosen, out[:, ids.shape[1] :].tolist(), strict=True):
+            answers[n] = new_ids[: work.lengths[n]]
     return answers
 
 
