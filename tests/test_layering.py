@@ -72,7 +72,9 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
 
 MAIN_PATH = (
     *("settings", "recipe", "run", "record"),
-    *("base/load", "base/build", "base/pack", "base/request", "quant/layers", "quant/quantize"),
+    *("base/load", "base/locate", "base/pretrained", "base/purpose", "base/request"),
+    *("base/skeleton", "base/store", "base/build", "base/pack", "base/fingerprint"),
+    *("quant/layers", "quant/quantize", "quant/audit"),
     *("model/targets", "model/places", "adapter", "methods/base"),
     *("data/format", "data/chat", "data/encode", "data/rows", "data/pack", "data/load"),
     *(
@@ -97,6 +99,7 @@ LEAVES = (
     *(
         "base/published/",
         "base/gguf",
+        "base/new_tokens",
         "base/processors",
         "base/sharding",
         "base/stored",

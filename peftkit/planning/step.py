@@ -42,7 +42,7 @@ TOKEN_CLASSES = (
 )
 """Classes of transformers whose models predict tokens."""
 SECONDS = 30
-"""Length of an audio clip, where nothing says it."""
+"""Length of an audio clip, where the model's config has none."""
 
 
 def has_class_head(task: TaskConfig) -> bool:
@@ -63,7 +63,7 @@ class FewChunks(Head):
     def losses(self, rows: Tensor, targets: Tensor, *, alike: bool = False) -> Tensor:
         some = 2 * rows_of_chunk(rows, None, self.vocab_size, self.chunk_bytes)
         self.skipped = max(len(rows) - some, 0)
-        self._room = torch.empty_like(rows[some:])  # for the gradients that are not made
+        self._room = torch.empty_like(rows[some:])  # for the gradients that are not computed
         if rows.requires_grad:
             rows.register_hook(self._leave)
         losses = super().losses(rows[:some], targets[:some], alike=alike)
@@ -84,8 +84,8 @@ def loss_of(
 ) -> Tensor:
     """Return the loss of B rows, each of `texts_per_row` texts of T tokens.
 
-    All tokens are targets; of media and text the text alone is there, whose tokens stand for the
-    media too.
+    All tokens are targets. Of media and text only the text is built; its tokens count for the media
+    too.
 
     Args:
         head: The model's, if its loss is one of tokens.
@@ -177,7 +177,7 @@ class DatalessStep:
         config: The model's, with as many blocks as are built.
         plan: How the step is carried out, on this machine or on another.
         dtype: The dtype of computation.
-        keeps_copies: Whether packed weights are kept unpacked as well, as CPUs with much memory do.
+        keeps_copies: Whether dequantised copies of packed weights are kept, as CPUs with room do.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ CATEGORIES = ("weights", "adapters", "gradients", "activations")
 FEW, MOST = 2, 8
 """Blocks that are built: at least, to have inner ones among them; at most, if kinds differ."""
 ON_DEVICE = 4
-"""Inputs of blocks that are on a GPU where they are offloaded: the first, two more, the output."""
+"""Offloaded inputs of blocks that are on the GPU at once: the first, two more, the output."""
 
 
 class CountError(PeftkitError):
@@ -78,10 +78,10 @@ class StepEstimator:
         key: What its steps depend on.
         dtype: The dtype of computation.
         num_parameters, num_blocks: Of the base.
-        whole: The whole model without data, packed.
+        whole: The complete model without data, packed.
         weights: Bytes of its weights.
         trained: The adapter's tensors.
-        keeps_copies: Whether packed weights are kept unpacked as well.
+        keeps_copies: Whether dequantised copies of packed weights are kept.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class StepEstimator:
         return sum(p.numel() for p in self.trained)
 
     def fits_copies(self, main_memory: int | None) -> bool:
-        """Tell whether main memory has room for packed weights that are kept unpacked as well."""
+        """Tell whether main memory has room for dequantised copies of packed weights."""
         sizes = [p.form.shape.numel() * p.dtype.itemsize for _, _, p in packed_tensors(self.whole)]
         return bool(sizes) and sum(sizes) <= COPY_SHARE * max((main_memory or 0) - self.weights, 0)
 
@@ -178,7 +178,7 @@ class StepEstimator:
                 self._counts[key] = self._steps[depth].count(rows, length, mode)
             except PeftkitError:
                 raise
-            except Exception as error:  # of any model's code, on tensors that it was not made for
+            except Exception as error:  # from any model's code, on tensors without data
                 raise CountError(
                     f"a step of {type(self.whole).__name__} cannot be counted without data.",
                     found=f"{type(error).__name__}: {error}",

@@ -122,10 +122,10 @@ def quantizable(
         keep: Paths of modules that stay unquantised, with their submodules.
         embeddings: Whether to include the token embedding and the output layer.
     """
-    kept = {id(m) for path in keep for m in model.get_submodule(path).modules()}
-    left = kept | set(exempt(model))
-    jobs = [job for job in _quantizable(model) if id(job[1]) not in left]
-    return jobs + (embedding_jobs(model, kept) if embeddings else [])
+    excluded = {id(m) for path in keep for m in model.get_submodule(path).modules()}
+    unquantized = excluded | set(exempt(model))
+    jobs = [job for job in _quantizable(model) if id(job[1]) not in unquantized]
+    return jobs + (_embedding_jobs(model, excluded) if embeddings else [])
 
 
 def weights_to_pack(settings: BaseConfig, model: nn.Module, head: Sequence[str]) -> dict[Job, str]:
@@ -143,15 +143,15 @@ def weights_to_pack(settings: BaseConfig, model: nn.Module, head: Sequence[str])
     return jobs
 
 
-def embedding_jobs(model: nn.Module, kept: Collection[int] = ()) -> list[Job]:
-    """Return the token embedding and the output layer, if they are plain ones."""
+def _embedding_jobs(model: nn.Module, excluded: Collection[int]) -> list[Job]:
+    """Return the token embedding and the output layer, unless their classes override forward."""
     of_model: Any = model
     head = of_model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     jobs: list[Job] = []
     for path, module in model.named_modules(remove_duplicate=False):
         is_table = isinstance(module, nn.Embedding) and module is embedding_of(model)
         plain = type(module).forward in (nn.Embedding.forward, nn.Linear.forward)
-        if (is_table or module is head) and plain and id(module) not in kept:
+        if (is_table or module is head) and plain and id(module) not in excluded:
             jobs.append((path, module, "weight"))
     return jobs
 
@@ -201,9 +201,9 @@ def _packed_is_plain(module: nn.Module, packed: Tensor, packing: Packing) -> boo
     """Return whether a layer computes x W^T + b: by its class, or else by a test."""
     if has_plain_forward(module) or is_conv1d(module):
         return has_plain_forward(module)
-    whole, bias = packing(packed), module._parameters.get("bias")
-    whole = whole if bias is None else whole.to(bias.device)
-    module._parameters["weight"] = nn.Parameter(whole, requires_grad=False)
+    unpacked, bias = packing(packed), module._parameters.get("bias")
+    unpacked = unpacked if bias is None else unpacked.to(bias.device)
+    module._parameters["weight"] = nn.Parameter(unpacked, requires_grad=False)
     try:
         return _is_plain(module)
     finally:
@@ -243,7 +243,7 @@ def _is_plain(module: nn.Module) -> bool:
     with torch.no_grad():
         try:
             expected, output = functional.linear(x, weight, bias), module(x)
-        except Exception:  # whatever its own code makes of such an input: it is not plain
+        except Exception:  # a layer that rejects such an input is not plain
             return False
     if not isinstance(output, Tensor) or output.shape != expected.shape:
         return False
