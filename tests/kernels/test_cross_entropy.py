@@ -42,17 +42,17 @@ def test_losses_and_gradients_are_those_of_the_whole(
     head = SoftCapped(9, 341).to(dtype).requires_grad_(trained != "no")
     hidden = torch.randn(num_rows, 9).to(dtype).requires_grad_()
     targets = torch.randint(0, 341, (num_rows,))
-    own = [] if trained == "no" else list(head.parameters())
+    head_parameters = [] if trained == "no" else list(head.parameters())
     weights = torch.randn(num_rows) if trained != "alike" else torch.full((num_rows,), 3.0)
     expected = reference_cross_entropy(hidden, targets, head)
-    wanted = torch.autograd.grad(expected @ weights, [hidden, *own])
-    how = {"trainable": own, "alike": trained == "alike", "chunk_rows": chunk}
-    losses = chunked_cross_entropy(hidden, targets, head, **how)
-    found = torch.autograd.grad(losses @ weights, [hidden, *own])
+    expected_values = torch.autograd.grad(expected @ weights, [hidden, *head_parameters])
+    settings = {"trainable": head_parameters, "alike": trained == "alike", "chunk_rows": chunk}
+    losses = chunked_cross_entropy(hidden, targets, head, **settings)
+    actual = torch.autograd.grad(losses @ weights, [hidden, *head_parameters])
     # float32: other order of sums; bfloat16: gradients are rounded once per chunk
     rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2e-2, 5e-2)
     torch.testing.assert_close(losses, expected, rtol=rtol, atol=atol)
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(actual, expected_values, strict=True):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol * 10)
 
 
@@ -80,8 +80,8 @@ def test_few_passes_lose_no_improbable_target(far: float) -> None:
     logits = torch.randn(5, 341)
     targets = torch.tensor([0, 3, 340, 7, 7])
     logits[torch.arange(5), targets] += far  # by -300 its probability is zero in float32
-    wanted = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    expected_values = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     gradient = logits.softmax(1) - torch.nn.functional.one_hot(targets, 341)
-    found = cross_entropy.losses_and_gradient(logits, targets)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+    actual = cross_entropy.losses_and_gradient(logits, targets)
+    torch.testing.assert_close(actual, expected_values, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(logits, gradient)

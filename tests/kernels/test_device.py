@@ -105,31 +105,31 @@ def test_a_block_computed_again_on_a_mac_drops_what_it_dropped_before(
     way: Activations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch sets back the generators of the CPU and of CUDA, not that of MPS."""
-    own = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(torch.mps, "get_rng_state", own.get_state)
-    monkeypatch.setattr(torch.mps, "set_rng_state", own.set_state)
+    monkeypatch.setattr(torch.mps, "get_rng_state", generator.get_state)
+    monkeypatch.setattr(torch.mps, "set_rng_state", generator.set_state)
 
     class Dropping(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * torch.bernoulli(torch.full_like(x, 0.5), generator=own)
+            return x * torch.bernoulli(torch.full_like(x, 0.5), generator=generator)
 
     def gradients(mode: Activations) -> list[torch.Tensor]:
-        own.manual_seed(1)
+        generator.manual_seed(1)
         torch.manual_seed(0)
         model = FAMILIES["llama"]().train()
         for block in model.model.layers:
             block.mlp.act_fn = torch.nn.Sequential(block.mlp.act_fn, Dropping())
-        found = Blocks(model, ExecutionPlan(device="mps"))
-        found._recompute._device = MPS
-        found.set_activations(mode)
+        blocks = Blocks(model, ExecutionPlan(device="mps"))
+        blocks._recompute._device = MPS
+        blocks.set_activations(mode)
         for _ in range(2):
             model.zero_grad()
             model(input_ids=torch.arange(9)[None] + 3, use_cache=False).logits.sum().backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    for kept, again in zip(gradients("keep"), gradients(way), strict=True):
-        torch.testing.assert_close(again, kept)
+    for expected, again in zip(gradients("keep"), gradients(way), strict=True):
+        torch.testing.assert_close(again, expected)
 
 
 def test_what_a_mac_has_no_numbers_for_is_computed_on_the_cpu() -> None:

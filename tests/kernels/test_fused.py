@@ -15,11 +15,11 @@ def test_gradients_are_those_of_torch(name: str) -> None:
     for dtype, shape in ((torch.float64, (3, 7)), (torch.float32, (9, 41)), (torch.bfloat16, (5,))):
         pair = [torch.randn(shape).to(dtype).requires_grad_() for _ in range(2)]
         expected = ACTIVATIONS[name](pair[0]) * pair[1]
-        found = Gated.apply(*pair, name)
+        actual = Gated.apply(*pair, name)
         direction = torch.randn(shape).to(dtype)
-        torch.testing.assert_close(found, expected)
-        wanted = torch.autograd.grad(expected, pair, direction)
-        torch.testing.assert_close(torch.autograd.grad(found, pair, direction), wanted)
+        torch.testing.assert_close(actual, expected)
+        expected_gradients = torch.autograd.grad(expected, pair, direction)
+        torch.testing.assert_close(torch.autograd.grad(actual, pair, direction), expected_gradients)
 
 
 def test_only_the_two_inputs_are_saved() -> None:
@@ -48,10 +48,12 @@ def test_a_rotation_is_that_of_transformers_and_keeps_no_input(
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: None):
         Rotary.apply(x, cos, sin)
     assert [tensor.data_ptr() for tensor in saved] == [cos.data_ptr(), sin.data_ptr()]
-    found, direction = Rotary.apply(x, cos, sin), torch.randn_like(x)
-    assert found.stride() == x.stride()
+    actual, direction = Rotary.apply(x, cos, sin), torch.randn_like(x)
+    assert actual.stride() == x.stride()
     rounding = {"rtol": 0.02, "atol": 0.05} if dtype == torch.bfloat16 else {}
-    torch.testing.assert_close(found, expected, **rounding)
-    wanted = torch.autograd.grad(expected, x, direction)
-    torch.testing.assert_close(torch.autograd.grad(found, x, direction), wanted, **rounding)
+    torch.testing.assert_close(actual, expected, **rounding)
+    expected_gradients = torch.autograd.grad(expected, x, direction)
+    torch.testing.assert_close(
+        torch.autograd.grad(actual, x, direction), expected_gradients, **rounding
+    )
     torch.library.opcheck(rotated, (x.detach(), cos, sin, False))

@@ -86,7 +86,7 @@ def test_what_is_recomputed_unpacks_twice_and_holds_one_block(
     model = quantized(dtype=FLOATS[precision])
     with under:
         gradients(model)  # the first pass finds out which layers read one input
-        wanted = gradients(model)
+        expected = gradients(model)
         Blocks(model).set_activations(way)
         unpacked = Unpacked(monkeypatch)
         result = loss(model)
@@ -97,8 +97,8 @@ def test_what_is_recomputed_unpacks_twice_and_holds_one_block(
     assert [unpacked.times[data] for data in of_last] == [times] * 7
     assert unpacked.most == most
     assert unpacked.held == 0
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    assert same(found, wanted)
+    actual = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert same(actual, expected)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch.compile's own
@@ -108,11 +108,11 @@ def test_compiled_code_is_not_the_same_for_what_is_recomputed() -> None:
     quantize_model(layer, "nf4")
     layer.compile(backend="aot_eager", fullgraph=True)
     x = torch.randn(3, 64, requires_grad=True)
-    for under, wanted in ((nullcontext(), []), (recomputing(), [(32, 64)]), (nullcontext(), [])):
+    for under, expected in ((nullcontext(), []), (recomputing(), [(32, 64)]), (nullcontext(), [])):
         saved: list[Tensor] = []
         with under, saved_tensors_hooks(saved.append, lambda _: None):
             layer(x)
-        assert [tuple(s.shape) for s in saved if s.shape == (32, 64)] == wanted
+        assert [tuple(s.shape) for s in saved if s.shape == (32, 64)] == expected
     torch.compiler.reset()
 
 
@@ -136,11 +136,11 @@ def test_compiled_blocks_are_one_graph_and_save_no_unpacked_weight(
     model = quantized(kind)
     del model.model.layers[1:]
     assert bool(keep_copies(model, 1 << 30 if copies else 0)) == copies
-    wanted, blocks = gradients(model), Blocks(model)
+    expected, blocks = gradients(model), Blocks(model)
     blocks.set_activations(way)
     blocks.compile()
     for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
     saved: list[Tensor] = []
     with saved_tensors_hooks(saved.append, lambda _: None):
         loss(model)

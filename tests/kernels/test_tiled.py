@@ -49,8 +49,8 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
     value = loss(model, inputs(model))
     value.backward()
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {"loss": value.detach(), **found}
+    values = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": value.detach(), **values}
 
 
 @pytest.mark.parametrize(("family", "count"), SIZES.items())
@@ -88,13 +88,13 @@ def test_gradients_are_those_without_tiles(
     blocks.set_activations("recompute")
     expected = gradients(model)
     monkeypatch.setattr(plan, "TILE", 5)
-    found = gradients(model)
-    assert found.keys() == expected.keys()
+    values = gradients(model)
+    assert values.keys() == expected.keys()
     if method == "dropout":  # other numbers are drawn; the same ones in both passes over a tile
-        assert all(bool(torch.isfinite(grad).all()) for grad in found.values())
+        assert all(bool(torch.isfinite(grad).all()) for grad in values.values())
         return
     for name, grad in expected.items():
-        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(values[name], grad, rtol=1e-4, atol=1e-5)
 
 
 def test_what_a_tile_drops_it_drops_in_the_backward_pass_too(
@@ -109,15 +109,15 @@ def test_what_a_tile_drops_it_drops_in_the_backward_pass_too(
     b = layer.down_proj.lora_B
     torch.manual_seed(5)
     (grad,) = torch.autograd.grad(layer(x).sum(), b)
-    step, found = 1e-2, []
+    step, values = 1e-2, []
     for sign in (1, -1):  # it is linear in B
         with torch.no_grad():
             b[3, 1] += sign * step
         torch.manual_seed(5)
-        found.append(float(layer(x).sum().detach()))
+        values.append(float(layer(x).sum().detach()))
         with torch.no_grad():
             b[3, 1] -= sign * step
-    assert float(grad[3, 1]) == pytest.approx((found[0] - found[1]) / (2 * step), rel=1e-2)
+    assert float(grad[3, 1]) == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-2)
 
 
 def test_a_recomputed_block_ends_before_its_feed_forward_layers(

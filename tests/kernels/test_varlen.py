@@ -52,20 +52,20 @@ def test_each_document_is_attended_to_as_it_is_alone(
     total = 16
     inputs = [torch.randn(1, h, total, 8, requires_grad=True) for h in (4, 2, 2)]
     spans = spans_of(documents, total)
-    found = spans_attention(*inputs, spans, is_causal=causal, scale=0.3, window=window)
-    assert found.shape == (1, total, 4, 8)
+    actual = spans_attention(*inputs, spans, is_causal=causal, scale=0.3, window=window)
+    assert actual.shape == (1, total, 4, 8)
     weights = torch.randn(total, 4, 8)
     weights[max(map(max, documents)) + 1 :] = 0
-    wanted, heard = found.new_zeros(()), set()
+    expected_sum, heard = actual.new_zeros(()), set()
     for document in sorted(documents, key=max):
-        own = alone(inputs, document, causal=causal, window=window)
+        expected = alone(inputs, document, causal=causal, window=window)
         for place, token in enumerate(document):
-            torch.testing.assert_close(found[0, token], own[:, place])
+            torch.testing.assert_close(actual[0, token], expected[:, place])
             if token not in heard:  # one place of each token speaks
-                wanted = wanted + (own[:, place] * weights[token]).sum()
+                expected_sum = expected_sum + (expected[:, place] * weights[token]).sum()
                 heard.add(token)
-    grads = torch.autograd.grad((found[0] * weights).sum(), inputs)
-    for a, b in zip(grads, torch.autograd.grad(wanted, inputs), strict=True):
+    grads = torch.autograd.grad((actual[0] * weights).sum(), inputs)
+    for a, b in zip(grads, torch.autograd.grad(expected_sum, inputs), strict=True):
         torch.testing.assert_close(a, b)
 
 

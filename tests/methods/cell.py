@@ -29,18 +29,20 @@ class BrokenLaw(AssertionError):
     """A law does not hold in a cell."""
 
 
-def demand(holds: bool, told: str) -> None:
+def demand(holds: bool, message: str) -> None:
     """Raise BrokenLaw unless something holds."""
     if not holds:
-        raise BrokenLaw(told)
+        raise BrokenLaw(message)
 
 
 def demand_close(
-    found: Tensor, expected: Tensor, what: str, tolerance: float = ROUNDING, scale: float = 1.0
+    actual: Tensor, expected: Tensor, what: str, tolerance: float = ROUNDING, scale: float = 1.0
 ) -> None:
     """Raise BrokenLaw where two tensors differ by more than rounding."""
-    demand(found.shape == expected.shape, f"{what}: {tuple(found.shape)}, {tuple(expected.shape)}")
-    worst = float((found - expected).abs().max()) / scale
+    demand(
+        actual.shape == expected.shape, f"{what}: {tuple(actual.shape)}, {tuple(expected.shape)}"
+    )
+    worst = float((actual - expected).abs().max()) / scale
     demand(worst <= tolerance, f"{what}: off by {worst:.1e} of the largest")
 
 
@@ -147,10 +149,10 @@ def gradients(cell: Cell) -> dict[str, Tensor]:
     return {"loss": value.detach()} | {n: p.grad.clone() for n, p in named if p.grad is not None}
 
 
-def demand_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], told: str) -> None:
+def demand_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor], message: str) -> None:
     """Raise BrokenLaw where gradients differ by more than rounding in the precision they are in."""
-    demand(found.keys() == expected.keys(), f"{told}: gradients of other tensors")
+    demand(actual.keys() == expected.keys(), f"{message}: gradients of other tensors")
     scale = largest(*expected.values())
     for name, gradient in expected.items():
         rounding = max(ROUNDING, torch.finfo(gradient.dtype).eps)
-        demand_close(found[name], gradient, f"{told}: gradient of {name}", rounding, scale)
+        demand_close(actual[name], gradient, f"{message}: gradient of {name}", rounding, scale)

@@ -37,12 +37,12 @@ def peft_agrees(cell: Cell) -> None:
             cell.notes.append(_limit(error, PEFT_LIMITS))
             return
 
-        def given() -> Tensor:  # PEFT gives logits of virtual tokens too
-            made = outputs(theirs, cell.given)
-            return made[:, -trained.shape[1] :] if method.acts_on_input else made
+        def peft_outputs() -> Tensor:  # PEFT gives logits of virtual tokens too
+            values = outputs(theirs, cell.given)
+            return values[:, -trained.shape[1] :] if method.acts_on_input else values
 
         scale = largest(trained)
-        demand_close(given(), trained, "PEFT from our file", scale=scale)
+        demand_close(peft_outputs(), trained, "PEFT from our file", scale=scale)
         theirs.requires_grad_(True)  # as loaded, it is frozen
         moved(theirs, 0.02, ("bias",) if method.type == "bitfit" else (".default", "prompt"))
         theirs.save_pretrained(str(folder / "theirs"))
@@ -51,12 +51,12 @@ def peft_agrees(cell: Cell) -> None:
         except PeftkitError as error:
             cell.notes.append(_limit(error, READING_LIMITS))
             return
-        demand_close(outputs(bare, cell.given), given(), "from PEFT's file", scale=scale)
+        demand_close(outputs(bare, cell.given), peft_outputs(), "from PEFT's file", scale=scale)
 
 
-def _limit(error: Exception, known: Mapping[str, str]) -> str:
+def _limit(error: Exception, codes: Mapping[str, str]) -> str:
     """Return the code of a limit that is known; any other error is one."""
-    for words, code in known.items():
+    for words, code in codes.items():
         if re.search(words, str(error)):
             return code
     raise error

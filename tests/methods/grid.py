@@ -120,8 +120,8 @@ def fitted(method: Method, model: nn.Module) -> Method:
     """Return a column's method with targets that this model has."""
     roles = find_roles(model)
     if isinstance(method, IA3):  # its defaults are roles, and no model has to have all of them
-        found = tuple(role for role in method.targets if role in roles)
-        return method.model_copy(update={"targets": found})
+        present = tuple(role for role in method.targets if role in roles)
+        return method.model_copy(update={"targets": present})
     if method.train_fully == ("head",):
         heads = [site.path for site in roles["head"]]
         outer = [h for h in heads if not any(h.startswith(f"{other}.") for other in heads)]
@@ -140,5 +140,5 @@ def refusal(column: str, architecture: str, quantize: str) -> str:
     """Return the code of why a method must refuse an architecture, "" where it must not."""
     if COLUMNS[column].initializer == "loftq_starts" and quantize == "none":
         return "q"
-    known = REFUSALS.get(column, {})
-    return next((code for code, names in known.items() if architecture in names.split()), "")
+    refusals = REFUSALS.get(column, {})
+    return next((code for code, names in refusals.items() if architecture in names.split()), "")

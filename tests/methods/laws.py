@@ -58,10 +58,10 @@ def only_the_adapter_trains(cell: Cell) -> None:
     frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
     seen = losses(cell.adapter, cell.given)
     demand(seen[-1] < seen[0], f"the loss goes from {seen[0]:.4f} to {seen[-1]:.4f}")
-    own = {id(parameter) for parameter in cell.adapter.parameters()}
+    adapter_ids = {id(parameter) for parameter in cell.adapter.parameters()}
     idle = UNUSED.get(cell.architecture, ())
     for name, parameter in model.named_parameters():
-        if id(parameter) not in own:
+        if id(parameter) not in adapter_ids:
             demand(parameter.grad is None, f"{name} gets a gradient")
             demand(torch.equal(parameter, frozen[name]), f"{name} is changed")
         elif any(part in name for part in idle):

@@ -133,11 +133,11 @@ def test_parallel_reads_the_input_of_the_feed_forward_part(family) -> None:
         attended = bare.attention(x)[0]
         extra = 4 * by_hand(block.output.dense, attended, torch.tanh)
         fed = bare.output.dense(bare.intermediate(attended)) + extra
-        found, expected = block(x), bare.output.LayerNorm(fed + attended)
+        actual, expected = block(x), bare.output.LayerNorm(fed + attended)
     else:
         expected = bare.mlp(x) + 4 * by_hand(block.mlp, x, torch.tanh)
-        found = block.mlp(x)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        actual = block.mlp(x)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_an_adapter_takes_the_first_of_a_tuple_and_keeps_the_rest() -> None:

@@ -67,21 +67,21 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folders = [tmp_path / "whole", tmp_path / "stopped"]
-    asked = []
+    recipes = []
     for folder in folders:
         folder.mkdir()
-        asked.append(parse(folder, model_folder, method, **base))
+        recipes.append(parse(folder, model_folder, method, **base))
     losses: list[float] = []
-    run_recipe(asked[0], on_event=lambda e: losses.append(getattr(e, "loss", float("nan"))))
+    run_recipe(recipes[0], on_event=lambda e: losses.append(getattr(e, "loss", float("nan"))))
     with pytest.raises(Stopped):
-        run_recipe(asked[1], on_event=stop_after_step_3)
+        run_recipe(recipes[1], on_event=stop_after_step_3)
 
     def made_again(*args: object, **kwargs: object) -> None:
         raise AssertionError("a resumed run has its start already")
 
     monkeypatch.setattr("peftkit.methods.data_init.init_from_rows", made_again)
     monkeypatch.setattr("peftkit.methods.data_init.loftq_starts", made_again)
-    run_recipe(asked[1], resume=True)
+    run_recipe(recipes[1], resume=True)
     whole, stopped = (folder / "run" / "adapter_model.safetensors" for folder in folders)
     assert whole.read_bytes() == stopped.read_bytes()
     saved = read_adapter(folders[1] / "run").method
@@ -93,9 +93,9 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(
 def test_eva_reads_the_training_rows_in_an_order_of_the_seed(
     tmp_path: Path, model_folder: Path
 ) -> None:
-    asked = parse(tmp_path, model_folder, {"init": "eva"})
-    first = prepare(asked).adapter.state()
-    again = prepare(asked).adapter.state()
+    recipes = parse(tmp_path, model_folder, {"init": "eva"})
+    first = prepare(recipes).adapter.state()
+    again = prepare(recipes).adapter.state()
     assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
     b = [tensor for name, tensor in first.items() if "lora_B" in name]
     assert b

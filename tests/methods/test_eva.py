@@ -65,18 +65,18 @@ def test_block_by_block_the_directions_are_those_of_the_whole(width: int) -> Non
     scales = 0.8 ** torch.arange(width)  # a spectrum that falls, as that of real activations
     x = torch.randn(4 * BLOCK + 100, width) * scales + torch.randn(width)
     x[: 2 * BLOCK] += 1.0  # the mean moves
-    found = Directions(4, 6)
+    pca = Directions(4, 6)
     for piece in x.split(700):
-        found.take(piece)
-    found.flush()
+        pca.take(piece)
+    pca.flush()
     x = x - x.mean(0)
     _, s, vh = torch.linalg.svd(x, full_matrices=False)
     # what was left out of each block is the tail of the spectrum
-    assert angles(found.basis(4), vh[:4]).min() > 0.999
-    assert found.variance == pytest.approx(float(x.square().sum()), rel=1e-4)
+    assert angles(pca.basis(4), vh[:4]).min() > 0.999
+    assert pca.variance == pytest.approx(float(x.square().sum()), rel=1e-4)
     shares = s.square() / s.square().sum()
-    torch.testing.assert_close(torch.tensor(found.shares()), shares[:6], atol=1e-3, rtol=1e-3)
-    assert found.converged
+    torch.testing.assert_close(torch.tensor(pca.shares()), shares[:6], atol=1e-3, rtol=1e-3)
+    assert pca.converged
 
 
 def test_a_starts_as_what_the_layer_reads_most() -> None:
@@ -98,10 +98,10 @@ def test_a_starts_as_what_the_layer_reads_most() -> None:
 @pytest.mark.parametrize("rslora", [True])
 def test_ranks_move_to_where_they_explain_most_and_scaling_stays(rslora: bool) -> None:
     model = FAMILIES["llama"]().eval()
-    asked = EVA.model_copy(update={"rslora": rslora, "rank_pattern": {"o": 6}})
-    method, starts = eva_starts(model, asked, rows())
+    method_before = EVA.model_copy(update={"rslora": rslora, "rank_pattern": {"o": 6}})
+    method, starts = eva_starts(model, method_before, rows())
     sites = method.sites(model)
-    before = {site.path: asked.scale_of(site) for site in sites}
+    before = {site.path: method_before.scale_of(site) for site in sites}
     after = {site.path: method.scale_of(site) for site in sites}
     ranks = {path: rank for path, (rank, _) in after.items()}
     assert ranks == {path: len(a) for path, (a, _) in starts.items()}
@@ -194,8 +194,8 @@ def test_peft_finds_the_same_directions() -> None:
     )
     theirs = peft.get_peft_model(copy.deepcopy(model), config)
     peft.initialize_lora_eva_weights(theirs, batches, show_progress_bar=False)
-    asked = LoRA(rank=3, init="eva", eva_rho=1.0, targets=("q", "o", "down"))
-    _, starts = eva_starts(model, asked, batches)
+    method_before = LoRA(rank=3, init="eva", eva_rho=1.0, targets=("q", "o", "down"))
+    _, starts = eva_starts(model, method_before, batches)
     state = {n: p for n, p in theirs.named_parameters() if "lora_A" in n}
     for path, (a, _) in starts.items():
         other = state[f"base_model.model.{path}.lora_A.default.weight"].detach()

@@ -82,15 +82,15 @@ def test_a_compiled_block_with_adapted_experts_is_one_graph(
     with torch.no_grad():
         for parameter in adapter.parameters():
             parameter.normal_(std=0.1)
-    ids, found = torch.arange(36).view(3, 12), []
+    ids, gradients_of_both = torch.arange(36).view(3, 12), []
     for compiled in (False, True):
         if compiled:
             torch.compiler.reset()
             model.model.layers[0].compile(backend="aot_eager", fullgraph=True)
         model.zero_grad(set_to_none=True)
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        found.append([parameter.grad for parameter in adapter.parameters()])
-    for eager, fast in zip(*found, strict=True):
+        gradients_of_both.append([parameter.grad for parameter in adapter.parameters()])
+    for eager, fast in zip(*gradients_of_both, strict=True):
         torch.testing.assert_close(fast, eager, atol=1e-5, rtol=1e-4)  # sums in another order
     torch.compiler.reset()
 

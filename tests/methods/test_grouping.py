@@ -31,12 +31,12 @@ FAMILIES = ("llama", "gpt2", "qwen2", "gpt_neox", "phi3", "gemma2", "deepseek_v3
 IDS = torch.arange(36).remainder(23).view(3, 12) + 3
 
 
-def built(family: str, dtype: torch.dtype, kind: str = "none", kept: bool = True) -> nn.Module:
+def built(family: str, dtype: torch.dtype, kind: str = "none", cached: bool = True) -> nn.Module:
     torch.manual_seed(0)
     model = ARCHITECTURES[family]().to(dtype)
     if kind != "none":
         quantize_model(model, kind, double_quant=True, compute_dtype=dtype)
-        assert bool(keep_copies(model, 1 << 30 if kept else 0)) == kept
+        assert bool(keep_copies(model, 1 << 30 if cached else 0)) == cached
     return model.train()
 
 
@@ -72,21 +72,21 @@ def plain(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tens
 
 @pytest.mark.parametrize(
     ("family", "dtype", "kind"),
-    spread(product(FAMILIES, (torch.float32, torch.bfloat16), ("none", "nf4", "nf4 kept")), 5),
+    spread(product(FAMILIES, (torch.float32, torch.bfloat16), ("none", "nf4", "nf4 cached")), 5),
 )
 def test_together_is_the_same_as_each_alone(
     family: str, dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = built(family, dtype, kind.split()[0], kept="kept" in kind)
+    model = built(family, dtype, kind.split()[0], cached="cached" in kind)
     adapter = filled(model, LoRA(rank=3, alpha=6))
     loss, grads = gradients(adapter)
     assert groups_of(adapter)
-    want, wanted = plain(adapter, monkeypatch)
+    want, alone = plain(adapter, monkeypatch)
     # float32: sums in another order; bfloat16 rounds each of the two products of the reference
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
     torch.testing.assert_close(loss, want, rtol=tolerance, atol=tolerance)
-    error = torch.stack([(a - b).norm() for a, b in zip(grads, wanted, strict=True)]).norm()
-    size = torch.stack([b.norm() for b in wanted]).norm()
+    error = torch.stack([(a - b).norm() for a, b in zip(grads, alone, strict=True)]).norm()
+    size = torch.stack([b.norm() for b in alone]).norm()
     assert error <= (1e-4 if dtype == torch.float32 else 0.15) * size
 
 
@@ -161,7 +161,7 @@ def test_no_part_of_a_model_computes_with_an_adapter_that_has_changed(
     adapter = filled(model, LoRA(rank=3, alpha=6))
     x = torch.randn(2, 5, model.config.hidden_size)
 
-    def said() -> torch.Tensor:
+    def hidden_states() -> torch.Tensor:
         if part == "one layer":  # the same tensor is given to one layer now, to another later
             return model.model.layers[0].self_attn.k_proj(x)
         run = model if part == "whole" else model.model
@@ -173,17 +173,17 @@ def test_no_part_of_a_model_computes_with_an_adapter_that_has_changed(
     }
     gradients(adapter)
     model.model.layers[0].self_attn.q_proj(x)
-    learner = torch.optim.SGD(list(adapter.parameters()), lr=1.0, fused=change == "fused")
+    sgd = torch.optim.SGD(list(adapter.parameters()), lr=1.0, fused=change == "fused")
     if change in changes:
         with torch.no_grad():
             changes[change]()
     else:
         for parameter in adapter.parameters():
             parameter.grad = torch.full_like(parameter, -0.5)
-        learner.step()
-    now = said()
+        sgd.step()
+    now = hidden_states()
     adapter.end_training()
-    torch.testing.assert_close(now, said(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(now, hidden_states(), rtol=1e-4, atol=1e-4)
 
 
 def test_after_its_end_nothing_is_left_and_no_step_is_listened_to() -> None:
@@ -203,10 +203,10 @@ def test_autocast_has_its_groups_beside_a_wide_base(monkeypatch: pytest.MonkeyPa
         adapter.prepare_training()
         loss, grads = gradients(adapter)
         assert all(group.lora_a.dtype == torch.bfloat16 for group in groups_of(adapter))
-        want, wanted = plain(adapter, monkeypatch)
+        want, alone = plain(adapter, monkeypatch)
     torch.testing.assert_close(loss, want, rtol=0.05, atol=0.05)
-    error = torch.stack([(a - b).norm() for a, b in zip(grads, wanted, strict=True)]).norm()
-    assert error <= 0.15 * torch.stack([b.norm() for b in wanted]).norm()
+    error = torch.stack([(a - b).norm() for a, b in zip(grads, alone, strict=True)]).norm()
+    assert error <= 0.15 * torch.stack([b.norm() for b in alone]).norm()
     assert all(group.takes(torch.zeros(1)) is False for group in groups_of(adapter))  # outside
 
 
@@ -220,9 +220,9 @@ def test_a_layer_with_another_input_breaks_its_group_up(
     loss, _ = gradients(adapter)
     refresh_copies(model)
     again, grads = gradients(adapter)
-    want, wanted = plain(adapter, monkeypatch)
+    want, alone = plain(adapter, monkeypatch)
     torch.testing.assert_close(torch.stack([loss, again]), torch.stack([want, want]))
-    torch.testing.assert_close(grads, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(grads, alone, rtol=1e-4, atol=1e-5)
     assert sorted(len(group.layers) for group in groups_of(adapter)) == [1] * 10 + [2] * 2
 
 
@@ -239,8 +239,8 @@ def test_groups_follow_the_steps_of_a_run(llama: nn.Module, tokenizer: Any, tmp_
             task,
             task.load(str(rows)),
             config=config.model_copy(update={"group_layers": grouped}),
-            on_event=lambda event, own=events: (
-                own.append(event.loss) if isinstance(event, StepDone) else None
+            on_event=lambda event, seen=events: (
+                seen.append(event.loss) if isinstance(event, StepDone) else None
             ),
         )
         adapter.detach()

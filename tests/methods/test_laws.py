@@ -91,8 +91,8 @@ def test_the_laws_hold(column: str, architecture: str, quantize: str) -> None:
 )
 @pytest.mark.parametrize(("setting", "family", "quantize"), SETTING_CELLS)
 def test_the_laws_hold_with_settings(setting: str, family: str, quantize: str) -> None:
-    asked = (*CHEAP, laws.peft_agrees, laws.merged_is_the_same)
-    demand_no_failure(laws.check_method(SETTINGS[setting][1], family, quantize, asked))
+    chosen_laws = (*CHEAP, laws.peft_agrees, laws.merged_is_the_same)
+    demand_no_failure(laws.check_method(SETTINGS[setting][1], family, quantize, chosen_laws))
 
 
 @pytest.mark.parametrize(("column", "architecture"), COMPILED_CELLS)
@@ -110,11 +110,11 @@ def test_a_block_in_machine_code_computes_the_same() -> None:
 
 def test_every_method_and_every_refusal_is_in_the_grid() -> None:
     assert {type(method) for method in grid.COLUMNS.values()} == set(METHODS.values())
-    for column, known in grid.REFUSALS.items():
-        named = " ".join(known.values()).split()
+    for column, refusals in grid.REFUSALS.items():
+        named = " ".join(refusals.values()).split()
         assert column in grid.COLUMNS
         assert set(named) <= ARCHITECTURES.keys()
-        assert known.keys() <= grid.REASONS.keys()
+        assert refusals.keys() <= grid.REASONS.keys()
         assert len(named) == len(set(named))
 
 

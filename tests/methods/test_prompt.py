@@ -25,8 +25,8 @@ def test_positions_and_token_types_that_are_given_go_on_behind_the_prompt() -> N
     model = build("bert")
     attach(model, PROMPT)
     types = torch.zeros_like(IDS)
-    given = {"position_ids": torch.arange(9)[None], "token_type_ids": types}
-    assert torch.equal(logits(model, **given), logits(model))
+    extra = {"position_ids": torch.arange(9)[None], "token_type_ids": types}
+    assert torch.equal(logits(model, **extra), logits(model))
     assert not torch.allclose(logits(model, token_type_ids=types + 1), logits(model))
     shifted = {"position_ids": torch.arange(3, 12)[None]}
     assert not torch.allclose(logits(model, **shifted), logits(model))
@@ -36,8 +36,8 @@ def test_embeddings_in_place_of_tokens_get_the_prompt_too() -> None:
     model = build("llama")
     attach(model, PROMPT)
     embeds = model.get_input_embeddings()(IDS)
-    found = model(inputs_embeds=embeds).logits
-    torch.testing.assert_close(found, logits(model), atol=1e-6, rtol=0)
+    actual = model(inputs_embeds=embeds).logits
+    torch.testing.assert_close(actual, logits(model), atol=1e-6, rtol=0)
 
 
 def test_classifiers_that_pool_the_last_token_find_it_behind_the_prompt() -> None:

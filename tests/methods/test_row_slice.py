@@ -15,21 +15,21 @@ FUSED = RowSlice(Site("attn.qkv", ("q", "v"), ROWS), 9, None, rank=2)
 
 
 def test_a_vector_of_some_rows_comes_back_from_one_of_all_rows() -> None:
-    own = torch.arange(1.0, 6.0)
-    full = FUSED.spread(own, fill=1.0)
+    adapted = torch.arange(1.0, 6.0)
+    full = FUSED.spread(adapted, fill=1.0)
     assert full.tolist() == [1, 2, 3, 1, 1, 1, 4, 1, 5]
-    assert torch.equal(FUSED.take(full, fill=1.0), own)
+    assert torch.equal(FUSED.take(full, fill=1.0), adapted)
 
 
 @pytest.mark.parametrize("lead", [(), (3,)], ids=["layer", "experts"])
 def test_each_role_has_columns_of_its_own(lead: tuple[int, ...]) -> None:
-    own = torch.rand(*lead, 5, 2) + 1
-    full = FUSED.spread_matrix(own)
+    adapted = torch.rand(*lead, 5, 2) + 1
+    full = FUSED.spread_matrix(adapted)
     assert full.shape == (*lead, 9, 4)
-    assert torch.equal(full[..., :3, :2], own[..., :3, :])
-    assert torch.equal(full[..., [6, 8], 2:], own[..., 3:, :])
-    assert full.count_nonzero() == own.count_nonzero()
-    assert torch.equal(FUSED.take_matrix(full), own)
+    assert torch.equal(full[..., :3, :2], adapted[..., :3, :])
+    assert torch.equal(full[..., [6, 8], 2:], adapted[..., 3:, :])
+    assert full.count_nonzero() == adapted.count_nonzero()
+    assert torch.equal(FUSED.take_matrix(full), adapted)
 
 
 def test_values_of_other_roles_are_refused_by_the_name_of_the_layer() -> None:

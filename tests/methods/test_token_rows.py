@@ -114,18 +114,18 @@ def test_a_folder_gives_the_plain_base_its_tokens_again(
 ) -> None:
     base = load_base(str(folder), dtype="fp32", quantize=quantize)
     rows = token_rows(base.model, add_tokens(base, NEW))
-    given = {"input_ids": torch.cat([words(), torch.tensor([[384], [385]])], 1)}
+    inputs = {"input_ids": torch.cat([words(), torch.tensor([[384], [385]])], 1)}
     adapter = attach(base.model, LoRA(rank=2, token_rows=rows))
     with torch.no_grad():
         for parameter in adapter.parameters():
             parameter += 0.1 * torch.randn(parameter.shape)
-    expected = outputs(base.model, given)
+    expected = outputs(base.model, inputs)
     out = saved(adapter, tmp_path / "adapter")
     save_tokenizer(base, out)
     again = load_base(str(folder), dtype="fp32", quantize=quantize)
     assert restore_tokens(again, out) == (384, 385)
     load_adapter(again.model, out)
-    assert torch.equal(outputs(again.model, given), expected)
+    assert torch.equal(outputs(again.model, inputs), expected)
     text = "<think>so</think>"
     assert again.tokenizer(text).input_ids == base.tokenizer(text).input_ids
     assert restore_tokens(again, out) == ()

@@ -104,9 +104,9 @@ def test_generation_with_a_cache_gives_the_tokens_of_generation_without(name, fa
     assert torch.equal(model.generate(ids, **settings), expected)
     padded = torch.cat([torch.full((1, 3), PAD), ids], 1)
     mask = (torch.arange(12)[None] >= 3).long()
-    found = model.generate(padded, attention_mask=mask, **settings)
+    actual = model.generate(padded, attention_mask=mask, **settings)
     if family != "bart":  # which gives other tokens then without an adapter, too
-        assert torch.equal(found if of_decoder else found[:, 3:], expected)
+        assert torch.equal(actual if of_decoder else actual[:, 3:], expected)
     beams = model.generate(ids, **settings, num_beams=2)
     assert beams.shape == expected.shape
 
@@ -116,7 +116,7 @@ def test_gradient_checkpointing_changes_nothing(name, family) -> None:
     model = build(family)
     adapter = attach(model, METHODS[name])
     (parameter,) = adapter.parameters()
-    found = []
+    actual = []
     for recompute in (False, True):
         if recompute:
             Blocks(model).set_activations("recompute")
@@ -124,9 +124,9 @@ def test_gradient_checkpointing_changes_nothing(name, family) -> None:
         model.train()
         out = model(**inputs_of(model))
         (grad,) = torch.autograd.grad(out.logits.square().mean(), parameter)
-        found.append((out.logits.detach(), grad))
+        actual.append((out.logits.detach(), grad))
     assert getattr(out, "past_key_values", None) is None
-    torch.testing.assert_close(found[0], found[1], atol=TOLERANCE, rtol=1e-4)
+    torch.testing.assert_close(actual[0], actual[1], atol=TOLERANCE, rtol=1e-4)
     flags = {getattr(m, "_can_checkpoint_with_cache", False) for m in model.modules()}
     assert flags == {False}  # as it was
 
@@ -166,8 +166,8 @@ TASKS += [(f, "SEQ_CLS") for f in ("bert", "roberta", "llama")]
 def of_peft(model: Any) -> Tensor:
     """Logits of a model of PEFT at the real tokens, the last ones."""
     with torch.no_grad():
-        found = model(**inputs_of(model), attention_mask=torch.ones_like(IDS)).logits
-    return found[:, -9:] if found.ndim == 3 else found
+        actual = model(**inputs_of(model), attention_mask=torch.ones_like(IDS)).logits
+    return actual[:, -9:] if actual.ndim == 3 else actual
 
 
 def head_of(family: str, task: str) -> tuple[str, ...]:

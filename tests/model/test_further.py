@@ -25,8 +25,8 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("name", "quantize"), spread(product(FURTHER, ("none", "nf4")), 11))
 def test_every_linear_layer_is_adapted_and_the_laws_hold(name: str, quantize: str) -> None:
-    asked = (*laws.CHEAP, laws.peft_agrees, laws.merged_is_the_same)
-    outcome = laws.check("lora", name, quantize, asked)
+    chosen_laws = (*laws.CHEAP, laws.peft_agrees, laws.merged_is_the_same)
+    outcome = laws.check("lora", name, quantize, chosen_laws)
     assert not outcome.failures, "\n".join(outcome.failures)
 
 
@@ -45,14 +45,14 @@ def test_no_layer_is_adapted_that_is_never_called(name: str) -> None:
 def test_roles_are_found_or_the_error_says_what_there_is(name: str) -> None:
     model = FURTHER[name]()
     if name not in WITHOUT_QUERY:
-        found = {site.path for site in resolve(model, ["q", "v"])}
-        assert found <= {site.path for site in resolve(model, "attention")}
+        targeted = {site.path for site in resolve(model, ["q", "v"])}
+        assert targeted <= {site.path for site in resolve(model, "attention")}
         return
     with pytest.raises(TargetError) as error:
         resolve(model, "q")
-    told = str(error.value)
-    assert "no linear layer matches target 'q'" in told
-    assert re.search(r"Roles found: .*[kv]|\w \(32 -> 64\)|_proj \(\d+ -> \d+\)|pwconv1", told)
+    text = str(error.value)
+    assert "no linear layer matches target 'q'" in text
+    assert re.search(r"Roles found: .*[kv]|\w \(32 -> 64\)|_proj \(\d+ -> \d+\)|pwconv1", text)
 
 
 def test_a_layer_that_shares_the_weight_of_an_embedding_is_a_head() -> None:

@@ -38,9 +38,9 @@ def test_a_model_computes_what_it_computed_before(family: str, count: int) -> No
     expected = gradients()
     with fused_modules(model):
         assert num_fused(model) == count
-        found = gradients()
+        actual = gradients()
     assert [type(module) for module in model.modules()] == kinds
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 class Norm(nn.Module):
@@ -83,10 +83,10 @@ def test_only_where_there_is_a_kernel_and_nobody_else_makes_one() -> None:
         assert norm(x).grad_fn is None
         assert torch.equal(norm(x, x), gated)
         assert torch.equal(norm(x.double()), norm.forward(x.double()))  # of another dtype
-        own = x.clone().requires_grad_()
-        assert "RMSNorm" in str(norm(own).grad_fn)
+        leaf = x.clone().requires_grad_()
+        assert "RMSNorm" in str(norm(leaf).grad_fn)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert "RMSNorm" not in str(norm(own).grad_fn)
+            assert "RMSNorm" not in str(norm(leaf).grad_fn)
         torch.testing.assert_close(norm(x), expected)
         kind = type(norm)
         with fused_modules(norm):

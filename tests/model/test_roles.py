@@ -85,11 +85,11 @@ def starred(path: str) -> str:
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *SOUND])
 def test_every_weight_has_the_role_that_a_person_gave_it(name: str) -> None:
     model = (ARCHITECTURES | SOUND)[name]()
-    found: dict[tuple[str, str], str] = {}
+    fused: dict[tuple[str, str], str] = {}
     for role, sites in find_roles(model).items():
         for site in sites:
             path = site.path + (f":{site.parameter}" if site.parameter else "")
-            found[role, starred(path)] = ""
+            fused[role, starred(path)] = ""
             layout = KNOWN[name].get((role, starred(path)), "")
             if layout:
                 drawn = LAYOUTS[layout](num_rows(model, site.path, site.parameter))
@@ -99,11 +99,11 @@ def test_every_weight_has_the_role_that_a_person_gave_it(name: str) -> None:
                 rows = site.rows[role]
                 assert rows.dtype == torch.int64
                 assert rows.tolist() == [i for i, owner in enumerate(drawn) if owner == letter]
-                found[role, starred(path)] = layout
+                fused[role, starred(path)] = layout
             else:
                 assert site.rows is None
             assert site.roles == (role,)
-    assert found == KNOWN[name]
+    assert fused == KNOWN[name]
     named = {place.path for place in find_places(model)}
     linear = {path for path, module in model.named_modules() if is_linear(module)}
     assert linear <= named or name in SOUND
@@ -146,8 +146,8 @@ FUSED_ATTENTION = [
 
 def fused_place(model: nn.Module, *, role: str) -> ModelWeight:
     """Return the last fused place of a role, so that nothing after it mixes tokens."""
-    found = [place for place in find_places(model) if place.repeats and role in place.roles]
-    return found[-1]
+    fused = [place for place in find_places(model) if place.repeats and role in place.roles]
+    return fused[-1]
 
 
 @contextmanager
