@@ -1,9 +1,9 @@
-"""The task of distillation: at each token of an answer, how far the student is from the teacher.
+"""Distillation: the divergence between student and teacher at each token of an answer.
 
-Both are one model, unless the teacher is said to be another: the teacher is the base without the
-adapter, or with another one, and with its prompt in front of each row; the student has the adapter
-and reads the row alone. All that is needed of the teacher is what reaches the head: of answers that
-do not change that is computed once, before the first step, and kept in main memory where it fits.
+Both are one model unless a teacher model is named: the teacher is the base without the adapter, or
+with another one, and with its prompt in front of each row; the student has the adapter and reads
+the row alone. The loss needs only the teacher's hidden states before the head: for fixed answers
+they are computed once, before the first step, and stored in main memory where they fit.
 
 Shapes: B rows, n answer tokens of them all, H hidden size, V vocabulary.
 """
@@ -51,25 +51,25 @@ from peftkit.tasks.rows import exact_length
 from peftkit.tasks.tokens import AnswerConfig, share_equal
 
 TEACHER = "teacher_"
-"""How the names of a batch begin that are of the teacher's documents."""
+"""Prefix of a batch's names for the teacher's documents."""
 NAN = float("nan")
 HIDDEN = "teacher_hidden"
-"""What reaches the head after the teacher's documents (n, H), where it is known already."""
+"""The teacher's hidden states before the head (n, H), where they were computed before."""
 SHARE = 0.25
-"""Of the free main memory, that may be taken to keep it."""
+"""Share of the free main memory that may store them."""
 DIVERGENCES = {"forward": "KL(teacher, student)", "reverse": "KL(student, teacher)", "jsd": "JSD"}
-"""What the header calls them."""
+"""Their names in the run header."""
 
 
 class Distill(RolloutTask):
-    """Learn to answer as the teacher does.
+    """Train the student to answer as the teacher does.
 
     Raises:
-        AdapterError: The adapter changes the head: the teacher's is another function then.
+        AdapterError: The adapter changes the head, which both share.
     """
 
     metric_names = ("same_token",)
-    """The share of answer tokens at which both choose the same one."""
+    """Share of answer tokens at which both have the same most likely token."""
     row_encoder: DistillEncoder
 
     def build(self, model: nn.Module) -> None:
@@ -99,7 +99,7 @@ class Distill(RolloutTask):
         of_tokens = super().paths
         each = self._hidden is None or self.makes_rows
         loss = f"{DIVERGENCES[self.config.kind]}, {of_tokens['loss']}"
-        when = f"asked {'in each step' if each else 'before the first step'}"
+        when = f"computed {'in each step' if each else 'before the first step'}"
         return {**of_tokens, "loss": loss, "teacher": when}
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
@@ -112,7 +112,7 @@ class Distill(RolloutTask):
 
     @property
     def other_adapters(self) -> Sequence[str]:
-        """The teacher, if it is one."""
+        """The teacher's adapter, if it has one."""
         return [self.config.teacher.adapter] if self.config.teacher.adapter else []
 
     def add_adapter(self, folder: str, adapter: SideAdapter) -> None:
@@ -123,19 +123,19 @@ class Distill(RolloutTask):
 
     @contextmanager
     def _as_teacher(self, model: nn.Module) -> Iterator[None]:
-        """Have the student's model be the teacher."""
+        """Put the model into the teacher's state."""
         state = self.reference.state() if self._adapter is None else self._adapter.on(model)
         with evaluating(model), state:
             yield
 
     def setup(self, run: Run) -> None:
-        """Have the teacher answer the rows, and keep what reaches the head after its documents.
+        """Have the teacher answer the rows, and store its hidden states before the head.
 
-        Of rows that the student answers these are the eval rows alone.
+        Where the student answers, these are the eval rows alone.
 
         Raises:
-            Interrupted: A signal came; answers are kept.
-            DataError: The teacher says nothing.
+            Interrupted: A signal came; answers are stored.
+            DataError: The teacher's answers are empty.
         """
         model = run.model
         if self.config.teacher.model and self._other is None:
@@ -173,7 +173,7 @@ class Distill(RolloutTask):
         self._answers = teacher_answers(rows, key, answer, text, longest, run)
 
     def answered(self, row: Distilled) -> Distilled:
-        """Return a row with its answer: the teacher's; to plan memory, the longest one."""
+        """Return a row with the teacher's answer; to plan memory, with the longest one."""
         if row.num_targets:
             return row
         answer = self._answers.get(row.teacher_ids)
@@ -183,7 +183,7 @@ class Distill(RolloutTask):
     def roll_out(
         self, prompts: Sequence[Distilled], seeds: Sequence[int] | None, sampler: ModelSampler
     ) -> Rollout:
-        """Have the student answer rows, to compare it with the teacher on its own answers."""
+        """Have the student answer rows, for on-policy distillation."""
         ids = [row.documents[0].input_ids for row in prompts]
         sampled = self.sample(ids, seeds, sampler)
         rows, answers = [], []
@@ -202,7 +202,7 @@ class Distill(RolloutTask):
     # The loss.
 
     def _find_hidden(self, rows: Sequence[Distilled], run: Run) -> None:
-        """Keep what reaches the head after the teacher's documents, where memory has room."""
+        """Store the teacher's hidden states before the head, where memory has room."""
         model = run.model
         bare = unwrapped(model)
         number = sum(self.answered(row).num_targets // 2 for row in rows)
@@ -211,17 +211,17 @@ class Distill(RolloutTask):
         dtype: torch.dtype = bare.dtype if other is None else other.model.dtype
         needed, free = shape[0] * shape[1] * dtype.itemsize, free_bytes()
         if free is not None and needed > SHARE * free:
-            told = f"it takes {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
-            run.say(Notice(f"What the teacher says is computed in each step: {told}."))
+            sizes = f"they take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+            run.say(Notice(f"The teacher's hidden states are computed in each step: {sizes}."))
             return
         hidden, places, start = torch.empty(shape, dtype=dtype), {}, 0
-        compute, told = partial(self.teacher_hidden, model), "Asking the teacher"
+        compute, text = partial(self.teacher_hidden, model), "Running the teacher"
         with run.world.autocast():
-            for some, _, computed in self.over_batches(model, rows, told, run.say, compute):
+            for part, _, computed in self.over_batches(model, rows, text, run.say, compute):
                 if run.stop.signum:
                     raise Interrupted(run.stop.signum, "stopped before the first step.")
                 hidden[start : start + len(computed)] = computed
-                for row in map(self.answered, some):
+                for row in map(self.answered, part):
                     places[row_digest(row)] = (start, start + row.num_targets // 2)
                     start += row.num_targets // 2
         self._hidden, self._places = hidden, places
@@ -247,9 +247,9 @@ class Distill(RolloutTask):
         return {**batch, **{TEACHER + name: tensor for name, tensor in teacher_batch.items()}}
 
     def teacher_hidden(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return what reaches the head after the teacher's documents (n, H): known, or asked now.
+        """Return the teacher's hidden states before the head (n, H): stored ones, or computed now.
 
-        Where a model's head cannot be had apart, it is the logits (n, V).
+        Where a model's head cannot be called by itself, these are the logits (n, V).
         """
         if HIDDEN in batch:
             return batch[HIDDEN]
@@ -260,8 +260,8 @@ class Distill(RolloutTask):
             return self._before_head(model, theirs)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the summed divergence, and at how many tokens both choose the same one."""
-        teacher = self.teacher_hidden(model, batch)  # first: recomputed blocks ask for the last one
+        """Return the summed divergence, and the number of tokens at which both agree."""
+        teacher = self.teacher_hidden(model, batch)  # first: recomputed blocks need the last layout
         student = self._before_head(model, batch)
         if self._head is None:
             values = reference_divergence(student.float(), teacher.float(), self.config.divergence)
@@ -281,7 +281,7 @@ class Distill(RolloutTask):
     def metrics(
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
     ) -> dict[str, float]:
-        """Return the loss, same_token, and the tokens of a prompt that the student does without."""
+        """Return the loss, same_token, and the prompt tokens that the student saves."""
         saved = sum(len(row.teacher_ids) - row.lengths[0] for row in rows) / len(rows)
         return {**self.mean_loss(model, rows, on_event)[0], "tokens_saved": saved}
 
@@ -291,7 +291,7 @@ class Distill(RolloutTask):
     def answer_metrics(
         self, pairs: Sequence[tuple[str, str]], rows: Sequence[Distilled]
     ) -> dict[str, float]:
-        """Return how often answers equal the teacher's, and the file's where it has some."""
+        """Return the shares of answers equal to the teacher's, and to the file's if it has some."""
         ours = zip(pairs, rows, strict=True)
         with_own = [
             (answer, row.reference) for (answer, _), row in ours if row.reference is not None
@@ -311,7 +311,7 @@ class Distill(RolloutTask):
 
 
 def _check_head(model: nn.Module) -> None:
-    """Make sure that the adapter leaves the head alone: one head makes the logits of both.
+    """Check that the adapter does not change the head, which makes the logits of both.
 
     Raises:
         AdapterError: It does not.
@@ -321,15 +321,15 @@ def _check_head(model: nn.Module) -> None:
         return
     if unwrap_adapter(head) is not head or any(p.requires_grad for p in head.parameters()):
         raise AdapterError(
-            "the task distill does not go with an adapter on the head.",
-            found="Teacher and student share it; rows of tokens are the head's too if it is tied.",
+            "the task distill cannot train an adapter on the head.",
+            found="Teacher and student share it; a tied head is the token embedding, too.",
             fix="Leave the head out of method.targets and method.train_fully, and leave "
             "method.token_rows and base.new_tokens out.",
         )
 
 
 class DistillConfig(AnswerConfig):
-    """Distillation: the adapter learns to answer as the base does with a prompt in front."""
+    """Distillation: train the adapter to answer as the base does with a prompt in front."""
 
     data_fields: ClassVar[frozenset[str]] = frozenset(
         {"format", "max_length", *CHAT, "max_dropped"}
@@ -339,21 +339,21 @@ class DistillConfig(AnswerConfig):
 
     type: Literal["distill"] = "distill"
     teacher: TeacherConfig
-    """Who is learnt from."""
+    """The teacher: a prompt, an adapter, a model."""
     answers: Literal["teacher", "data", "student"] = "teacher"
-    """Whose answers the two are compared on. teacher: made before the first step, greedily, and
-    kept in the run's folder; rows need none. data: the last one of each row. student: its own,
-    made in each step as it is then (on-policy); kind: reverse is usual with it."""
+    """Whose answers the loss is computed on. teacher: generated greedily before the first step, and
+    stored in the run's folder; rows need none. data: the last one of each row. student: its own,
+    sampled in each step (on-policy); kind: reverse is usual with it."""
     kind: DivergenceName = "forward"
-    """What is learnt at each token of an answer, over the whole vocabulary: forward is
-    KL(teacher, student), which learns all that the teacher may say; reverse is
-    KL(student, teacher), which learns what it says most; jsd lies between."""
+    """Divergence at each token of an answer, over the whole vocabulary: forward is
+    KL(teacher, student), which covers all modes of the teacher; reverse is
+    KL(student, teacher), which seeks its main mode; jsd lies between."""
     beta: Annotated[float, Field(gt=0, lt=1)] | None = None
     """The teacher's weight in the mixture of jsd; null: 0.5."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Both sides' logits are divided by it."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 256
-    """Longest answer that is made, in tokens."""
+    """Longest generated answer, in tokens."""
 
     @model_validator(mode="after")
     def _settings_are_used(self) -> DistillConfig:
@@ -374,5 +374,5 @@ class DistillConfig(AnswerConfig):
         return Divergence(self.kind, self.beta or 0.5, self.temperature)
 
     def saved(self) -> dict[str, Any]:
-        """What has learnt it answers prompts, and is measured by that; the teacher stays behind."""
+        """The adapter is used and evaluated as causal_lm, without the teacher."""
         return {"type": "causal_lm"}

@@ -1,4 +1,4 @@
-"""The teacher's prompt: a file of text, or of messages, that is put in front of every row."""
+"""The teacher's prompt, and rows of a student's and a teacher's document."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TeacherPrompt:
 
     @property
     def examples(self) -> list[str]:
-        """What users say in the examples."""
+        """The user messages of the examples."""
         return [str(turn["content"]) for turn in self.turns if turn["role"] == "user"]
 
     def before(self, messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -134,7 +134,7 @@ Read = tuple[list[PromptExample], ParsedRow]
 
 @dataclass(frozen=True, slots=True)
 class Distilled(Row):
-    """The student's document, then the teacher's: two prompts, and the same answer if it is known.
+    """The student's document, then the teacher's: two prompts, and the same answer, if any.
 
     Args:
         reference: The file's own answer, where it has one.
@@ -156,23 +156,23 @@ def distilled(
     student: Sequence[int],
     teacher: Sequence[int],
     answer: Sequence[int],
-    asked: PromptExample | Distilled,
+    example: PromptExample | Distilled,
 ) -> Distilled:
     """Return the row of two prompts and an answer."""
-    ids, labels, said = list[int](), list[int](), tuple(answer)
+    ids, labels, ending = list[int](), list[int](), tuple(answer)
     for prompt in (student, teacher):
-        ids += (*prompt, *said)
-        labels += (*[IGNORE] * len(prompt), *said)
-    lengths = (len(student) + len(said), len(teacher) + len(said))
-    return Distilled(tuple(ids), tuple(labels), lengths, asked.source, asked.reference)
+        ids += (*prompt, *ending)
+        labels += (*[IGNORE] * len(prompt), *ending)
+    lengths = (len(student) + len(ending), len(teacher) + len(ending))
+    return Distilled(tuple(ids), tuple(labels), lengths, example.source, example.reference)
 
 
 class DistillEncoder(RowEncoder):
-    """Makes two prompts of each record, and takes its last answer if that is asked for.
+    """Encoder of records as two prompts each, and their last answer where it is trained on.
 
     Args:
         limit: The most tokens that the model reads; a longer row of the teacher's is dropped.
-        room: Tokens of an answer that is made later; None: the rows have theirs.
+        room: Tokens of an answer that is generated later; None: the rows have answers.
     """
 
     kind: ClassVar[type[Distilled]] = Distilled

@@ -1,4 +1,4 @@
-"""Who teaches; and a teacher that is another model, with the same tokens and a head of its own."""
+"""The teacher: its settings, a teacher model of its own, and its stored answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from peftkit.tasks.metrics import rouge_l
 
 
 class TeacherConfig(Config):
-    """Who is learnt from: the base without the adapter, another adapter on it, or another model."""
+    """The teacher: the base without the adapter, with another adapter, or another model."""
 
     prompt: str | None = None
     """A file that the teacher reads before a row: instructions as text (.md, .txt), with examples
@@ -47,7 +47,7 @@ class TeacherConfig(Config):
             )
         if not (self.prompt or self.adapter or self.model):
             raise ConfigError(
-                "task.teacher names nobody.",
+                "task.teacher is empty.",
                 found="Without a prompt the base would teach itself.",
                 fix="Name a prompt, an adapter or a model.",
             )
@@ -56,7 +56,7 @@ class TeacherConfig(Config):
 
 @dataclass(frozen=True, slots=True)
 class OtherModel:
-    """A model beside the base.
+    """A teacher model besides the base.
 
     Attributes:
         head: Makes its logits.
@@ -67,12 +67,12 @@ class OtherModel:
 
     @property
     def hidden_size(self) -> int:
-        """Of what reaches its head."""
+        """Width of its hidden states."""
         return int(self.model.config.get_text_config().hidden_size)
 
     @torch.no_grad()
     def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return what reaches its head (n, H) at the places of a padded batch."""
+        """Return its hidden states before the head (n, H) at the targets of a padded batch."""
         inputs = {"input_ids": batch["input_ids"], "use_cache": False}
         return target_rows(self.model, accepted(self.model, inputs), batch["target_index"])
 
@@ -80,13 +80,13 @@ class OtherModel:
 def other_model(
     name: str, student: Any, tokenizer: Any, head: Head | None, say: Listener
 ) -> OtherModel:
-    """Load a teacher for a student's tokens.
+    """Load a teacher with the student's tokenizer.
 
     Args:
-        student: The model that learns. head: Its own.
+        student: The trained model. head: Its head.
 
     Raises:
-        BaseError: It has other tokens than the student, or a head that cannot be had apart.
+        BaseError: Its tokenizer differs, or its head cannot be called by itself.
     """
     from peftkit.base.load import load_base  # it takes seconds, and most teachers are the base
 
@@ -111,7 +111,7 @@ def other_model(
     return OtherModel(loaded.model, teacher_head)
 
 
-# The teacher's answers: made before the first step, each once, and kept in the run's folder.
+# The teacher's answers: generated before the first step, and stored in the run's folder.
 
 
 FILE = "teacher_answers.jsonl"
@@ -130,17 +130,17 @@ def teacher_answers(
     longest: int,
     run: Run,
 ) -> Answers:
-    """Return the teacher's answers to rows: those of the run's folder, and others made now.
+    """Return the teacher's answers to rows: those of the run's folder, and others generated now.
 
-    Several processes answer a part each, unless they share the base.
+    Processes share the rows, unless the base is sharded.
 
     Args:
-        key: What answers depend on beside the prompt. answer: Has the teacher answer prompts.
+        key: What answers depend on besides the prompt. answer: Has the teacher answer prompts.
         text: Decodes tokens. longest: The most tokens of an answer.
 
     Raises:
-        Interrupted: A signal came; what was made is kept.
-        DataError: The teacher says nothing.
+        Interrupted: A signal came; answers so far are stored.
+        DataError: All answers are empty.
     """
     path, world = run.config.output_dir / FILE, run.world
     row_of = {row.teacher_ids: row for row in rows}
@@ -153,7 +153,7 @@ def teacher_answers(
         run.say(Stage(f"The teacher answers {len(missing):,} rows"))
     for start in range(0, len(missing), AT_ONCE):
         if run.stop.signum and world.world_size == 1:
-            stopped = "stopped before the first step; the teacher's answers so far are kept."
+            stopped = "stopped before the first step; the teacher's answers so far are stored."
             raise Interrupted(run.stop.signum, stopped)
         run.say(Progress("The teacher answers", start, len(missing)))
         part = missing[start : start + AT_ONCE]
@@ -167,7 +167,7 @@ def teacher_answers(
         if world.is_main:
             with open(path, "a", encoding="utf-8", errors="surrogatepass") as file:
                 file.write("".join(lines))
-    _tell([*row_of.values()], answers, text, run)
+    _report([*row_of.values()], answers, text, run)
     return answers
 
 
@@ -177,7 +177,7 @@ def _on_all(
     longest: int,
     run: Run,
 ) -> list[SampledAnswer]:
-    """Have each process answer some prompts; all get all answers."""
+    """Have each process answer some prompts; return all answers on all of them."""
     world = run.world
     if world.world_size == 1 or run.parallel.in_lockstep:
         return answer(prompts)
@@ -191,17 +191,17 @@ def _on_all(
     ]
 
 
-def _tell(
+def _report(
     rows: Sequence[Distilled],
     answers: Answers,
     text: Callable[[Sequence[int]], str],
     run: Run,
 ) -> None:
-    """Say what the teacher's answers are worth: beside the rows' own, where they have any."""
+    """Report the teacher's answers, compared with those of the rows where they have any."""
     answered = [(row, text(answers[row.teacher_ids].ids)) for row in rows]
     if answered and not any(answer.strip() for _, answer in answered):
         raise DataError(
-            "the teacher answers nothing.",
+            "the teacher's answers are empty.",
             found=f"Each of its {len(answered):,} answers is empty.",
             fix="Give its prompt examples (## User, ## Assistant), or take a larger base.",
         )
@@ -214,7 +214,7 @@ def _tell(
         lines.append(("exactly the row's own", f"{exact:,} of {len(pairs):,}"))
         lines.append(("ROUGE-L to the row's own", f"{likeness:.3f}"))
     lines += [(row.source, " ".join(answer.split())[:200]) for row, answer in answered[:SHOWN]]
-    title = "The teacher's answers, before anything is learnt"
+    title = "The teacher's answers, before training"
     run.say(Table(title, ("what", "value"), tuple(lines)))
     if 2 * cut > len(answered):
         more = "raise task.max_new_tokens, or show the teacher shorter ones."
@@ -233,7 +233,7 @@ def _as_json(
 
 
 def _kept(path: Path) -> dict[str, SampledAnswer]:
-    """Return the answers that a folder has; a line that was cut off is as if it were not there."""
+    """Return the stored answers; skips damaged lines."""
     stored = {}
     if path.is_file():
         for line in path.read_text(encoding="utf-8", errors="surrogatepass").split("\n"):

@@ -1,7 +1,7 @@
-"""Learning from rewards: the model answers a prompt several times, and learns which were better.
+"""GRPO: the model answers a prompt several times, and is trained on the advantages of its answers.
 
-A row is a prompt with those of its answers that are learnt from. They stand beside each other, the
-prompt once where documents can share it, and no micro-batch takes them apart.
+A row is a prompt with a group of its answers. They are in one micro-batch, with the prompt once
+where the model can share prefixes.
 
 Shapes: n answer tokens of a batch, D answers, G answers of each prompt.
 """
@@ -98,10 +98,10 @@ class GRPO(RolloutTask):
     def metrics(
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
     ) -> dict[str, float]:
-        """Return nothing beside what the run's own evaluations say."""
+        """Return nothing: `evaluate` has the metrics."""
         return {}
 
-    # What the model says, and what it is worth.
+    # Answers and their rewards.
 
     def setup(self, run: Run) -> None:
         """Load the reward functions: here, so that opening an adapter runs no code."""
@@ -112,9 +112,9 @@ class GRPO(RolloutTask):
     def _scores(
         self, model: nn.Module, folder: str, prompts: Sequence[Any], texts: Sequence[str]
     ) -> list[float]:
-        """Return what a reward adapter says of answers, the policy's own adapter being off.
+        """Return the rewards of answers by a reward adapter, with the policy's adapter off.
 
-        They stand after their prompts as they do where it was trained.
+        Prompts and answers are formatted as in its training.
         """
         self.forget_layout()
         adapter = self._adapters[folder]
@@ -148,13 +148,13 @@ class GRPO(RolloutTask):
         least, entropy = self.config.stop_entropy, figures.get("entropy")
         if least is None or entropy is None or entropy >= least:
             return ""
-        sure = f"The model is sure: its entropy fell to {entropy:.4g}"
-        return f"{sure}, below task.stop_entropy: {least:g}. The run ends here."
+        reason = f"The model's entropy fell to {entropy:.4g}"
+        return f"{reason}, below task.stop_entropy: {least:g}. The run ends here."
 
     def roll_out(
         self, prompts: Sequence[Prompt], seeds: Sequence[int] | None, sampler: ModelSampler
     ) -> Rollout:
-        """Have the model answer prompts; groups whose rewards are equal teach nothing."""
+        """Have the model answer prompts; groups with equal rewards are left out."""
         ids = [prompt.input_ids for prompt in prompts]
         sampled = self.sample(ids, seeds, sampler, self.config.answers)
         pairs = [(p, one) for p, group in zip(prompts, sampled, strict=True) for one in group]
@@ -183,12 +183,12 @@ class GRPO(RolloutTask):
             )
         )
         taught = len(groups) / max(len(prompts), 1)
-        return Rollout(groups, self._told(answers, pairs, taught), answers)
+        return Rollout(groups, self._means(answers, pairs, taught), answers)
 
     def _group(
         self, prompt: Prompt, group: Sequence[SampledAnswer], better: Sequence[float]
     ) -> list[Group]:
-        """Return what is learnt of a group: answers that are cut only count in its mean."""
+        """Return the answers of a group to train on: cut ones only count in its mean."""
         kept = [
             (one.ids, advantage)
             for one, advantage in zip(group, better, strict=True)
@@ -202,7 +202,7 @@ class GRPO(RolloutTask):
     def _judged(
         self, prompts: Sequence[Prompt], texts: Sequence[str]
     ) -> tuple[list[float], dict[str, list[float]]]:
-        """Ask the reward functions; conversations are given as messages, as TRL does."""
+        """Call the reward functions; conversations are passed as messages, as in TRL."""
         assert self._rewards is not None
         fields = [prompt.fields for prompt in prompts]
         asked_for = [json.loads(prompt.asked) for prompt in prompts]
@@ -219,7 +219,7 @@ class GRPO(RolloutTask):
         sources = [prompt.source for prompt in prompts]
         return self._rewards.judge(asked_for, completions, columns, sources)
 
-    def _told(
+    def _means(
         self,
         answers: Sequence[ScoredAnswer],
         pairs: Sequence[tuple[Prompt, SampledAnswer]],
@@ -239,10 +239,10 @@ class GRPO(RolloutTask):
             "length": sum(lengths) / number,
         }
 
-    # What is learnt of it.
+    # The loss.
 
     def _as_group(self, row: Prompt | Group) -> Group:
-        """Return a row as a group: of a prompt with the longest answers, to plan memory."""
+        """Return a row as a group; a prompt gets the longest answers, to plan memory."""
         if isinstance(row, Group):
             return row
         number = self.config.answers
@@ -255,7 +255,7 @@ class GRPO(RolloutTask):
         return self.positions(lengths, sum(len(g.prompt) * (len(g.answers) - 1) for g in groups))
 
     def collate(self, rows: Sequence[Prompt | Group]) -> dict[str, Tensor]:
-        """Return a batch of all answers: besides what token tasks have, what each is worth (D,)."""
+        """Return a batch of all answers, with `worth` (D,), their advantages."""
         groups = [self._as_group(row) for row in rows]
         batch = super().collate([document for group in groups for document in group.documents])
         worth = torch.tensor([value for group in groups for value in group.advantages])
@@ -273,7 +273,7 @@ class GRPO(RolloutTask):
         return len(batch["worth"])
 
     def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return those of these weights, for later updates, and the reference's, for the KL."""
+        """Return the log-probabilities before later updates, and the reference's for the KL."""
         log_probs = {}
         if self.updates > 1:
             log_probs["old"] = self.token_log_probs(model, batch)
@@ -289,7 +289,7 @@ class GRPO(RolloutTask):
                 setattr(group, name, part)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the summed loss, surprise (which estimates the entropy), clipped shares and KL."""
+        """Return the summed loss, -log p (an estimate of the entropy), clipped shares and KL."""
         config = self.config
         now = self.token_log_probs(model, batch)
         policy = policy_losses(
@@ -313,7 +313,7 @@ class GRPO(RolloutTask):
 
 
 def _example(prompt: Any, text: str, style: Style) -> Example:
-    """Return a prompt and its answer, as rows of a reward adapter's training had them."""
+    """Return a prompt and its answer in the format of a reward adapter's training."""
     if style.kind != "chat":
         if not isinstance(prompt, str):
             raise AdapterError(
@@ -338,7 +338,7 @@ def _mean(values: Tensor) -> float:
 
 
 class GRPOConfig(AnswerConfig):
-    """Learning from rewards for the model's own answers: GRPO and its kin."""
+    """Reinforcement learning from rewards of the model's own answers: GRPO and variants."""
 
     writes_text: ClassVar[bool] = False
     code_setting: ClassVar[str] = "rewards"
@@ -348,11 +348,11 @@ class GRPOConfig(AnswerConfig):
 
     type: Literal["grpo"] = "grpo"
     rewards: Annotated[tuple[RewardTerm, ...], Field(min_length=1)]
-    """What an answer is worth: the weighted sum of these."""
+    """Reward functions; an answer's reward is their weighted sum."""
     loss: LossName = "dapo"
-    """How answers are learnt from: see peftkit/tasks/grpo_losses.py."""
+    """The policy-gradient loss: see peftkit/tasks/grpo_losses.py."""
     answers: Annotated[int, Field(ge=2)] = 8
-    """Answers to each prompt, which are compared with each other."""
+    """Answers to each prompt: the size of a group."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 256
     """The most tokens of an answer."""
     updates: Annotated[int, Field(ge=1)] = 1
@@ -366,10 +366,10 @@ class GRPOConfig(AnswerConfig):
     normalise: bool | None = None
     """Divide by the standard deviation of the group's rewards; null: true but for dr_grpo, rloo."""
     mask_cut: bool = True
-    """Do not learn from answers that reach max_new_tokens; their rewards count all the same."""
+    """Do not train on answers that reach max_new_tokens; their rewards still count."""
     stop_entropy: Annotated[float, Field(ge=0)] | None = None
-    """End the run when the model's entropy (nats a token, see the steps' figures) falls below this:
-    what is sure tries nothing new; null: never. 0.05 is a usual end."""
+    """End the run when the model's entropy (nats per token) falls below this, as it no longer
+    explores; null: never. 0.05 is usual."""
     reward_timeout: Annotated[float, Field(gt=0)] = 60.0
     """Seconds that one call of a reward function may take."""
 
@@ -406,7 +406,7 @@ class GRPOConfig(AnswerConfig):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the model is asked.
+    """A prompt, and the fields of its record.
 
     Attributes:
         asked: Text or messages, as JSON.
@@ -428,12 +428,12 @@ class Prompt:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """A prompt and those of its answers that are learnt from.
+    """A prompt and those of its answers that are trained on.
 
     Attributes:
         answers: Tokens of each, with the one that ended it.
         advantages: Of each answer.
-        old, reference: Log-probabilities of all their tokens, where a loss asks for them.
+        old, reference: Log-probabilities of all their tokens, where the loss needs them.
     """
 
     prompt: tuple[int, ...]
@@ -459,7 +459,7 @@ class Group:
 
 
 class PromptEncoder(RowEncoder):
-    """Makes a prompt of each record; one that leaves no room for an answer is dropped."""
+    """Encoder of prompts; drops those that leave no room for an answer."""
 
     kind: ClassVar[type[Prompt]] = Prompt
     drops: Mapping[str, str] = {"no room for an answer": "raise data.max_length"}

@@ -1,10 +1,9 @@
-"""Language modelling of conversations with media: learn what the assistant says of what it is
-shown.
+"""Language modelling of conversations with media: train on the assistant's answers.
 
 One implementation under two names: `image_text` and `audio_text` differ in the class of the model,
 and in what conversations are about. A model that takes more kinds of media takes them in a row.
 
-Shapes: B rows, T tokens, n learnt tokens of the batch.
+Shapes: B rows, T tokens, n target tokens of the batch.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from peftkit.tasks.rows import exact_length
 from peftkit.tasks.tokens import TokenTask
 
 MAX_SECONDS = 30.0
-"""Of a sound, where neither the recipe nor the processor says."""
+"""Longest audio clip where neither the recipe nor the processor sets one."""
 VIDEO_FRAMES = 16
-"""Of a video, where the recipe does not say."""
+"""Frames of a video where the recipe sets no number."""
 
 
 class MediaText(TokenTask):
-    """Learn what the assistant says of media.
+    """A loss over the assistant's tokens in conversations with media.
 
     Raises:
         BaseError: The model takes no such media, or is an encoder-decoder.
-        DataError: A chat template or a length that cannot be.
+        DataError: A chat template or a length that cannot be used.
     """
 
     is_padded: ClassVar[bool] = True  # media lie in the rows
@@ -69,7 +68,7 @@ class MediaText(TokenTask):
 
     @property
     def paths(self) -> dict[str, str]:
-        """How logits are made, and that rows with media share neither rows nor beginnings."""
+        """How logits are computed, and that rows with media are padded."""
         rows = f"padded, each with its {self.config.media.kind}s (no packing or sharing)"
         return {**super().paths, "rows": rows}
 
@@ -89,7 +88,7 @@ class MediaText(TokenTask):
         return self.kind_of(row.media)
 
     def kind_of(self, media: Sequence[Media]) -> str:
-        """Return what rows with such media have in common, as far as others share no batch.
+        """Return a key of rows with such media, of which only equal ones share a batch.
 
         A processor takes media of a kind for all of its texts or for none; where images lie in
         rows, rows have as many each.
@@ -106,7 +105,7 @@ class MediaText(TokenTask):
         return super().num_positions(rows) + sum(row.num_patches for row in rows)
 
     def collate(self, rows: Sequence[MediaRow]) -> dict[str, Tensor]:
-        """Return a batch, padded on the right, with all that the processor makes of media."""
+        """Return a batch, padded on the right, with the processor's inputs of media."""
         batch = collate(rows, self._pad_id, self.max_length)
         kept = ("input_ids", "attention_mask", "target_index", "targets")
         made = self.encoder.inputs(rows, batch["input_ids"].shape[1])
@@ -127,11 +126,11 @@ class MediaText(TokenTask):
         return row.segments(self.encoder.media_processor.media_ids, self.text)
 
     def prompt_row(self, text: str, where: str) -> MediaRow:
-        """Return a prompt as a row; its answer is not known."""
+        """Return a prompt as a row without an answer."""
         return self.encoder.prompt_row(text, self.prompt_style, where)
 
     def _check_causal(self, row: MediaRow) -> None:
-        """Ask the model, once, whether it learns to say what it is shown."""
+        """Check once that the model is causal in its answers."""
         if self._is_checked:
             return
         device = unwrapped(self._model).device
@@ -176,7 +175,7 @@ def _limits(processor: Any, config: MediaTextConfig) -> Limits:
 
 
 class MediaTextConfig(TaskConfig):
-    """Conversations with media: what the assistant says of what it is shown."""
+    """Conversations with media."""
 
     media: ClassVar[MediaClass]
     """What conversations are about."""
@@ -190,11 +189,11 @@ class MediaTextConfig(TaskConfig):
     task = MediaText
 
     max_seconds: Annotated[float, Field(gt=0)] | None = None
-    """Longest sound; null: what the base's processor takes at once, or 30."""
+    """Longest audio clip in seconds; null: what the base's processor takes at once, or 30."""
     max_pixels: Annotated[int, Field(ge=1)] | None = None
-    """What data.max_pixels was: kept with the adapter, so that it is shown images as it learnt."""
+    """data.max_pixels of the training, stored with the adapter."""
     video_frames: Annotated[int, Field(ge=1)] | None = None
-    """What data.video_frames was: likewise."""
+    """data.video_frames of the training, stored with the adapter."""
 
     def resolve(self, data: DataConfig) -> MediaTextConfig:
         self.media.require()
@@ -204,7 +203,7 @@ class MediaTextConfig(TaskConfig):
 
 
 class ImageTextConfig(MediaTextConfig):
-    """Conversations with images: what the assistant says of what it sees."""
+    """Conversations with images."""
 
     media: ClassVar[MediaClass] = Picture
     auto_class: ClassVar[str] = "AutoModelForImageTextToText"
@@ -214,7 +213,7 @@ class ImageTextConfig(MediaTextConfig):
 
 
 class AudioTextConfig(MediaTextConfig):
-    """Conversations with sounds: what the assistant says of what it hears."""
+    """Conversations with audio."""
 
     media: ClassVar[MediaClass] = Audio
     auto_class: ClassVar[str] = "AutoModelForMultimodalLM"

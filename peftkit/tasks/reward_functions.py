@@ -1,4 +1,4 @@
-"""What an answer is worth: built in, or a function of one's own, called as TRL calls it.
+"""Reward functions: built in, or Python functions, which are called as TRL calls them.
 
     def reward(prompts, completions, **columns) -> list[float | None]
 
@@ -34,14 +34,14 @@ NAN = float("nan")
 
 
 class RewardTerm(Config):
-    """One reward: built in, or a function; an answer is worth the weighted sum of all."""
+    """One reward: built in, or a function; an answer's reward is the weighted sum of all."""
 
     use: BuiltIn | Annotated[str, Field(pattern=r"^.+\.py:\w+$")] = "adapter"
     """exact_match: equal to the row's answer. json_fields: share of the fields of the row's answer
     that are right, both being JSON objects. json_schema: whether it is JSON of this schema. regex:
     whether the pattern is found in it. length: 1 up to max_chars, then falling to 0 at twice as
-    many. FILE.py:FUNCTION: a function of one's own. adapter: what a reward adapter (task: reward)
-    over the same base says; no second model is loaded."""
+    many. FILE.py:FUNCTION: a Python function. adapter: the score of a reward adapter
+    (task: reward) over the same base; no second model is loaded."""
     weight: float = 1.0
     """Its weight in the sum."""
     pattern: str | None = None
@@ -81,7 +81,7 @@ class RewardTerm(Config):
 
     @property
     def name(self) -> str:
-        """What it is called in metrics."""
+        """Its name in metrics."""
         return self.use.rpartition(":")[2]
 
 
@@ -94,7 +94,7 @@ class Rewards:
 
     Args:
         timeout: Seconds that one call of a function may take.
-        scorer: Asks reward adapters.
+        scorer: Scores answers by reward adapters.
 
     Raises:
         ConfigError: A file or function is not there.
@@ -118,7 +118,7 @@ class Rewards:
         columns: Mapping[str, Sequence[Any]],
         sources: Sequence[str],
     ) -> tuple[list[float], dict[str, list[float]]]:
-        """Return each answer's reward, and its parts by name; NaN where nothing was judged.
+        """Return each answer's reward, and its parts by name; NaN where no function scored it.
 
         Args:
             sources: Of the prompts' rows, for messages.
@@ -168,18 +168,18 @@ class Rewards:
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         thread.join(self.timeout)
-        rows = f"It was asked about answers to {sources[0]} to {sources[-1]}."
+        rows = f"It was called for answers to {sources[0]} to {sources[-1]}."
         if thread.is_alive():
             raise RunError(
                 f"the reward {term.use} took longer than {self.timeout:g} seconds",
                 found=rows,
-                fix="Mend the function, or raise task.reward_timeout; then go on with --resume.",
+                fix="Fix the function, or raise task.reward_timeout; then go on with --resume.",
             )
         if (error := box.get("error")) is not None:
             raise RunError(
                 f"the reward {term.use} failed: {type(error).__name__}: {error}",
                 found=rows,
-                fix="Mend the function, then go on with --resume.",
+                fix="Fix the function, then go on with --resume.",
             ) from error
         return box["found"]
 
@@ -318,12 +318,12 @@ TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "null": (type(None),),
 }
-KNOWN = {
+SUPPORTED = {
     *("type", "properties", "required", "additionalProperties", "items", "enum", "const"),
     *("minimum", "maximum", "minItems", "maxItems", "minLength", "maxLength", "pattern", "anyOf"),
 }
-SAID = {"$schema", "$id", "title", "description", "default", "examples"}
-"""Keywords that ask for nothing."""
+ANNOTATIONS = {"$schema", "$id", "title", "description", "default", "examples"}
+"""Keywords without constraints."""
 
 
 def matches(value: Any, schema: Mapping[str, Any]) -> bool:
@@ -332,10 +332,10 @@ def matches(value: Any, schema: Mapping[str, Any]) -> bool:
     Raises:
         ConfigError: The schema has keywords that are not known here.
     """
-    if unknown := schema.keys() - KNOWN - SAID:
+    if unknown := schema.keys() - SUPPORTED - ANNOTATIONS:
         raise ConfigError(
             f"the JSON schema uses {', '.join(sorted(unknown))}",
-            found=f"Known here: {', '.join(sorted(KNOWN))}.",
+            found=f"Supported: {', '.join(sorted(SUPPORTED))}.",
             fix="Write a reward function for it: FILE.py:FUNCTION.",
         )
     if "anyOf" in schema and not any(matches(value, one) for one in schema["anyOf"]):
@@ -350,10 +350,10 @@ def matches(value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _is_of(value: Any, names: Any) -> bool:
-    asked = [names] if isinstance(names, str) else names
+    types = [names] if isinstance(names, str) else names
     if isinstance(value, bool):
-        return "boolean" in asked
-    return any(isinstance(value, TYPES[name]) for name in asked)
+        return "boolean" in types
+    return any(isinstance(value, TYPES[name]) for name in types)
 
 
 def _in_bounds(value: Any, schema: Mapping[str, Any]) -> bool:

@@ -17,6 +17,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from peftkit.data.media import Audio
+from peftkit.data.rows import tokenizer_key
+from peftkit.errors import DataError
 from peftkit.events import Listener, ignore
 from peftkit.files.disk import read_json, write_json
 from peftkit.tasks.base import Task
@@ -24,12 +26,12 @@ from peftkit.tasks.loss import in_dtype_of, unwrapped
 from peftkit.tasks.metrics import error_rates, normalizer_of, transcript_metrics
 from peftkit.tasks.seq2seq import EncoderDecoder
 from peftkit.tasks.speech import (
-    DecoderLabels,
     Hearing,
     SpeechConfig,
     SpeechEncoder,
     SpeechRow,
     SpeechTask,
+    Utterance,
 )
 
 MAX_TARGET = 448
@@ -138,6 +140,81 @@ class Transcription(SpeechTask, EncoderDecoder):
             for clip in clips
         ]
         return self.answers(model, rows)
+
+
+class DecoderLabels:
+    """The target tokens of an utterance, as the base's own tokenizer makes them.
+
+    The tokenizer begins with the decoder's start token; shifting the labels adds it again, so it is
+    removed here.
+
+    Args:
+        language, task: Defaults of rows that name none.
+        start: The token that the decoder is given first.
+        is_multilingual: Whether the base needs to be given a language.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        language: str | None,
+        task: str | None,
+        start: int,
+        is_multilingual: bool,
+    ) -> None:
+        self._tokenizer, self._language, self._task = tokenizer, language, task
+        self._start, self._is_multilingual = start, is_multilingual
+        if language is not None:
+            self("a", None, None, "task.language")
+        self.key = (*tokenizer_key(tokenizer), language, task, start)
+
+    def of(self, one: Utterance) -> tuple[tuple[int, ...], int]:
+        """Return an utterance's labels, and how many of them precede the text."""
+        return self(one.text, one.language, one.task, one.source)
+
+    def __call__(
+        self, text: str, language: str | None, task: str | None, source: str
+    ) -> tuple[tuple[int, ...], int]:
+        """Return a text's labels, and how many of them precede the text.
+
+        Raises:
+            DataError: No language is named, or the tokenizer does not know it.
+        """
+        language, task = language or self._language, task or self._task
+        if self._is_multilingual and language is None:
+            raise DataError(
+                f"Cannot use {source}: no language is named.",
+                found="The base is multilingual, and needs the language of each clip.",
+                fix="Set task.language, for example english, or give rows the field language.",
+            )
+        tokenizer = self._tokenizer
+        if hasattr(tokenizer, "set_prefix_tokens"):
+            tokenizer.language = tokenizer.task = None  # set_prefix_tokens keeps old ones for None
+            try:
+                tokenizer.set_prefix_tokens(
+                    language=language, task=task if language else None, predict_timestamps=False
+                )
+            except ValueError as problem:
+                raise DataError(
+                    f"Cannot use {source}.",
+                    found=str(problem),
+                    fix="Name a language as the base does: english, or en.",
+                ) from None
+        elif language is not None or task == "translate":
+            raise DataError(
+                f"Cannot use {source}.",
+                found=f"{type(tokenizer).__name__} has no tokens for languages and tasks.",
+                fix="Leave language and task out.",
+            )
+        labels = list(tokenizer(text)["input_ids"])
+        bare = tokenizer(text, add_special_tokens=False)["input_ids"]
+        labels = labels[1:] if labels[:1] == [self._start] else labels
+        end = tokenizer.eos_token_id
+        if end is not None and labels[-1:] != [end]:
+            labels.append(int(end))
+        starts = range(len(labels) - len(bare) + 1)
+        first = next((n for n in starts if labels[n : n + len(bare)] == bare), 0)
+        return tuple(labels), first
 
 
 class TranscriptionConfig(SpeechConfig):

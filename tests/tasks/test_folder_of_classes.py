@@ -78,12 +78,12 @@ def logits(model: Any, opened: Opened) -> Tensor:
 
 @pytest.mark.parametrize(("task", "family"), PAIRS, ids=lambda value: value[:8])
 def test_trained_head_is_saved_opened_again_and_loaded_by_peft(task, family, tmp_path) -> None:
-    asked = settings(tmp_path, task, family)
-    result = run_recipe(asked)
+    recipe = settings(tmp_path, task, family)
+    result = run_recipe(recipe)
     assert result.metrics["eval_accuracy"] >= 0.8  # rows learnt by heart
     opened = open_adapter(tmp_path / "out")
     assert opened.task.labels == (LABELS if task == SEQUENCE else TAGS)
-    measured = evaluate(opened.base, asked.data.train, task=opened.task)
+    measured = evaluate(opened.base, recipe.data.train, task=opened.task)
     for name in ("loss", "accuracy"):
         assert measured[name] == pytest.approx(result.metrics[f"eval_{name}"], rel=1e-5)
     fields = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
@@ -137,25 +137,25 @@ def test_a_folder_of_pefts_is_opened_with_its_logits(task, family, tmp_path) -> 
 @pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
 @pytest.mark.parametrize("kind", ["dora", "ia3", "ln_tuning", "vera"])
 def test_the_head_is_trained_beside_every_method(kind, tmp_path) -> None:
-    asked = settings(tmp_path, SEQUENCE)
+    recipe = settings(tmp_path, SEQUENCE)
     how = {"ia3": {"targets": ["k", "v"]}, "ln_tuning": {}}.get(kind, {"targets": ["q", "v"]})
-    asked = Recipe(**{**asked.model_dump(), "method": {"type": kind, **how}})
+    recipe = Recipe(**{**recipe.model_dump(), "method": {"type": kind, **how}})
     seen: list[Event] = []
-    result = run_recipe(asked, on_event=seen.append)
+    result = run_recipe(recipe, on_event=seen.append)
     opened = open_adapter(tmp_path / "out")
     for head in ("bert.pooler", "classifier"):
         assert any(path.startswith(head) for path in opened.adapter.full), head
-    measured = evaluate(opened.base, asked.data.train, task=opened.task)
+    measured = evaluate(opened.base, recipe.data.train, task=opened.task)
     assert measured["loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-5)
     titles = [event.title for event in seen if isinstance(event, Table)]
     assert "The eval rows" in titles
 
 
 def test_disabled_is_the_base_with_its_new_head(tmp_path) -> None:
-    asked = settings(tmp_path, SEQUENCE)
-    fresh = prepare(asked)
+    recipe = settings(tmp_path, SEQUENCE)
+    fresh = prepare(recipe)
     before = logits(fresh.base.model, Opened(fresh.base, fresh.adapter, None, fresh.settings))
-    run_recipe(asked)
+    run_recipe(recipe)
     opened = open_adapter(tmp_path / "out")
     assert not torch.equal(logits(opened.base.model, opened), before)
     with opened.adapter.disabled():
@@ -163,12 +163,12 @@ def test_disabled_is_the_base_with_its_new_head(tmp_path) -> None:
 
 
 def test_over_4_bits_the_head_is_trained_and_comes_back(tmp_path) -> None:
-    asked = settings(tmp_path, SEQUENCE)
-    base = asked.base.model_copy(update={"quantize": "nf4"})
-    result = run_recipe(asked.model_copy(update={"base": base}))
+    recipe = settings(tmp_path, SEQUENCE)
+    base = recipe.base.model_copy(update={"quantize": "nf4"})
+    result = run_recipe(recipe.model_copy(update={"base": base}))
     opened = open_adapter(tmp_path / "out")
     assert opened.base.audit.quantized_as == "nf4"
-    measured = evaluate(opened.base, asked.data.train, task=opened.task)
+    measured = evaluate(opened.base, recipe.data.train, task=opened.task)
     assert measured["loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-5)
 
 
@@ -210,24 +210,24 @@ def test_a_task_of_pefts_that_is_none_here_is_named(changes, words, tmp_path) ->
 
 
 def test_settings_that_a_task_does_not_use_are_refused(tmp_path) -> None:
-    asked = settings(tmp_path, SEQUENCE).model_dump()
+    recipe = settings(tmp_path, SEQUENCE).model_dump()
     for name, value in {"packing": False, "format": "text", "chat_template": "chatml"}.items():
         with pytest.raises(ConfigError, match=rf"data\.{name} is not used by the task .*") as error:
-            Recipe(**{**asked, "data": {**asked["data"], name: value}})
+            Recipe(**{**recipe, "data": {**recipe["data"], name: value}})
         assert "causal_lm" in str(error.value)
 
 
 def test_a_task_is_a_word_or_a_section(tmp_path) -> None:
-    asked = settings(tmp_path, SEQUENCE)
+    recipe = settings(tmp_path, SEQUENCE)
     section = {"type": SEQUENCE, "text": "body"}
-    assert asked.task == SequenceClassificationConfig()
-    assert Recipe(**{**asked.model_dump(), "task": section}).task.text == "body"
+    assert recipe.task == SequenceClassificationConfig()
+    assert Recipe(**{**recipe.model_dump(), "task": section}).task.text == "body"
     for wrong, words in {
         "classification": "should be one of .causal_lm., ",
         3: "should be a section",
     }.items():
         with pytest.raises(ConfigError, match=words):
-            Recipe(**{**asked.model_dump(), "task": wrong})
+            Recipe(**{**recipe.model_dump(), "task": wrong})
 
 
 def test_schema_takes_both_for_editors() -> None:

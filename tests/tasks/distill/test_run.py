@@ -61,7 +61,7 @@ def test_the_teacher_answers_once_and_its_score_is_told_first(done: Finished) ->
     (started,) = done.of_kind(RunStarted)
     assert done.events.index(score) < done.events.index(started)
     assert "KL(teacher, student)" in started.paths
-    assert "asked before the first step" in started.paths
+    assert "computed before the first step" in started.paths
     first, *_, last = done.of_kind(EvalDone)
     assert (first.step, last.step) == (0, 4)
     names = {"loss", "same_token", "agreement", "exact_match", "rouge_l"}
@@ -138,7 +138,7 @@ def test_a_student_learns_on_its_own_answers(told: dict[str, Any], tmp_path: Pat
     first, *_, last = found.of_kind(EvalDone)
     assert last.metrics["loss"] < first.metrics["loss"]
     (started,) = found.of_kind(RunStarted)
-    assert "asked in each step" in started.paths
+    assert "computed in each step" in started.paths
 
 
 def test_initial_values_that_read_rows_are_refused(told: dict[str, Any]) -> None:

@@ -203,5 +203,5 @@ def test_settings_that_nothing_reads_are_refused(tmp_path: Path) -> None:
         settings(tmp_path, kind="forward", beta=0.3)
     with pytest.raises(ConfigError, match="an adapter and a model"):
         settings(tmp_path, teacher={"adapter": "a", "model": "b"})
-    with pytest.raises(ConfigError, match="nobody"):
+    with pytest.raises(ConfigError, match="teacher is empty"):
         settings(tmp_path, teacher={})
