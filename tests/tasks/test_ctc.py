@@ -119,7 +119,9 @@ def test_a_sound_too_short_for_its_model_is_told(family: str, tmp_path: Path) ->
         task_on(made).transcribe(made[0], [tmp_path / "a.wav"])
 
 
-@pytest.mark.parametrize("family", ["Wav2Vec2", "Parakeet"])  # its norms are of batches
+@pytest.mark.parametrize(
+    "family", ["Wav2Vec2", pytest.param("Parakeet", marks=pytest.mark.slow)]
+)  # its norms are of batches
 def test_a_new_vocabulary_is_learnt_measured_merged_and_opened(
     family: str, rows: Path, tmp_path: Path
 ) -> None:

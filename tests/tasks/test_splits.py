@@ -85,14 +85,14 @@ def test_repeated_rows_are_told(
     data = DataConfig(train=train, eval=write(tmp_path / "b.jsonl", ["c", "d"]), max_length=64)
     events: list[Event] = []
     task_of(llama, tokenizer, data, on_event=events.append).load_splits(data)
-    told = [event.text for event in events if isinstance(event, Notice)]
-    assert any("1 of 4 rows repeat an earlier one" in text for text in told)
-    assert any("1 of 2 rows of" in text and "a.jsonl too" in text for text in told)
+    notices = [event.text for event in events if isinstance(event, Notice)]
+    assert any("1 of 4 rows repeat an earlier one" in text for text in notices)
+    assert any("1 of 2 rows of" in text and "a.jsonl too" in text for text in notices)
     events.clear()
     same = DataConfig(train=train, eval=train, max_length=64)
     task_of(llama, tokenizer, same, on_event=events.append).load_splits(same)
-    told = [event.text for event in events if isinstance(event, Notice)]
-    assert any("4 of 4 rows of" in text and "the same file" in text for text in told)
+    notices = [event.text for event in events if isinstance(event, Notice)]
+    assert any("4 of 4 rows of" in text and "the same file" in text for text in notices)
 
 
 def test_a_run_learns_from_several_files_and_holds_rows_out(
