@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -21,6 +22,7 @@ from peftkit.data.pack import IGNORE, LazyRows, Row, cut_document, labelled_segm
 from peftkit.data.preferences import Pair, Verdict, check_both_labels, read_pairs_of, read_verdicts
 from peftkit.data.rows import Dropped, EncodedRows, StoredRows
 from peftkit.errors import ConfigError
+from peftkit.events import Listener, ignore
 from peftkit.settings import CHAT, DataConfig
 from peftkit.tasks.base import Run
 from peftkit.tasks.documents import DocumentTask
@@ -282,6 +284,8 @@ class KTO(WholeStepTask, Preference):
     )
 
     encoder_type: ClassVar[type[AnswerEncoder]] = JudgedEncoder
+    _measured: Tensor | None = None
+    """Gains of all rows that are measured; None: the step's, or those of a batch."""
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
         wanted = f"{rows.counts['wanted']:,}, {rows.counts['unwanted']:,}"
@@ -336,7 +340,9 @@ class KTO(WholeStepTask, Preference):
         return (self._others(model, batch) - reference)[:, None]
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        shared = self._step.values if self._step is not None and INDEX in batch else None
+        shared = self._measured
+        if self._step is not None and INDEX in batch:
+            shared = self._step.values
         gains = self.row_values(model, batch) if shared is None else shared
         z = gains.mean().clamp(min=0)
         reference = self.reference_of(model, batch)[:, 0]
@@ -356,6 +362,19 @@ class KTO(WholeStepTask, Preference):
             batch["cut"],
         )
         return torch.stack([losses.sum(), *(each.to(losses).sum() for each in figures)])
+
+    def metrics(
+        self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        """Return the loss and its metrics; z is the mean over all rows, as in evaluations."""
+        self._step, gain = None, partial(self.row_values, model)
+        text = "Finding the reference point"
+        gains = [part for *_, part in self.over_batches(model, rows, text, on_event, gain)]
+        self._measured = torch.cat(gains)
+        try:
+            return super().metrics(model, rows, on_event=on_event)
+        finally:
+            self._measured = None
 
     def metric_means(self, means: Sequence[float]) -> dict[str, float]:
         """Return means over wanted and unwanted answers; accuracy: share on their side of z."""

@@ -287,8 +287,18 @@ def _share_of_fields(text: str, right: str | None) -> float | None:
     if not isinstance(made, dict):
         return 0.0
     names = wanted.keys() | made.keys()
-    same = sum(name in wanted and made.get(name) == wanted[name] for name in names)
+    in_both = wanted.keys() & made.keys()
+    same = sum(_is_same(made[name], wanted[name]) for name in in_both)
     return 0.2 + 0.8 * same / len(names)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Return whether two JSON values are equal; to Python, True is 1 and False is 0."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_is_same(a[name], b[name]) for name in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    return isinstance(a, bool) is isinstance(b, bool) and bool(a == b)
 
 
 def _is_equal(text: str, right: str | None) -> float | None:
@@ -340,9 +350,9 @@ def matches(value: Any, schema: Mapping[str, Any]) -> bool:
         )
     if "anyOf" in schema and not any(matches(value, one) for one in schema["anyOf"]):
         return False
-    if "enum" in schema and value not in schema["enum"]:
+    if "enum" in schema and not any(_is_same(value, one) for one in schema["enum"]):
         return False
-    if "const" in schema and value != schema["const"]:
+    if "const" in schema and not _is_same(value, schema["const"]):
         return False
     if "type" in schema and not _is_of(value, schema["type"]):
         return False

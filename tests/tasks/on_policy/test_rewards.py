@@ -45,6 +45,25 @@ def test_a_built_in_reward(
 
 
 @pytest.mark.parametrize(
+    ("right", "text", "worth"),
+    [
+        ('{"item": "tea", "size": null}', '{"item": "tea"}', 0.6),
+        ('{"size": null}', '{"size": null}', 1.0),
+        ('{"count": 1}', '{"count": true}', 0.2),
+        ('{"hot": false}', '{"hot": 0}', 0.2),
+        ('{"sizes": [1, {"a": 0}]}', '{"sizes": [1, {"a": false}]}', 0.2),
+        ('{"count": 1}', '{"count": 1.0}', 1.0),
+    ],
+)
+def test_a_field_is_right_if_it_is_there_with_that_value(
+    right: str, text: str, worth: float
+) -> None:
+    judge = Rewards((RewardTerm(use="json_fields"),), 10.0)
+    (total,), _ = judge.judge(["p"], [text], {"references": [right]}, ["p:1"])
+    assert total == pytest.approx(worth)
+
+
+@pytest.mark.parametrize(
     ("value", "schema", "fits"),
     [
         (3, {"type": "integer", "minimum": 3, "maximum": 4}, True),
@@ -55,6 +74,8 @@ def test_a_built_in_reward(
         ({"a": 1, "b": 2}, {"properties": {"a": {}}, "additionalProperties": False}, False),
         ("c", {"enum": ["a", "b"]}, False),
         (1, {"anyOf": [{"type": "string"}, {"const": 1}]}, True),
+        (True, {"const": 1}, False),
+        ([0], {"enum": [[False]]}, False),
     ],
 )
 def test_a_json_schema(value: Any, schema: dict[str, Any], fits: bool) -> None:

@@ -12,6 +12,7 @@ from torch.nn.functional import log_softmax, logsigmoid
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.data.pack import IGNORE, Row
+from peftkit.tasks.batches import BATCH_SIZE
 from peftkit.tasks.preference_rows import Compared
 from tests.tasks.preference.cases import (
     moved_adapter,
@@ -129,6 +130,23 @@ def test_kto_is_its_formula(
     assert found[0].item() == pytest.approx(expected.item(), rel=1e-5)
     for a, b in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_kto_is_measured_over_all_rows_as_in_a_run(
+    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    moved_adapter(llama)
+    file = write_verdicts(tmp_path / "a.jsonl")
+    task, rows = task_on(llama, tokenizer, settings("kto", beta=B), file)
+    assert len(rows) > BATCH_SIZE
+    with torch.no_grad():
+        sums = task.loss(llama, task.collate(rows))  # one batch: the reference point of all rows
+    loss, *means = (sums / len(rows)).tolist()
+    expected = {"loss": loss, **task.metric_means(means)}
+    assert expected["z"] > 0
+    assert task.metrics(llama, rows) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    again = task.loss(llama, task.collate(rows[:3]))[0] / 3  # nothing of the rows stays behind
+    assert again.item() != pytest.approx(loss, rel=1e-4)
 
 
 def test_certain_answers_have_finite_odds() -> None:
