@@ -98,16 +98,22 @@ class CachedEngine(Engine):
         room, most = self.limits.rows - self.num_running, self.limits.tokens
         for completion in list(self._waiting):
             full = most is not None and held + completion.num_tokens > most
+            if full and not (self._growing() or self._prompts):  # only prefixes are held
+                self._prefixes.drop()
+                held = 0
             if room <= 0 or (full and held):
                 return
-            if full:
-                self._prefixes.drop()
-            if self._begin(completion):
+            spare = None if most is None else most - held - completion.num_tokens
+            if self._begin(completion, spare):
                 self._waiting.remove(completion)
                 held, room = held + completion.num_tokens, room - 1
 
-    def _begin(self, completion: Completion) -> bool:
-        """Start a request; False if its shared prefix is not computed yet."""
+    def _begin(self, completion: Completion, spare: int | None) -> bool:
+        """Start a request; False if its shared prefix is not computed yet.
+
+        Args:
+            spare: Tokens of a prefix for which there is room beside the answer; None: any number.
+        """
         request = completion.request
         target = list(request.ids[:-1])
         base = self._prefixes.find(target, request.adapter)
@@ -119,7 +125,8 @@ class CachedEngine(Engine):
             if one is not completion and one.request.adapter == request.adapter
         ]
         size, users = worth_sharing(target, others)
-        if size > (0 if base is None else len(base.tokens)):
+        has_room = spare is None or size <= spare
+        if has_room and size > (0 if base is None else len(base.tokens)):
             self._share(target[:size], request.adapter, base, users)
             return False
         if base is not None:
