@@ -136,10 +136,22 @@ def export_adapter(
     module, _, function = EXPORTERS["serving" if serving else to].partition(":")
     export: Callable[..., Mapping[str, str]] = getattr(import_module(module), function)
     commands = export(source, out, base=base, dtype=dtype, force=force, on_event=on_event)
-    if scaling := read_adapter(source).provenance.loading.get("rope_scaling"):
+    loading = read_adapter(source).provenance.loading
+    if (kind := str(loading.get("quantize", "none"))) != "none":
+        on_event(Notice(_over_another_precision(kind, source)))
+    if scaling := loading.get("rope_scaling"):
         on_event(Notice(rope_notice(scaling)))
     on_event(Saved(f"{to} adapter", out))
     return Exported(out, commands)
+
+
+def _over_another_precision(kind: str, source: Path) -> str:
+    return (
+        f"It was trained over the base in {kind}. A program that loads the base in 16 bits, as "
+        "vLLM does, answers a little differently: measure it there. Or merge into the weights "
+        f"that it was trained over: peftkit merge {source} --from-quantized --out merged. Or "
+        "train with base.quantize: none."
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ figures equal those of its own run with PEFT and the same adapter.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.errors import ConfigError, did_you_mean
-from peftkit.events import Listener, Stage, Table, ignore
+from peftkit.events import Listener, Notice, Stage, Table, ignore
 from peftkit.formats.open_adapter import Opened, require_causal
 
 
@@ -54,13 +55,17 @@ def run_tasks(
         include: A folder with task files (YAML) of your own; functions that they name are run.
         limit: Rows of each task; None: all.
         num_fewshot: Examples before each question; None: the task's default.
-        chat_template: Whether questions go through the tokenizer's chat template.
+        chat_template: Whether questions go through the chat template: the one that the adapter was
+            trained with, else the tokenizer's.
 
     Raises:
-        ConfigError: The harness is not installed, or has no such task.
+        ConfigError: The harness is not installed, or has no such task; or there is no template.
         AdapterError: The adapter does not complete prompts.
     """
     require_causal(opened.task, opened.file.folder, media=False)
+    tokenizer = opened.base.tokenizer
+    if chat_template:
+        tokenizer = with_template(opened, on_event)
     try:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
@@ -78,7 +83,7 @@ def run_tasks(
             found=did_you_mean(unknown[0], manager.all_tasks),
             fix="Names: lm-eval ls tasks; files of your own: --include FOLDER.",
         )
-    model = HFLM(opened.base.model, tokenizer=opened.base.tokenizer, batch_size=batch_size)
+    model = HFLM(opened.base.model, tokenizer=tokenizer, batch_size=batch_size)
     results = {}
     for who, context in (("base", opened.adapter.disabled()), ("adapter", nullcontext())):
         on_event(Stage(f"Tasks by the {who}: {', '.join(tasks)}"))
@@ -99,6 +104,35 @@ def run_tasks(
     )
     on_event(Table("Tasks", ("task", "metric", "base", "adapter", "change"), rows))
     return scores
+
+
+def with_template(opened: Opened, on_event: Listener = ignore) -> Any:
+    """Return a tokenizer with the chat template of an adapter's training.
+
+    An adapter whose prompts had no template gets the tokenizer's own, with a notice.
+
+    Raises:
+        ConfigError: There is no template.
+    """
+    style, folder = opened.style, opened.file.folder
+    tokenizer = copy.copy(opened.base.tokenizer)
+    if style.chat_template is not None:
+        tokenizer.chat_template = style.chat_template
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            "--chat-template needs a chat template.",
+            found=f"{folder} was trained on prompts of the style {style.kind}, and the tokenizer "
+            "has no template.",
+            fix="Leave --chat-template out.",
+        )
+    if style.kind != "chat":
+        on_event(
+            Notice(
+                f"{folder} was trained on prompts of the style {style.kind}, without a chat "
+                "template: with --chat-template it is asked in another way than it learnt."
+            )
+        )
+    return tokenizer
 
 
 def scores_of(base: Mapping[str, Any], adapter: Mapping[str, Any]) -> list[Score]:

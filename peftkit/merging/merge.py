@@ -25,7 +25,7 @@ from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.request import DTYPES
 from peftkit.base.skeleton import read_config, skeleton
 from peftkit.errors import MergeError, OutputError, first_few
-from peftkit.events import Listener, Saved, Stage, Table, ignore
+from peftkit.events import Listener, Notice, Saved, Stage, Table, ignore
 from peftkit.execution.environment import free_now
 from peftkit.execution.out_of_memory import release_memory
 from peftkit.files.disk import new_folder
@@ -35,6 +35,7 @@ from peftkit.formats.open_adapter import Opened, open_adapter, task_of
 from peftkit.formats.peft.folder import AdapterFile, read_adapter
 from peftkit.merging.fold import Tally, check_mergeable, check_original, cost_of, write_in_memory
 from peftkit.merging.over_files import FLOATS, Shards, changes_of, files_of, write_over_files
+from peftkit.merging.prompt_format import frames, prompt_note, write_template
 from peftkit.merging.verify import (
     PROMPTS,
     Agreement,
@@ -45,6 +46,9 @@ from peftkit.merging.verify import (
 )
 
 Dtype = Literal["bf16", "fp16", "fp32"]
+FROM_QUANTIZED = (
+    "With --from-quantized the merged model keeps the rounding that the adapter was trained over."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,8 @@ class Merged:
         tally: How much the weights changed.
         effect: Compares the base with and without the adapter. agreement: Compares the merged
             model with base and adapter. Both are None without `verify`.
+        other_precision: How the base was quantised in training, where the merge is into its
+            original weights; else "".
     """
 
     folder: Path
@@ -64,6 +70,7 @@ class Merged:
     tally: Tally
     effect: Agreement | None
     agreement: Agreement | None
+    other_precision: str = ""
 
 
 def merge(
@@ -138,10 +145,17 @@ def merge(
             agreed = verified(folder, purpose, reference, tally, prompts, effect)
         config = skeleton(str(folder), purpose=purpose).config
         task_of(file).write_beside(folder, config, local_folder(name, revision))
-        merged = Merged(out, name, tally, effect, agreed)
+        write_template(file.provenance.prompt_style, folder)
+        kind = _quantized_as(file)
+        other_precision = "" if is_quantized or kind == "none" else kind
+        merged = Merged(out, name, tally, effect, agreed, other_precision)
         hub_id = locate(name, revision).hub_id
         write_card(_card(merged, file, purpose, is_quantized, hub_id), folder)
     on_event(Table("The merged model", ("", ""), tuple(_facts(merged).items())))
+    if other_precision:
+        on_event(Notice(f"{_precision_note(other_precision)} {FROM_QUANTIZED}"))
+    if note := _prompt_note(file):
+        on_event(Notice(f"{note} The card has the details."))
     on_event(Saved("merged model", out))
     return merged
 
@@ -228,6 +242,24 @@ def new_model_folder(out: Path, overwrite: bool, sources: Sequence[Path]) -> Ite
         yield folder
 
 
+def _quantized_as(file: AdapterFile) -> str:
+    """Return how an adapter's base was quantised in training; "none" if it was not."""
+    loading = file.provenance.loading
+    return str(loading.get("stored") or loading.get("quantize", "none"))
+
+
+def _precision_note(kind: str) -> str:
+    return (
+        f"It was trained over the base in {kind} and merged into the original weights, so that "
+        f"its answers differ a little from those of peftkit chat, which loads {kind}."
+    )
+
+
+def _prompt_note(file: AdapterFile) -> str:
+    """Return how a model that completes prompts is prompted without a chat template, or ""."""
+    return prompt_note(file.provenance.prompt_style) if task_of(file).generates else ""
+
+
 def _facts(merged: Merged) -> dict[str, str]:
     tally = merged.tally
     facts = {
@@ -239,8 +271,11 @@ def _facts(merged: Merged) -> dict[str, str]:
     if merged.agreement is None or merged.effect is None:
         return facts | {"verified": "no"}
     agreed, effect = merged.agreement, merged.effect
+    reference = "base and adapter"
+    if merged.other_precision:
+        reference = f"the original base (not in {merged.other_precision}) and the adapter"
     return facts | {
-        "verified": f"on {agreed.num_positions} positions, against base and adapter",
+        "verified": f"on {agreed.num_positions} positions, against {reference}",
         "largest difference of a logit": f"{agreed.max_difference:.3g} (of {agreed.largest:.3g})",
         "same next token": f"{agreed.top1:.1%}",
         "largest change by the adapter": f"{effect.max_difference:.3g}",
@@ -254,16 +289,12 @@ def _card(
     from_quantized: bool,
     hub_id: str | None,
 ) -> Card:
-    loading = file.provenance.loading
-    kind = str(loading.get("stored") or loading.get("quantize", "none"))
     notes = [f"The adapter {file.folder.name} ({file.method.type}), merged into its base."]
     if from_quantized:
-        notes.append(cost_of(kind))
-    elif kind != "none":
-        notes.append(
-            f"It was trained over the base in {kind} and merged into the original weights, so that "
-            "it computes a little otherwise than it did in training."
-        )
+        notes.append(cost_of(_quantized_as(file)))
+    elif merged.other_precision:
+        notes.append(_precision_note(merged.other_precision))
+    notes += filter(None, (_prompt_note(file), frames(file.provenance.prompt_style)))
     name = merged.folder.name
     kind = purpose.auto_class
     code = f'from transformers import {kind}\n\nmodel = {kind}.from_pretrained("{name}")'

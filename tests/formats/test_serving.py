@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.errors import AdapterError
+from peftkit.events import Event, Notice
 from peftkit.formats.card import adapter_usage, render_card, training_card
 from peftkit.formats.exchange import export_adapter
 from peftkit.formats.peft.folder import load_adapter, save_adapter
@@ -100,6 +101,25 @@ def test_what_is_not_served_is_named(
     assert message in error.value.found
     assert "peftkit merge" in error.value.fix
     assert not (tmp_path / "served").exists()
+
+
+@pytest.mark.parametrize("serving", [False, True])
+def test_a_base_in_another_precision_than_in_training_is_told(
+    tmp_path: Path, serving: bool
+) -> None:
+    _, adapter = trained("llama", LoRA(rank=4, targets=("q", "v")))
+    folder, notices = tmp_path / "nf4", []
+    for kind in ("nf4", "none"):
+        save_adapter(adapter, folder, Provenance(base="org/base", loading={"quantize": kind}))
+        events: list[Event] = []
+        export_adapter(
+            folder, tmp_path / f"out-{kind}", to="peft", serving=serving, on_event=events.append
+        )
+        notices.append([event.text for event in events if isinstance(event, Notice)])
+    ((notice,), unquantized) = notices
+    assert unquantized == []
+    assert "trained over the base in nf4" in notice
+    assert f"peftkit merge {folder} --from-quantized" in notice
 
 
 def test_servers_read_no_other_format(plain: Path, tmp_path: Path) -> None:

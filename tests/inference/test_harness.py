@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,14 @@ import torch
 
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
+from peftkit.data.chat import CHATML
+from peftkit.data.encode import Style
 from peftkit.errors import ConfigError
-from peftkit.formats.open_adapter import open_adapter
+from peftkit.events import Event, Notice
+from peftkit.formats.open_adapter import Opened, open_adapter
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
-from peftkit.inference.harness import Score, run_tasks, scores_of
+from peftkit.inference.harness import Score, run_tasks, scores_of, with_template
 from peftkit.methods.lora import LoRA
 from tests.command_line import Run, peftkit  # noqa: F401
 
@@ -128,3 +132,31 @@ def test_without_the_harness_it_says_how_to_get_it(
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     with pytest.raises(ConfigError, match=r"pip install 'peftkit\[lm-eval\]'"):
         run_tasks(opened, ["arc_easy"])
+
+
+def restyled(adapter: Path, style: Style) -> Opened:
+    opened = open_adapter(adapter)
+    provenance = replace(opened.file.provenance, prompt_style=style)
+    return replace(opened, file=replace(opened.file, provenance=provenance))
+
+
+def test_questions_go_through_the_template_of_training(adapter: Path) -> None:
+    opened = restyled(adapter, Style("chat", CHATML))
+    before = opened.base.tokenizer.chat_template = "of the base"
+    text = with_template(opened).apply_chat_template(
+        [{"role": "user", "content": "the quick fox"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text == "<|im_start|>user\nthe quick fox<|im_end|>\n<|im_start|>assistant\n"
+    assert opened.base.tokenizer.chat_template == before
+
+
+def test_an_adapter_that_learnt_without_a_template_says_so(adapter: Path) -> None:
+    events: list[Event] = []
+    opened = restyled(adapter, Style("plain"))
+    opened.base.tokenizer.chat_template = CHATML
+    assert with_template(opened, events.append).chat_template == CHATML
+    (notice,) = (event.text for event in events if isinstance(event, Notice))
+    assert "of the style plain" in notice
+    opened.base.tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match=r"needs a chat template(.|\n)*style plain"):
+        with_template(opened)

@@ -1,0 +1,66 @@
+"""The prompt format of a merged model: the chat template in its folder, and formats without one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from peftkit.data.encode import ALPACA, ALPACA_INPUT, Style
+from peftkit.errors import BaseError
+from peftkit.files import disk
+
+TEMPLATE = "chat_template.jinja"
+OTHER_TEMPLATES = ("chat_template.json", "additional_chat_templates")
+"""A file and a folder that transformers reads too; some of its classes prefer them."""
+CONFIGS = ("tokenizer_config.json", "processor_config.json")
+"""May hold a template under "chat_template", which llama.cpp's converter prefers."""
+MAX_CONFIG_BYTES = 64 << 20
+
+
+def write_template(style: Style | None, folder: Path) -> None:
+    """Write the chat template of training into a model's folder, replacing the base's.
+
+    Args:
+        style: The adapter's; without a template of its own nothing changes.
+
+    Raises:
+        BaseError: A config of the tokenizer is damaged.
+    """
+    if style is None or style.chat_template is None:
+        return
+    for name in OTHER_TEMPLATES:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+    for name in CONFIGS:
+        if not (folder / name).is_file():
+            continue
+        config = disk.read_json(folder / name, max_bytes=MAX_CONFIG_BYTES, error=BaseError)
+        if config.pop("chat_template", None) is not None:
+            disk.write_json(config, folder / name)
+    disk.write_text(style.chat_template, folder / TEMPLATE)
+
+
+def prompt_note(style: Style | None) -> str:
+    """Return how to prompt a merged model whose prompts need no chat template; "" for others."""
+    if style is None or style.kind == "chat":
+        return ""
+    if style.kind == "alpaca":
+        return (
+            "Trained on Alpaca's prompts (style alpaca), which no file of a model can hold: put "
+            "each question into the frame below, and complete that text (/v1/completions of a "
+            "server), without a chat template."
+        )
+    return (
+        "Trained on prompts as they stand in the rows (style plain): complete the bare text "
+        "(/v1/completions of a server), without a chat template."
+    )
+
+
+def frames(style: Style | None) -> str:
+    """Return Alpaca's frames as Markdown, for a card; "" for other styles."""
+    if style is None or style.kind != "alpaca":
+        return ""
+    question, with_input = ALPACA.format("QUESTION"), ALPACA_INPUT.format("QUESTION", "INPUT")
+    return f"```text\n{question}```\n\nWith an input:\n\n```text\n{with_input}```"

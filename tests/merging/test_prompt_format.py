@@ -1,0 +1,90 @@
+"""A merged model is prompted as its adapter was trained, or its card says how."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from peftkit.data.chat import CHATML
+from peftkit.data.encode import ALPACA, Style, StyleName, prompt_ids
+from peftkit.events import Event, Notice
+from peftkit.formats.peft.folder import load_adapter, read_adapter, save_adapter
+from peftkit.merging.merge import merge
+from peftkit.merging.prompt_format import write_template
+from tests.families import FAMILIES
+from tests.merging.test_merge import Saver, saved  # noqa: F401
+
+OTHER = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+def set_style(saver: Saver, style: Style) -> None:
+    """Record a prompt style with the adapter."""
+    provenance = replace(read_adapter(saver.adapter).provenance, prompt_style=style)
+    adapter = load_adapter(FAMILIES["llama"](), saver.adapter)
+    save_adapter(adapter, saver.adapter, provenance)
+
+
+@pytest.mark.parametrize("from_quantized", [False, True])
+def test_the_template_of_training_is_that_of_the_merged_model(
+    saved: Saver,  # noqa: F811
+    from_quantized: bool,
+) -> None:
+    saved(quantize="nf4" if from_quantized else "none")
+    config = saved.base / "tokenizer_config.json"
+    fields = json.loads(config.read_text()) | {"chat_template": OTHER}
+    config.write_text(json.dumps(fields))
+    (saved.base / "chat_template.jinja").write_text(OTHER)
+    style = Style("chat", "{%- set calm = true -%}" + CHATML)
+    set_style(saved, style)
+    merge(saved.adapter, saved.out, verify=False, from_quantized=from_quantized)
+    trained, merged = (AutoTokenizer.from_pretrained(path) for path in (saved.base, saved.out))
+    turns = [{"role": "user", "content": "the quick fox"}]
+    ids = merged.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    assert ids == prompt_ids(trained, "the quick fox", style)
+    assert OTHER not in (saved.out / "tokenizer_config.json").read_text()
+
+
+def test_files_that_transformers_prefers_do_not_hide_the_template(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": OTHER}))
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(OTHER)
+    write_template(Style("chat"), tmp_path)
+    assert not (tmp_path / "chat_template.jinja").exists()  # the tokenizer's own
+    write_template(Style("chat", CHATML), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["chat_template.jinja"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "frame"),
+    [("alpaca", "style alpaca", ALPACA.format("QUESTION")), ("plain", "style plain", "")],
+)
+def test_formats_without_a_template_are_named_with_their_frame(
+    saved: Saver,  # noqa: F811
+    kind: StyleName,
+    words: str,
+    frame: str,
+) -> None:
+    saved()
+    set_style(saved, Style(kind))
+    events: list[Event] = []
+    merge(saved.adapter, saved.out, verify=False, on_event=events.append)
+    card = (saved.out / "README.md").read_text()
+    assert words in card
+    assert frame in card
+    assert [words in event.text for event in events if isinstance(event, Notice)] == [True]
+
+
+def test_the_comparison_says_that_training_was_in_another_precision(
+    saved: Saver,  # noqa: F811
+) -> None:
+    saved(quantize="nf4")
+    events: list[Event] = []
+    merge(saved.adapter, saved.out, on_event=events.append)
+    card = (saved.out / "README.md").read_text()
+    assert "against the original base (not in nf4) and the adapter" in card
+    (notice,) = (event.text for event in events if isinstance(event, Notice))
+    assert "peftkit chat, which loads nf4. With --from-quantized" in notice
