@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.base.skeleton import WeightFootprint
-from peftkit.base.transfer import CopyStream, DeviceBuffer, Unit, pinned
+from peftkit.base.transfer import CopyStream, DeviceBuffer, PinnedArena, Unit
 from peftkit.errors import BaseError
 from peftkit.kernels.device import LARGE, trim_malloc
 from peftkit.kernels.stacked import Group, PackedExperts, PackedStack, has_apart
@@ -43,11 +43,14 @@ class _Stack:
             after the other, after the same routing.
     """
 
-    def __init__(self, owner: Any, packing: Packing, buffer: DeviceBuffer, *, pins: bool) -> None:
+    def __init__(
+        self, owner: Any, packing: Packing, buffer: DeviceBuffer, arena: PinnedArena | None
+    ) -> None:
         self.packing, self.buffer = packing, buffer
         self.siblings: list[_Stack] = []
         packed = owner._parameters["original"]
-        self.packed, self._is_pinned = packed, pins and pinned([packed])
+        self.packed = packed
+        self._is_pinned = arena is not None and arena.take_in([packed])
         self._by_expert = packed.detach().view(packing.form.shape[0], -1).view(torch.uint8)
         self._group = _group_size(packed, packing)
         self._was_full = False
@@ -101,15 +104,15 @@ class _Block:
         module: nn.Module,
         places: list[Place],
         experts: DeviceBuffer,
-        *,
-        pins: bool,
+        arena: PinnedArena | None,
     ) -> None:
         self.module = module
-        self.stacks = _stacks(module, experts, pins=pins)
+        self.stacks = _stacks(module, experts, arena)
         apart = {id(stack.packed) for stack in self.stacks}
         self._places = [(m, name) for m, name in places if id(m._parameters[name]) not in apart]
         self.host: list[Any] = [module._parameters[name] for module, name in self._places]
-        self.unit = Unit(number, self.host, is_pinned=pins and pinned(self.host))
+        is_pinned = arena is not None and arena.take_in(self.host)
+        self.unit = Unit(number, self.host, is_pinned=is_pinned)
 
     def enter(self, flat: Tensor) -> None:
         """Put the copies in these bytes into the modules."""
@@ -137,10 +140,10 @@ class BlockStream:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
-        copies, pins = CopyStream(device), device.type == "cuda"
+        copies, arena = CopyStream(device), PinnedArena() if device.type == "cuda" else None
         self.buffer, self.experts = DeviceBuffer(copies), DeviceBuffer(copies)
         blocks = [
-            _Block(number, module, places, self.experts, pins=pins)
+            _Block(number, module, places, self.experts, arena)
             for number, (module, places) in enumerate(_streamed_places(model))
         ]
         if not blocks:
@@ -225,11 +228,11 @@ class BlockStream:
         return index - self._last
 
 
-def _stacks(block: nn.Module, buffer: DeviceBuffer, *, pins: bool) -> list[_Stack]:
+def _stacks(block: nn.Module, buffer: DeviceBuffer, arena: PinnedArena | None) -> list[_Stack]:
     """Return the stacked experts of a block that are fetched one by one, module by module."""
     stacked = []
     for stacks in _expert_places(block):
-        siblings = [_Stack(owner, packing, buffer, pins=pins) for owner, packing in stacks]
+        siblings = [_Stack(owner, packing, buffer, arena) for owner, packing in stacks]
         for stack in siblings:
             stack.siblings = siblings
         stacked += siblings

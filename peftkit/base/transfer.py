@@ -19,10 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peftkit.kernels.device import pinned_empty
+
 ALIGNMENT = 32
 """Bytes: where each tensor of a unit begins."""
 SLOT, NUM_SLOTS = 1 << 24, 8
 """Bytes of a buffer of the ring, a power of two as torch pins them, and how many there are."""
+SEGMENT = 1 << 28
+"""Bytes of an arena's segment at most, a power of two; of a larger tensor the next power."""
 ON_DEVICE = 2
 """Units: one in use, one on its way."""
 
@@ -154,25 +158,46 @@ class CopyStream:
     def _slot(self) -> Tensor:
         """Return a buffer of the ring that nobody copies from any more."""
         if len(self._slots) < NUM_SLOTS:
-            try:
-                return torch.empty(SLOT, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError:  # refused: this thread waits for the copies
-                return torch.empty(SLOT, dtype=torch.uint8)
+            return pinned_empty([SLOT], torch.uint8)  # not pinned: this thread waits
         slot, sent = self._slots.pop(0)
         sent.synchronize()
         return slot
 
 
-def pinned(tensors: Sequence[Tensor]) -> bool:
-    """Pin main memory in place; return whether all of it is pinned.
+class PinnedArena:
+    """Pinned memory of frozen weights, in segments that many tensors share.
 
-    Pages of a mapped file are left as they are: pinned, they would be copied into main memory.
+    torch rounds what it pins up to a power of two: nearly twice a weight at worst. A segment is a
+    power of two, and each tensor lies in the first one that has room for it.
     """
-    for tensor in tensors:
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:  # of a file it is a part
+
+    def __init__(self) -> None:
+        self._tails: list[Tensor] = []
+        self._held = 0
+
+    def take_in(self, tensors: Sequence[Tensor]) -> bool:
+        """Move tensors of main memory here, in place; return whether all of them are pinned.
+
+        Pages of a mapped file are left as they are: pinned, they would be copied into main memory.
+        """
+        return all(tensor.is_pinned() or self._moved(tensor) for tensor in tensors)
+
+    def _moved(self, tensor: Tensor) -> bool:
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:  # a part of a file
             return False
-        try:
-            tensor.data = tensor.data.pin_memory()
-        except RuntimeError:
-            return False
-    return True
+        size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        number = next((n for n, tail in enumerate(self._tails) if len(tail) >= size), None)
+        if number is None:
+            number = len(self._tails)
+            # an eighth of all so far, so that what stays empty is little of a small base too
+            whole = 1 << (max(size, min(self._held // 8, SEGMENT)) - 1).bit_length()
+            try:
+                self._tails.append(torch.empty(whole, dtype=torch.uint8, pin_memory=True))
+            except RuntimeError:
+                return False
+            self._held += whole
+        tail = self._tails[number]
+        self._tails[number] = tail[size:]
+        copy = tail[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        tensor.data = copy.copy_(tensor.data)
+        return True

@@ -20,12 +20,10 @@ GPU_SHARE = 0.95
 PROCESS_BYTES = {"cpu": 700_000_000, "cuda": 450_000_000}
 """Memory of a process before any model: Python with torch and transformers; CUDA's context."""
 
-ALLOCATOR = "pinned_max_round_threshold_mb:1" + (
-    ",expandable_segments:True" if sys.platform == "linux" else ""
-)
-"""Default of PYTORCH_CUDA_ALLOC_CONF. Without it pinned memory is rounded up to powers of two,
-nearly twice the packed weights; and batches of many lengths fragment segments that cannot grow.
-Windows has no growing segments."""
+SEGMENTS = "expandable_segments:True"
+"""Setting of CUDA's allocator: batches of many lengths fragment segments that cannot grow."""
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Where torch reads its allocator's settings; the first one counts where both are set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +138,21 @@ def as_current(device: torch.device) -> torch.device:
     """Make a device the current one of its kind; return it with its number."""
     if device.type != "cuda":
         return device
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)
+    _let_segments_grow()
     number = torch.cuda.current_device() if device.index is None else device.index
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
+
+
+def _let_segments_grow() -> None:
+    """Add to the allocator's settings that segments grow, unless the user says how they do.
+
+    Windows has no growing segments, and CUDA's own asynchronous allocator no segments.
+    """
+    if sys.platform != "linux":
+        return
+    given = [name for name in ALLOCATOR_VARIABLES if os.environ.get(name)]
+    for name in given or ALLOCATOR_VARIABLES[-1:]:
+        settings = os.environ.get(name, "").rstrip(", ")
+        if "expandable_segments" not in settings and "cudaMallocAsync" not in settings:
+            os.environ[name] = f"{settings},{SEGMENTS}".lstrip(",")

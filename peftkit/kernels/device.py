@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +118,25 @@ def forked_generators(device: Device, *, enabled: bool = True) -> AbstractContex
     if gpu_of(device) is None:
         return torch.random.fork_rng(devices=[], enabled=enabled)
     return torch.random.fork_rng(devices=[device], device_type=device.type, enabled=enabled)
+
+
+def pinned_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return empty main memory, pinned where the system allows; torch rounds up to powers of two.
+
+    CUDA refuses in the words of a card that is full, so the error must not leave this function.
+    """
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError:
+        return torch.empty(shape, dtype=dtype)
+
+
+def pinned_copy(tensor: Tensor) -> Tensor:
+    """Return a tensor of main memory in pinned memory, or itself where the system refuses."""
+    try:
+        return tensor.pin_memory()
+    except RuntimeError:
+        return tensor
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

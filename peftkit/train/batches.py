@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from peftkit.execution.parallel import Part
+from peftkit.kernels.device import pinned_copy
 from peftkit.tasks.base import Task
 
 
@@ -109,7 +110,7 @@ class BatchPrefetcher:
         batches = [self._task.collate(part) for part in parts]
         if self._device.type != "cuda":
             return batches
-        return [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches]
+        return [{name: pinned_copy(tensor) for name, tensor in batch.items()} for batch in batches]
 
 
 def on_device(numbers: Sequence[float], device: torch.device) -> Tensor:
@@ -117,7 +118,7 @@ def on_device(numbers: Sequence[float], device: torch.device) -> Tensor:
     tensor = torch.tensor([float(number) for number in numbers])
     if device.type != "cuda":
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return pinned_copy(tensor).to(device, non_blocking=True)
 
 
 def _key(parts: Sequence[Part]) -> _Key:

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from peftkit.kernels.device import pinned_empty
+
 ON_DEVICE = 2
 """Inputs: one in use, one in transfer."""
 
@@ -77,7 +79,7 @@ class TransferStream:
         while len(self._in_transfer) >= ON_DEVICE:
             self._finish_oldest()
         hidden = hidden.contiguous()
-        pinned = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
+        pinned = pinned_empty(hidden.shape, hidden.dtype)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             pinned.copy_(hidden, non_blocking=True)

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from peftkit.kernels.fused import norm_gradient
+from tests.simulated_gpu.pinned import PinnedHeap
 
 COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
 WAITING = {
@@ -77,8 +78,7 @@ class Card:
     recorded_streams: int = 0
     waits: list[Wait] = field(default_factory=list)
     operators: Counter[str] = field(default_factory=Counter)
-    pinned: set[int] = field(default_factory=set)
-    pinned_bytes: int = 0
+    pinned: PinnedHeap = field(default_factory=PinnedHeap)
     default_stream: Any = None
     graph: Any = None
     """The one that is recorded now."""
@@ -329,17 +329,12 @@ def _device(device: Any) -> torch.device:
 
 def is_pinned(tensor: Tensor) -> bool:
     """Return whether a CPU tensor lies in pinned memory."""
-    return id(tensor.untyped_storage()) in CARD.pinned
+    return id(tensor.untyped_storage()) in CARD.pinned.blocks
 
 
 def pin(tensor: Tensor) -> Tensor:
     """Let a CPU tensor's memory count as pinned."""
-    storage = tensor.untyped_storage()
-    key, size = id(storage), storage.nbytes()
-    if key not in CARD.pinned:
-        CARD.pinned.add(key)
-        CARD.pinned_bytes += size
-        weakref.finalize(storage, CARD.pinned.discard, key)
+    CARD.pinned.add(tensor.untyped_storage())
     return tensor
 
 

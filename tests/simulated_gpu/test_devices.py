@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from peftkit.base.load import load_base
-from peftkit.execution.environment import ALLOCATOR, as_current, default_device
+from peftkit.execution.environment import SEGMENTS, as_current, default_device
 from peftkit.execution.world import World
 from peftkit.tasks.attention import KERNELS, Call
 from tests.simulated_gpu.simulation import on_cpu, simulated
@@ -32,16 +32,40 @@ def test_a_card_without_a_number_is_the_current_one(model_folder: Path) -> None:
     assert bool(found.isfinite().all())
 
 
-def test_allocators_are_told_how_to_work_unless_the_user_did(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"PYTORCH_CUDA_ALLOC_CONF": SEGMENTS}),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"},
+            {"PYTORCH_CUDA_ALLOC_CONF": f"max_split_size_mb:128,{SEGMENTS}"},
+        ),
+        (
+            {"PYTORCH_ALLOC_CONF": "garbage_collection_threshold:0.8"},
+            {"PYTORCH_ALLOC_CONF": f"garbage_collection_threshold:0.8,{SEGMENTS}"},
+        ),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"},) * 2,
+        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"},) * 2,
+    ],
+)
+def test_allocator_settings_join_those_of_the_user(
+    given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for given, expected in ((None, ALLOCATOR), ("backend:native", "backend:native")):
-        monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-        if given is not None:
-            monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", given)
-        with simulated():
-            default_device()
-        assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == expected
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with simulated():
+        default_device()
+    asked = {name: text for name, text in os.environ.items() if name.endswith("_ALLOC_CONF")}
+    assert asked == expected
+    for settings in asked.values():
+        torch._C._accelerator_setAllocatorSettings(settings)  # raises what it cannot read
+        keys = {part.partition(":")[0] for part in settings.split(",")}
+        # of pinned memory both keys or neither: rounding less without a limit of the cache
+        # lets torch 2.13 hand out blocks that are too small
+        assert not {key for key in keys if key.startswith("pinned_")}
+    torch._C._accelerator_setAllocatorSettings("")
 
 
 def call(device: str, key_heads: int, mask: Any = None) -> Call:

@@ -149,6 +149,22 @@ def test_memory_that_is_given_is_planned_on_a_card(tmp_path: Path) -> None:
     assert found.losses == pytest.approx(expected.losses, rel=1e-4)
 
 
+def test_main_memory_that_is_not_pinned_is_not_a_card_that_is_full(tmp_path: Path) -> None:
+    """Without much main memory, or in WSL2, CUDA refuses: "out of memory", of the host."""
+    expected, _ = train("cpu", tmp_path)
+    with simulated() as card:
+        card.pinned.limit = 0
+        found, _ = train("cuda", tmp_path)
+        leaf = torch.full((2, 3), 0.1, device="cuda", requires_grad=True)
+        hidden, offloaded = leaf, Offload()
+        for _ in range(3):
+            hidden = offloaded(torch.tanh, hidden)
+        hidden.sum().backward()
+        assert bool(on_cpu(leaf.grad).isfinite().all())
+    assert found.notices == []
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+
+
 @pytest.mark.parametrize("way", ["recompute", "offload"])
 def test_generators_are_kept_only_for_blocks_that_draw(
     way: Activations, monkeypatch: pytest.MonkeyPatch

@@ -27,7 +27,7 @@ LAYERS = 4
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(layers, "COPY_SHARE", 0.0)
-    monkeypatch.setattr(transfer, "SLOT", 1000)  # of which a block takes several
+    monkeypatch.setattr(transfer, "SLOT", 1024)  # of which a block takes several
     monkeypatch.setattr(transfer, "NUM_SLOTS", 3)
     monkeypatch.setattr(streaming, "EXPERT_BYTES", 2 * 32 * 64)  # two matrices (64, 64) in 4 bits
     monkeypatch.setenv("PEFTKIT_CACHE", str(tmp_path / "cache"))
@@ -131,5 +131,29 @@ def test_a_unit_goes_through_a_ring_that_is_smaller(card: Card) -> None:
     shelf = transfer.DeviceBuffer(transfer.CopyStream(torch.device("cuda", 0)))
     for copy, tensor in zip(unit.views(shelf.take(unit)), host, strict=True):
         assert torch.equal(on_cpu(copy), tensor)
-    assert card.pinned_bytes == transfer.NUM_SLOTS * transfer.SLOT
+    assert card.pinned.held == transfer.NUM_SLOTS * transfer.SLOT
     assert shelf.bytes_moved == sum(t.nbytes for t in host) < unit.num_bytes
+
+
+def test_weights_share_pinned_memory_instead_of_being_rounded_up_each(card: Card) -> None:
+    """torch pins powers of two: 41 MB would take 64."""
+    sizes = [41_000, 1_300, 70_000, 33_000, 3] * 40
+    tensors = [torch.randn(n) for n in sizes]
+    expected = [tensor.clone() for tensor in tensors]
+    assert transfer.PinnedArena().take_in(tensors)
+    total = sum(tensor.nbytes for tensor in tensors)
+    assert total <= card.pinned.held < 1.25 * total
+    assert all(tensor.is_pinned() for tensor in tensors)
+    for tensor, values in zip(tensors, expected, strict=True):
+        assert torch.equal(tensor, values)
+
+
+def test_a_streamed_base_whose_memory_cannot_be_pinned_goes_through_the_ring(
+    folders: dict[str, Path],
+) -> None:
+    _, expected = steps(folders["llama"], "cpu", "recompute", False, count=1)
+    with simulated() as card:
+        card.pinned.limit = 3 * transfer.SLOT
+        _, gradients = steps(folders["llama"], "cuda", "offload", False, count=1)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-5, rtol=1e-4)
