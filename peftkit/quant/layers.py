@@ -300,25 +300,30 @@ class QuantizedEmbedding(nn.Embedding):
 
     Attributes:
         packed, packing: The rows' bits, and their format.
+        scale: Factor of the rows that are looked up.
     """
 
-    def __init__(self, packed: Tensor, packing: Packing, padding_idx: int | None = None) -> None:
+    def __init__(
+        self, packed: Tensor, packing: Packing, padding_idx: int | None = None, scale: float = 1.0
+    ) -> None:
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim = packing.form.shape
         self.padding_idx, self.max_norm, self.sparse = padding_idx, None, False
         self.packed = _as_parameter(packed)
-        self.packing = packing
+        self.packing, self.scale = packing, scale
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """All rows, dequantised at each access."""
+        """All rows, dequantised at each access; without the factor."""
         return self.packing(self.packed)
 
     def forward(self, input: Tensor) -> Tensor:
         packing = self.packing
         if packing.unpacked is not None:
-            return functional.embedding(input, packing.unpacked)
-        return unpack_rows(self.packed, packing.scales, packing.form, packing.dtype, input)
+            rows = functional.embedding(input, packing.unpacked)
+        else:
+            rows = unpack_rows(self.packed, packing.scales, packing.form, packing.dtype, input)
+        return rows if self.scale == 1.0 else rows * self.scale
 
 
 def _as_parameter(packed: Tensor) -> nn.Parameter:

@@ -144,16 +144,44 @@ def weights_to_pack(settings: BaseConfig, model: nn.Module, head: Sequence[str])
 
 
 def _embedding_jobs(model: nn.Module, excluded: Collection[int]) -> list[Job]:
-    """Return the token embedding and the output layer, unless their classes override forward."""
+    """Return every use of the token embedding's weight and of the output layer's.
+
+    A weight that something else uses too stays as it is.
+    """
     of_model: Any = model
     head = of_model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    jobs: list[Job] = []
+    ends = [module for module in (embedding_of(model), head) if module is not None]
+    weights = {id(module._parameters.get("weight")) for module in ends} - {id(None)}
+    jobs, kept = list[Job](), set[int]()
     for path, module in model.named_modules(remove_duplicate=False):
-        is_table = isinstance(module, nn.Embedding) and module is embedding_of(model)
-        plain = type(module).forward in (nn.Embedding.forward, nn.Linear.forward)
-        if (is_table or module is head) and plain and id(module) not in excluded:
+        weight = id(module._parameters.get("weight"))
+        if weight not in weights:
+            continue
+        if _packs_whole(module) and id(module) not in excluded:
             jobs.append((path, module, "weight"))
-    return jobs
+        else:
+            kept.add(weight)
+    return [job for job in jobs if id(job[1]._parameters["weight"]) not in kept]
+
+
+def _packs_whole(module: nn.Module) -> bool:
+    """Return whether a packed layer computes what an embedding or output layer does."""
+    plain = type(module).forward in (nn.Embedding.forward, nn.Linear.forward)
+    return plain or _is_scaled(module)
+
+
+def _is_scaled(module: nn.Module) -> bool:
+    """Return whether an embedding multiplies its rows by a number, as BART's and Gemma's do."""
+    return type(module).__name__.endswith("ScaledWordEmbedding") and hasattr(module, "embed_scale")
+
+
+def _scale_of(module: Any, dtype: torch.dtype) -> float:
+    """Return the factor of an embedding's rows, rounded to their dtype where its class does so."""
+    if not _is_scaled(module):
+        return 1.0
+    if not isinstance(module.embed_scale, Tensor):
+        return float(module.embed_scale)
+    return torch.tensor(module.scalar_embed_scale, dtype=dtype, device="cpu").item()
 
 
 def install_packed(
@@ -178,7 +206,8 @@ def install_packed(
         if packed is None or (packing := packings.get(id(packed))) is None:
             continue
         if isinstance(module, nn.Embedding):
-            replaced[module] = QuantizedEmbedding(packed, packing, module.padding_idx)
+            scale = _scale_of(module, packing.dtype)
+            replaced[module] = QuantizedEmbedding(packed, packing, module.padding_idx, scale)
             model.set_submodule(path, replaced[module].train(module.training))
             continue
         plain = name == "weight" and _packed_is_plain(module, packed, packing)

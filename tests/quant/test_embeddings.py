@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from peftkit.base.load import load_base
-from peftkit.base.purpose import CAUSAL_LM
+from peftkit.base.purpose import CAUSAL_LM, Purpose
+from peftkit.base.request import DTYPES
 from peftkit.base.skeleton import packed_skeleton, weight_bytes
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
@@ -19,11 +20,13 @@ from peftkit.kernels import packed as kernel
 from peftkit.kernels.packed import slices_of, unpack, unpack_rows
 from peftkit.planning.memory import MemoryEstimator
 from peftkit.quant.layers import QuantizedEmbedding, QuantizedLinear, pack
+from peftkit.quant.quantize import quantize_model
 from peftkit.recipe import Recipe
 from peftkit.settings import BaseConfig
-from tests.families import tiny_tokenizer
+from tests.families import ARCHITECTURES, FURTHER, tiny_tokenizer
 
 KINDS = ("nf4", "fp4", "int8")
+SEQ2SEQ = Purpose("seq2seq_lm", "AutoModelForSeq2SeqLM")
 IDS = torch.tensor([[3, 9, 3, 41], [0, 7, 11, 13]])
 
 
@@ -89,6 +92,60 @@ def test_model_says_what_it_says_with_the_dequantised_tables(folder: Path, kind:
     saved = dense.audit.num_bytes - packed.audit.num_bytes
     tables = (1 if is_tied else 2) * table.num_embeddings * 64
     assert saved > tables * (4 - 1.2)
+
+
+@pytest.mark.parametrize(
+    ("family", "purpose"),
+    [
+        ("t5", SEQ2SEQ),  # plain tables of encoder and decoder over one weight
+        ("bart", SEQ2SEQ),  # scaled ones
+        ("pegasus", SEQ2SEQ),
+        ("marian", SEQ2SEQ),
+        ("m2m_100", SEQ2SEQ),
+        ("gemma2", CAUSAL_LM),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_use_of_a_shared_table_reads_the_packed_one(
+    family: str, purpose: Purpose, dtype: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    (ARCHITECTURES | FURTHER)[family]().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    more = {"purpose": purpose, "dtype": dtype, "quantize": "int8"}
+    packed, dense = opened(tmp_path, "int8", **more), opened(tmp_path, "none", **more)
+    inputs = {"input_ids": IDS}
+    if dense.model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = IDS.flip(1)
+    table, head = packed.model.get_input_embeddings(), packed.model.get_output_embeddings()
+    assert isinstance(table, QuantizedEmbedding)
+    with torch.no_grad():
+        dense.model.get_input_embeddings().weight.copy_(table.weight)
+        dense.model.get_output_embeddings().weight.copy_(head.weight)
+        found, expected = packed.model(**inputs).logits, dense.model(**inputs).logits
+    # in bf16 the head's product is made in pieces, which sum in another order
+    tolerance = 1e-5 if dtype == "fp32" else 2e-2
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert packed.audit.num_bytes < dense.audit.num_bytes
+    settings = BaseConfig(model="x", quantize="int8", quantize_embeddings="int8")
+    how = packed.model.config, settings, purpose, DTYPES[dtype]
+    assert weight_bytes(*how) == sum(p.nbytes for p in packed.model.parameters())
+    assert packed_skeleton(*how).get_input_embeddings().scale == table.scale
+
+
+def test_a_table_that_something_else_reads_too_stays_as_it_is() -> None:
+    model = ARCHITECTURES["gemma2"]()
+
+    class Doubled(torch.nn.Embedding):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    other = Doubled(*model.get_input_embeddings().weight.shape)
+    other.weight = model.get_input_embeddings().weight
+    model.other = other
+    quantize_model(model, "int8", embeddings="int8")
+    assert model.get_input_embeddings().weight.is_floating_point()
+    assert model.get_output_embeddings().weight is other.weight
 
 
 def test_skeleton_and_plan_have_the_same_bytes(folder: Path) -> None:
