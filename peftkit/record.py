@@ -28,7 +28,7 @@ from peftkit.events import Event, Listener, Notice, RunStarted, Saved, Table, ig
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.state import Result
 from peftkit.files.disk import write_text
-from peftkit.formats.folders import CARD
+from peftkit.formats.folders import CARD, forget_overwritten
 from peftkit.formats.peft.folder import AdapterFolder
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.peft.targets import refused_by_peft
@@ -36,6 +36,7 @@ from peftkit.model.modes import evaluating
 from peftkit.recipe import Recipe
 from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.loss import perplexity
 from peftkit.train.checkpoint_files import versions
 
 if TYPE_CHECKING:
@@ -213,6 +214,7 @@ def save_result(record: RunRecord, result: Result, *, on_event: Listener = ignor
     if not result.is_main:
         return _with_metrics(record, result, ignore)
     weights.save(record.folder)
+    forget_overwritten(record.folder)
 
     if warning := refused_by_peft(record.adapter):
         on_event(Notice(warning))
@@ -240,7 +242,11 @@ def _with_best(
                 f"are in {result.checkpoint}."
             )
         )
-    return replace(result, metrics={**result.metrics, "adapter_step": float(best)})
+    metrics = {**result.metrics, "adapter_step": float(best)}
+    loss = metrics["eval_loss"] = metrics["best_eval_loss"]
+    if "eval_perplexity" in metrics:
+        metrics["eval_perplexity"] = perplexity(loss)
+    return replace(result, metrics=metrics)
 
 
 def _try_to_write(path: Path, content: Callable[[], str], on_event: Listener) -> None:

@@ -105,7 +105,7 @@ def _recipe_file(recipe: Path | None, run_folder: Path | None) -> Path:
         raise ConfigError(
             f"there is no recipe.yaml in '{run_folder}'.",
             found=neighbours(run_folder) if not run_folder.exists() else "",
-            fix="A run writes it when it is done: finish it with --resume, or give its recipe.",
+            fix="A run writes it when it is done: finish that run, or give its recipe.",
         )
     return file
 

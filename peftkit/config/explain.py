@@ -96,6 +96,8 @@ def _message(root: type[BaseModel], group: list[Mapping[str, Any]]) -> str:
         text = re.sub(pattern, words, text)
     if kind == "union_tag_invalid":
         value = value.get("type")
+    if kind.startswith(("greater_than", "less_than")) and _may_be_null(root, first["loc"]):
+        text += ", or null"
     near = _near(value, re.findall("'(.*?)'", text))
     return f"{text}; found {show(value)}. {near}".rstrip(". ")
 
@@ -111,14 +113,25 @@ def _unknown(root: type[BaseModel], loc: tuple[int | str, ...]) -> str:
     return f"unknown key. {hint}" if hint else f"unknown key. Known here: {', '.join(here)}"
 
 
+def _may_be_null(root: type[BaseModel], loc: tuple[int | str, ...]) -> bool:
+    """Return whether the field at `loc` takes null, as one that turns something off does."""
+    fields = (section.model_fields.get(str(loc[-1])) for section in _sections(root, loc[:-1]))
+    return any(field and types.NoneType in options_of(field.annotation) for field in fields)
+
+
 def _fields(root: type[BaseModel], loc: tuple[int | str, ...]) -> dict[str, str]:
-    """Return the fields of the section at `loc`; a key may be followed by the section's tag."""
+    """Return the names of the fields of the section at `loc`."""
+    return {name: name for section in _sections(root, loc) for name in section.model_fields}
+
+
+def _sections(root: type[BaseModel], loc: tuple[int | str, ...]) -> list[type[BaseModel]]:
+    """Return the sections that `loc` may be; a key may be followed by the section's tag."""
     sections = [root]
     for part in loc:
         tagged = [s for s in sections if part in _tags(s)]
         fields = [s.model_fields[part] for s in sections if part in s.model_fields]
         sections = tagged or [inner for field in fields for inner in sections_of(field)]
-    return {name: name for section in sections for name in section.model_fields}
+    return sections
 
 
 def _tags(section: type[BaseModel]) -> tuple[Any, ...]:

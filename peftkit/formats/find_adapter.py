@@ -37,10 +37,17 @@ def adapter_folder(adapter: str | Path) -> Path:
     if not (folder / CONFIG).is_file():
         names = sorted(path.name for path in folder.iterdir())
         inside = sorted(str(path.parent) for path in folder.glob(f"*/{CONFIG}"))
-        if inside:
+        checkpoints = [path.parent for path in folder.glob(f"checkpoints/step-*/{CONFIG}")]
+        if checkpoints:
+            newest = max(checkpoints, key=lambda path: int(path.name.rpartition("-")[2]))
+            right = (
+                "The run has not finished: go on with peftkit train RECIPE.yaml --resume "
+                f"--out {folder}; or give a checkpoint, such as {newest}."
+            )
+        elif inside:
             right = f"Give one of the adapters in it: {first_few(inside, 8, ', ')}"
         elif "checkpoints" in names:
-            right = "The run has not finished: go on with peftkit train RECIPE.yaml --resume"
+            right = "The run ended before it saved a step: train again, without --resume."
         raise AdapterError(
             f"'{text}' holds no {CONFIG}.",
             found=f"It holds: {first_few(names, 8, ', ') or 'nothing'}.",

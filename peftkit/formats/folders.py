@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from peftkit.errors import AdapterError, OutputError, first_few
-from peftkit.files.disk import new_folder
+from peftkit.files.disk import fsync_dir, new_folder
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 NOTES = "peftkit.json"
 CARD = "README.md"
-RUN_FILES = ("checkpoints", "recipe.yaml", "metrics.jsonl")
+RECIPE = "recipe.yaml"
+RUN_FILES = ("checkpoints", RECIPE, "metrics.jsonl")
 """Files of a training run that would not fit another adapter."""
 ORIGIN = "pulled.json"
 """Records where an adapter was pulled from: its recipe.yaml came with it, and is no run's."""
 
 ADAPTER_FILES = (
     *(TENSORS, "adapters.safetensors", NOTES),
-    *(CARD, "recipe.yaml", ORIGIN),
+    *(CARD, RECIPE, ORIGIN),
 )
 """Files of an adapter in any format, which a new one replaces."""
+
+START = "start.safetensors"
+"""The tensors that an adapter began with, for losses that compare it with its start."""
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.jinja"),
+)
+"""Saved with an adapter that has new tokens."""
+RECORDS = (
+    *("run.json", "metrics.jsonl", "samples.jsonl", "answers.jsonl", "tasks.json"),
+    *("report.html", "diagnosis.json", "teacher_answers.jsonl"),
+)
+"""What a run writes before its adapter, and what is measured of it later."""
+OVERWRITTEN = "overwritten"
+"""A folder in that of a run, with the adapter that it replaces, until its own is saved."""
 
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
@@ -112,4 +130,51 @@ def check_free(out: Path, *, force: bool, sources: Sequence[Path] = ()) -> None:
 
 def _left_by_run(names: Sequence[str]) -> list[str]:
     pulled = ORIGIN in names
-    return [n for n in RUN_FILES if n in names and not (pulled and n == "recipe.yaml")]
+    return [n for n in RUN_FILES if n in names and not (pulled and n == RECIPE)]
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Move the adapter of an earlier run, and its records, to `overwritten`; return that folder.
+
+    None: there is no adapter, and the records of the run that did not finish are deleted. What an
+    earlier call has set aside stays then, so that the last adapter is kept until there is another.
+
+    Raises:
+        OutputError: A file cannot be moved.
+    """
+    aside = folder / OVERWRITTEN
+    try:
+        if not (folder / CONFIG).exists():
+            for name in RECORDS:
+                (folder / name).unlink(missing_ok=True)
+            return None
+        if (folder / TENSORS).exists():  # else an earlier call was cut short, and goes on
+            shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(exist_ok=True)
+        # the tensors first: without them the folder is refused by every command
+        for name in (TENSORS, NOTES, START, *TOKENIZER_FILES, CARD, ORIGIN, *RECORDS):
+            _move(folder / name, aside)
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # a copy: `peftkit distill` has written it anew
+            shutil.copyfile(folder / RECIPE, aside / RECIPE)
+        _move(folder / CONFIG, aside)
+        fsync_dir(aside)
+        fsync_dir(folder)
+    except OSError as problem:
+        raise OutputError(
+            f"cannot move the adapter in {folder} aside",
+            found=str(problem),
+            fix="Move it by hand, or train into another folder (--out DIR).",
+        ) from problem
+    return aside
+
+
+def _move(path: Path, folder: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(path, folder / path.name)
+
+
+def forget_overwritten(folder: Path) -> None:
+    """Delete what `set_aside` kept, once the new adapter is saved."""
+    shutil.rmtree(folder / OVERWRITTEN, ignore_errors=True)

@@ -25,10 +25,9 @@ from peftkit.files.disk import sha256_of
 from peftkit.files.strict_json import shown
 from peftkit.files.tensors import read_tensors
 from peftkit.formats.find_adapter import adapter_folder
-from peftkit.formats.folders import CONFIG, NOTES, TENSORS
+from peftkit.formats.folders import CONFIG, NOTES, START, TENSORS
 from peftkit.formats.guard import check_safetensors
 from peftkit.formats.peft.folder import (
-    START,
     AdapterFile,
     load_adapter,
     named_tensors,

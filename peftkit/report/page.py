@@ -295,7 +295,8 @@ def _notices(run: History) -> str:
 
 def _next_commands(run: History) -> str:
     folder = str(run.folder)
-    lines = [f"peftkit train RECIPE.yaml --resume --out {quote(folder)}"]
+    is_saved = any((run.folder / "checkpoints").glob("step-*"))
+    lines = [f"peftkit train RECIPE.yaml {'--resume ' * is_saved}--out {quote(folder)}"]
     if run.state() == "finished":
         lines = [run.facts.command.replace("{folder}", quote(folder))]
         if run.facts.mergeable:

@@ -173,13 +173,14 @@ class Rewards:
             raise RunError(
                 f"the reward {term.use} took longer than {self.timeout:g} seconds",
                 found=rows,
-                fix="Fix the function, or raise task.reward_timeout; then go on with --resume.",
+                fix="Fix the function, or raise task.reward_timeout; then start again, with "
+                "--resume if a step was saved.",
             )
         if (error := box.get("error")) is not None:
             raise RunError(
                 f"the reward {term.use} failed: {type(error).__name__}: {error}",
                 found=rows,
-                fix="Fix the function, then go on with --resume.",
+                fix="Fix the function; then start again, with --resume if a step was saved.",
             ) from error
         return box["found"]
 

@@ -20,6 +20,7 @@ from peftkit.events import Listener, Notice, RunDone, StepDone, ignore
 from peftkit.execution import rng
 from peftkit.execution.signals import Interrupted, stop_requests
 from peftkit.execution.state import Result, StepFacts
+from peftkit.formats.folders import set_aside
 from peftkit.kernels.device import gpu_of, keep_freed_memory, trim_malloc
 from peftkit.model.modes import begin_training, modes_kept
 from peftkit.settings import TrainConfig
@@ -121,6 +122,8 @@ def train(
     """
     if overwrite:
         delete_checkpoints(run.config.output_dir)
+        if run.world.is_main and (aside := set_aside(run.config.output_dir)):
+            run.say(Notice(f"The adapter that was here is in {aside}, until the new one is saved."))
     loop = Loop(run, weights or TrainableWeights(run.model), identity, watch)
     with loop.prepared():
         return loop.train(allow_changes if resume else None)

@@ -44,7 +44,7 @@ def prepare_output(
 
     Args:
         resume: Continue from the newest valid checkpoint of the folder.
-        overwrite: Delete its checkpoints, once the new run can begin.
+        overwrite: Delete its checkpoints and set its adapter aside, once the new run can begin.
         allow_changes: Dotted keys of the identity, "train" or "rows" that may have changed.
 
     Raises:

@@ -177,15 +177,17 @@ class Validation:
         state, early_stopping = self.run.state, self.run.config.early_stopping
         if early_stopping is None:
             return
-        lowest = state.patience_loss
-        if lowest is None or loss < lowest - early_stopping.min_delta:
+        lowest = math.inf if state.patience_loss is None else state.patience_loss
+        if math.isfinite(loss) and loss < lowest - early_stopping.min_delta:
             state.patience_loss, state.worse_evals = loss, 0
         else:
             state.worse_evals += 1
         if self.is_over and state.step < self.num_steps:
+            lowest = math.inf if state.patience_loss is None else state.patience_loss
+            below = "was not finite" if lowest == math.inf else f"did not fall below {lowest:.4g}"
             self.run.say(
                 Notice(
-                    f"Stopped early after step {state.step} of {self.num_steps}: the eval loss did "
-                    f"not fall below {state.patience_loss:.4g} in {state.worse_evals} evaluations."
+                    f"Stopped early after step {state.step} of {self.num_steps}: the eval loss "
+                    f"{below} in {state.worse_evals} evaluations."
                 )
             )

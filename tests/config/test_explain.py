@@ -140,6 +140,11 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
             read(tmp_path, raw)
 
 
+def test_a_bound_says_that_null_would_do(tmp_path: Path) -> None:
+    (line,) = refuse(tmp_path, DATA, "train.max_steps=0")
+    assert line.endswith("should be greater than 0 or 'auto', or null; found 0")
+
+
 def test_errors_of_overrides_name_the_override_and_stand_after_the_file(tmp_path: Path) -> None:
     lines = refuse(
         tmp_path,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from peftkit.config.schema import from_dict
-from peftkit.errors import CheckpointError, DataError
+from peftkit.errors import AdapterError, CheckpointError, DataError
 from peftkit.events import Event, Notice, StepDone
+from peftkit.formats.folders import set_aside
+from peftkit.formats.open_adapter import open_adapter
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from tests.command_line import Run
@@ -177,6 +180,58 @@ def test_overwriting_deletes_nothing_before_the_new_run_can_begin(
         run_recipe(changed(with_bos, data={"train": "nowhere.jsonl"}), overwrite=True)
     assert (tmp_path / "run" / "checkpoints" / "step-3" / "MANIFEST.json").exists()
     run_recipe(with_bos, resume=True)
+
+
+def test_a_run_that_dies_after_overwriting_leaves_no_adapter_of_another(asked: Recipe) -> None:
+    run_recipe(asked)
+    folder, aside = asked.train.output_dir, asked.train.output_dir / "overwritten"
+    trained = (folder / TENSORS).read_bytes()
+    (folder / "tasks.json").write_text("[]")
+    (folder / "samples.jsonl").write_text("{}\n")
+    with pytest.raises(Stopped):
+        run_recipe(asked, overwrite=True, on_event=stop_after(2))
+    assert not (folder / "tasks.json").exists()
+    assert not (folder / "samples.jsonl").exists()
+    with pytest.raises(AdapterError, match="holds no adapter_config") as refused:
+        open_adapter(folder)
+    assert "--resume" in refused.value.fix
+    assert f"{folder}/checkpoints/step-2" in refused.value.fix
+    with pytest.raises(Stopped):  # again: the adapter that was finished stays
+        run_recipe(asked, overwrite=True, on_event=stop_after(0))
+    assert (aside / TENSORS).read_bytes() == trained
+    assert (aside / "tasks.json").exists()
+    open_adapter(aside)
+    with pytest.raises(AdapterError) as refused:
+        open_adapter(folder)
+    assert "--resume" not in refused.value.fix
+    run_recipe(asked, overwrite=True)
+    assert (folder / TENSORS).read_bytes() == trained
+    assert not aside.exists()
+
+
+def test_setting_an_adapter_aside_can_be_cut_short_at_any_file(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = {path.name: path.read_bytes() for path in saved.iterdir()}
+    replace = os.replace
+    for number in range(len(contents)):
+        moves = iter(range(number))
+
+        def move_or_die(source: Path, target: Path, moves: Iterator[int] = moves) -> None:
+            if source.exists() and next(moves, None) is None:
+                raise Stopped
+            replace(source, target)
+
+        monkeypatch.setattr(os, "replace", move_or_die)
+        with pytest.raises(Stopped):
+            set_aside(saved)
+        monkeypatch.setattr(os, "replace", replace)
+        aside = set_aside(saved)
+        assert aside is not None
+        assert {path.name: path.read_bytes() for path in aside.iterdir()} == contents
+        assert not [path for path in saved.iterdir() if path.is_file()]
+        for path in aside.iterdir():
+            path.rename(saved / path.name)
 
 
 def test_the_manifest_proves_recipe_data_base_and_place(with_bos: Recipe, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,9 @@ def test_the_best_weights_are_the_adapter_if_asked(
     assert all((kept[name] == wanted[name]).all() for name in wanted)
     assert any((kept[name] != last[name]).any() for name in wanted)
     assert any(f"weights of step {best}" in e.text for e in events if isinstance(e, Notice))
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert f"| eval_loss | {losses[best]:.4g} |" in card
+    assert f"| eval_perplexity | {math.exp(losses[best]):.4g} |" in card
 
 
 def test_a_run_that_gets_no_better_ends_early_and_stays_ended(

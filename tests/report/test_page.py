@@ -168,6 +168,14 @@ def test_a_run_that_goes_on_is_read_again_by_the_browser(tmp_path: Path) -> None
     assert 'http-equiv="refresh"' not in page([read_history(write_run(tmp_path / "done"))])
 
 
+def test_only_a_run_that_saved_a_step_is_said_to_go_on(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [STARTED, step(1)])
+    (folder / "checkpoints").mkdir()
+    assert "--resume" not in page([read_history(folder)])
+    (folder / "checkpoints" / "step-1").mkdir()
+    assert "--resume" in page([read_history(folder)])
+
+
 def test_no_run_is_one_message(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no run"):
         write_report([tmp_path], tmp_path / "report.html")

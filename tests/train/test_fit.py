@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from peftkit.errors import ConfigError, DataError, OutputError
 from peftkit.events import EvalDone, Event, RunDone, RunStarted, Saved, StepDone
 from peftkit.report.history import read_history
-from peftkit.settings import TrainConfig
+from peftkit.settings import EarlyStopping, TrainConfig
 from peftkit.train.loop import fit
 from tests.train.toy import Crash, Played, Row, Toy, ToyTask, config_of, make_rows, play, same
 
@@ -226,17 +226,29 @@ def test_defaults_suffice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (tmp_path / "runs" / "adapter" / "checkpoints" / "step-3").is_dir()
 
 
-def test_an_eval_loss_that_is_not_finite_is_told_and_never_best(tmp_path: Path) -> None:
-    class Diverging(ToyTask):
-        def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-            loss = super().loss(model, batch)
-            return loss if model.training else loss * float("nan")
+class Diverging(ToyTask):
+    """Its eval loss is NaN."""
 
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        loss = super().loss(model, batch)
+        return loss if model.training else loss * float("nan")
+
+
+def test_an_eval_loss_that_is_not_finite_is_told_and_never_best(tmp_path: Path) -> None:
     run = play(tmp_path, task=Diverging())
     assert run.result is not None
     assert run.result.best_step is None
     assert any("eval loss after step 12 is nan" in text for text in run.notices)
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_evaluations_that_are_not_finite_count_as_no_better(tmp_path: Path) -> None:
+    stopping = EarlyStopping(patience=2)
+    run = play(tmp_path, task=Diverging(), eval_every=2, save_every=1, early_stopping=stopping)
+    assert run.error is None
+    assert run.result is not None
+    assert run.result.step == 4
+    assert any("eval loss was not finite in 2 evaluations" in text for text in run.notices)
 
 
 def test_checkpoints_hold_what_the_weights_write(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from peftkit.base.load import Base
 from peftkit.errors import AdapterError, TargetError
 from peftkit.files.disk import write_json
 from peftkit.files.tensors import write_tensors
-from peftkit.formats.folders import CONFIG, NOTES, TENSORS
+from peftkit.formats.folders import CONFIG, NOTES, START, TENSORS
 from peftkit.formats.guard import check_safetensors, instead_of_pickle, read_json, read_tensors
 from peftkit.formats.peft.notes import OLDEST_FIELDS, Provenance, read_notes, write_notes
 from peftkit.formats.peft.targets import (
@@ -40,8 +40,6 @@ from peftkit.model.places import is_conv1d
 
 FINGERPRINT = "base_fingerprint"
 """Of the tensor file's metadata, for where peftkit.json is lost."""
-START = "start.safetensors"
-"""The tensors that an adapter began with, for losses that compare it with its start."""
 PREFIX = "base_model.model."
 BARE = "base_model."
 """Prefix of methods that act on the input and wrap no layers."""
