@@ -114,9 +114,12 @@ def _unknown(root: type[BaseModel], loc: tuple[int | str, ...]) -> str:
 
 
 def _may_be_null(root: type[BaseModel], loc: tuple[int | str, ...]) -> bool:
-    """Return whether the field at `loc` takes null, as one that turns something off does."""
-    fields = (section.model_fields.get(str(loc[-1])) for section in _sections(root, loc[:-1]))
-    return any(field and types.NoneType in options_of(field.annotation) for field in fields)
+    """Return whether the field at `loc` takes null; a field may be followed by a union's branch."""
+    for number in range(len(loc) - 1, -1, -1):
+        for section in _sections(root, loc[:number]):
+            if (field := section.model_fields.get(str(loc[number]))) is not None:
+                return types.NoneType in options_of(field.annotation)
+    return False
 
 
 def _fields(root: type[BaseModel], loc: tuple[int | str, ...]) -> dict[str, str]:
