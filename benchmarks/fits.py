@@ -4,10 +4,10 @@
     python -m benchmarks.fits --models llama-3.1-8b --cards 8,24 --quantize int8
 
 LoRA of rank 16 on all linears, fp32 Adam, one row at a time. Of each model and card the longest row
-that some way of keeping activations lets through; where the packed base leaves no room for one of
-`--tokens`, with its blocks streamed from main memory. Nothing is trained: a step of a few blocks is
-counted without data, of rows of `--tokens`: beyond, memory is taken to grow as it does there. From
-8,192 tokens on it grows less, as feed-forward layers go tile by tile: ask with `--tokens 16384`.
+that some way of keeping activations lets through, with the packed base on the card and then with
+its blocks streamed from main memory; "no" where one of `--tokens` does not fit. Nothing is trained:
+a step of a few blocks is counted without data, of rows of `--tokens` and of longer ones, up to a
+quarter of the longest at least (`REACH` in `peftkit/planning/memory.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from benchmarks import shapes
 from benchmarks.report import table
 from peftkit.config.schema import from_dict
 from peftkit.execution.environment import gpu_of_size
+from peftkit.execution.plan import Placement
 from peftkit.planning.memory import MemoryEstimator, Strategy
 from peftkit.recipe import Recipe
 
 MODELS = ("llama-3.1-8b", "qwen2.5-14b", "qwen2.5-32b", "llama-3-70b")
 CARDS = (6, 8, 12, 16, 24, 48, 80)
 GB = 10**9
+PLACES: dict[Placement, str] = {"device": "", "stream": ", streamed"}
+"""Where the base is, and what a row of the table says of it."""
 
 
 def recipe_of(model: str, quantize: str, tokens: int, embeddings: str) -> Recipe:
@@ -38,11 +41,11 @@ def recipe_of(model: str, quantize: str, tokens: int, embeddings: str) -> Recipe
     return from_dict(Recipe, asked, "benchmarks.fits")
 
 
-def way_on(recipe: Recipe, card: int) -> Strategy | None:
+def way_on(recipe: Recipe, card: int, placement: Placement) -> Strategy | None:
     """Return the way with the longest row on a card of so many GB; None: too short a one."""
     config = shapes.SHAPES[recipe.base.model].make_config()
     estimator = MemoryEstimator(recipe, config, gpu_of_size(card * GB))
-    best = max(estimator.strategies(), key=lambda way: way.longest_row)
+    best = max(estimator.placed(placement), key=lambda way: way.longest_row)
     return best if best.longest_row >= estimator.length else None
 
 
@@ -53,20 +56,16 @@ def rows_of(
     tokens: int,
     embeddings: str = "none",
 ) -> list[list[str]]:
-    """Return a row of the table for each model: the longest row on each card, and how."""
-    found = []
+    """Return two rows of the table for each model: the longest row on each card."""
+    table_rows = []
     for model in models:
         recipe = recipe_of(model, quantize, tokens, embeddings)
-        ways = [way_on(recipe, card) for card in cards]
-        waits = max((way.host_bytes for way in ways if way is not None), default=0)
-        found.append([model, *map(_cell, ways), f"{waits / GB:.1f}" if waits else ""])
-    return found
-
-
-def _cell(way: Strategy | None) -> str:
-    if way is None:
-        return "no"
-    return f"{way.longest_row:,}" + " streamed" * (way.placement == "stream")
+        for placement, name in PLACES.items():
+            ways = [way_on(recipe, card, placement) for card in cards]
+            waits = max((way.host_bytes for way in ways if way is not None), default=0)
+            cells = ["no" if way is None else f"{way.longest_row:,}" for way in ways]
+            table_rows.append([f"{model}{name}", *cells, f"{waits / GB:.1f}" if waits else ""])
+    return table_rows
 
 
 def main() -> None:

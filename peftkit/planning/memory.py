@@ -6,7 +6,7 @@ For a run `smallest_step` is the only entry, called where a base's size alone do
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +31,9 @@ WIRES = (25.0, 3.0)
 LONGEST = 1 << 20
 STEP = 64
 """Lengths of rows are rounded down to a multiple of it."""
+REACH = 4
+"""Times the tokens of a counted row up to which a longer one is extrapolated: as rows grow, another
+part of the step has the peak, and from some length on layers go tile by tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +179,12 @@ class MemoryEstimator:
         """Yield the strategies that base.placement allows, the fastest first.
 
         With `auto` the base is streamed where it would be in a run (`fits_device`); here the step
-        is a row of the requested length, which no strategy on the device lets through.
+        is a row of the requested length, which no strategy on the device lets through. Each tells
+        the longest row as rows about as long are counted.
         """
         placement, fits = self.recipe.base.placement, False
         if placement != "stream":
-            for activations in self.activations():
-                strategy = self.strategy("device", activations)
+            for strategy in self.placed("device"):
                 fits |= strategy.longest_row >= self.length
                 yield strategy
         if placement == "auto" and self.environment.on_gpu:
@@ -190,8 +193,27 @@ class MemoryEstimator:
         else:
             may_stream = placement == "stream"
         if may_stream and self.can_stream:
-            for activations in self.activations("stream"):
-                yield self.strategy("stream", activations)
+            yield from self.placed("stream")
+
+    def placed(self, placement: Placement) -> Iterator[Strategy]:
+        """Yield the strategies of a placement, the fastest first, with their longest rows."""
+        for activations in self.activations(placement):
+            strategy = self.strategy(placement, activations)
+            longest = self._longest_row(strategy)
+            yield replace(strategy, longest_row=longest, most_rows=longest // self.length)
+
+    def _longest_row(self, strategy: Strategy) -> int:
+        """Return the longest row of a strategy, extrapolated no further than REACH.
+
+        Rows of ever more tokens are counted, REACH times as many each time.
+        """
+        footprint = self.streams if strategy.placement == "stream" else None
+        length, longest = self.length, strategy.longest_row
+        while longest > REACH * length:
+            length *= REACH
+            _, tokens, _ = self._count(footprint, strategy.activations, 1, length)
+            longest = min(tokens // STEP * STEP, self.limit)
+        return longest
 
     def smallest(self, placement: Placement = "device", shard: Shard = "none") -> Strategy:
         """Return the strategy that takes the least memory, for one row."""
@@ -256,20 +278,29 @@ class MemoryEstimator:
         return round(seconds * self.card.rate / (flops_of_row / self.length))
 
     def _count(
-        self, footprint: WeightFootprint | None, activations: Activations, rows: int
+        self,
+        footprint: WeightFootprint | None,
+        activations: Activations,
+        rows: int,
+        length: int | None = None,
     ) -> tuple[dict[str, int], int, int]:
-        """Return bytes by category, the tokens of a row that would fit, and FLOPs."""
+        """Return bytes by category, the tokens of a row that would fit, and FLOPs.
+
+        Args:
+            length: Tokens of a row; by default as many as the recipe's.
+        """
+        length = length or self.length
         steps = self.steps if footprint is None else self._bare
-        count = steps.count(rows, self.length, activations)
+        count = steps.count(rows, length, activations)
         state = STATE_BYTES[self.recipe.train.optimizer] * steps.num_trained
         peak = {**count.peak, "optimizer": state, "process": self.environment.process}
         if footprint is not None:
             peak["weights"] += footprint.at_most - steps.weights
         if self.recipe.train.gradient_accumulation > 1:  # a second batch next to the first's
             peak["gradients"] = max(peak["gradients"], sum(p.nbytes for p in steps.trained))
-        slope = max(steps.bytes_per_token(rows, self.length, activations), 1.0)
+        slope = max(steps.bytes_per_token(rows, length, activations), 1.0)
         left = self.environment.room - sum(peak.values())
-        return peak, max(int(rows * self.length + left / slope), 0), count.flops
+        return peak, max(int(rows * length + left / slope), 0), count.flops
 
 
 def smallest_step(
