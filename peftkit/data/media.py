@@ -23,6 +23,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from peftkit.data.audio_damage import audio_damage
 from peftkit.data.load import Record
 from peftkit.errors import DataError
 from peftkit.files.strict_json import shown
@@ -367,6 +368,10 @@ SAMPLING_RATES = (1_000, 384_000)
 """Lowest and highest sampling rate that is read, in hertz."""
 MIN_AUDIO_SECONDS = 0.1
 """Shorter audio gives no tokens that the model uses."""
+MEND_AUDIO = (
+    "Get the file anew, or remove the row. If it is meant to be so, write what decodes to a new "
+    "file: ffmpeg -i FILE NEW.flac"
+)
 MAX_SILENCE = 1e-5
 """Largest sample of audio that counts as silent."""
 
@@ -437,8 +442,11 @@ class Audio(Media):
         import soundfile
         import soxr
 
+        stored = self.encoded()
+        if damage := audio_damage(stored):
+            raise self.error(damage, MEND_AUDIO)
         try:
-            with soundfile.SoundFile(BytesIO(self.encoded())) as file:
+            with soundfile.SoundFile(BytesIO(stored)) as file:
                 file_rate = file.samplerate
                 if not SAMPLING_RATES[0] <= file_rate <= SAMPLING_RATES[1]:
                     raise self.error(
@@ -458,6 +466,8 @@ class Audio(Media):
                     )
         except soundfile.SoundFileError as problem:
             words = str(problem).splitlines()[0].rpartition(": ")[2]
+            if "not exist" in words:  # of an MP3 without a frame that decodes
+                words = "It holds no audio that can be decoded."
             raise self.error(f"{words} wav, flac, ogg and mp3 are read.", "Convert it.") from None
         loudest = float(abs(samples).max()) if len(samples) else 0.0
         if loudest <= MAX_SILENCE and not (silent and len(samples)):
