@@ -9,8 +9,8 @@
   x is saved. Written out, the forward pass moves eleven arrays of the size of x and the backward
   pass more, where here it is two.
 
-In 16 bits torch rounds in between; a kernel rounds once. Without Triton torch computes the last
-two: as exact, with as little saved, not faster.
+In 16 bits torch rounds in between; a kernel rounds once. Where a Triton kernel does not run torch
+computes the last two: as exact, with as little saved, not faster.
 
 Shapes: n values of a row; B rows, H heads, T tokens, D head size; `...` is any leading shape.
 """
@@ -24,6 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from peftkit.execution.out_of_memory import is_out_of_memory, one_line
+from peftkit.kernels.device import is_before_ampere
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -31,12 +34,70 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """f, by name."""
 
-try:
-    from peftkit.kernels import triton_kernels as _triton
-except ImportError:  # no Triton: Windows, Macs, torch for CPUs
-    _kernels: Any = None
-else:
-    _kernels = _triton if torch.version.cuda is not None else None
+
+class Launcher:
+    """Launches Triton kernels, each of which is tried once for a device and a dtype.
+
+    The first launch compiles: the kernel, for which the card may lack the dtype, and a helper in C,
+    for which the machine may lack a compiler. What failed then is not launched again.
+
+    Args:
+        kernels: The module that has them; None without Triton.
+    """
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+        self._problems: dict[tuple[str, torch.dtype, torch.device], str] = {}
+        self._unreported: list[str] = []
+
+    def launch(self, name: str, x: Tensor, *args: Any) -> Any:
+        """Return the result of a kernel's function for x and more; None if torch has to compute."""
+        key = name, x.dtype, x.device
+        problem = self._problems.get(key)
+        if self._kernels is None or not x.is_cuda or problem:
+            return None
+        if problem is not None:
+            return getattr(self._kernels, name)(x, *args)
+        try:
+            result = getattr(self._kernels, name)(x, *args)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self._problems[key] = one_line(error)
+            self._unreported.append(f"{name} ({str(x.dtype).removeprefix('torch.')})")
+            return None
+        self._problems[key] = ""
+        return result
+
+    def report(self) -> str:
+        """Return what failed since the last report and how to mend it, in words; "" if nothing."""
+        if not self._unreported:
+            return ""
+        names, self._unreported = ", ".join(self._unreported), []
+        (_, dtype, device), problem = next((k, p) for k, p in self._problems.items() if p)
+        if dtype == torch.bfloat16 and is_before_ampere(device):
+            fix = "This card has no bfloat16: base.dtype: fp16 is faster."
+        else:
+            fix = (
+                "Triton needs a C compiler and Python's headers; on Debian and Ubuntu: "
+                "apt-get install gcc python3-dev"
+            )
+        return (
+            f"Triton kernels do not run here: {names}. torch computes the same, slower. "
+            f"{problem} {fix}"
+        )
+
+
+def _launcher() -> Launcher:
+    try:
+        from peftkit.kernels import triton_kernels
+    except ImportError:  # no Triton: Windows, Macs, torch for CPUs
+        return Launcher(None)
+    return Launcher(triton_kernels if torch.version.cuda is not None else None)
+
+
+TRITON = _launcher()
+"""The launcher of this process."""
 
 
 class RMSNorm(torch.autograd.Function):
@@ -88,16 +149,16 @@ class Gated(torch.autograd.Function):
 @torch.library.custom_op("peftkit_kernels::gated", mutates_args=())
 def gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
     """Return f(g) u."""
-    if _kernels is not None and gate.is_cuda:
-        return _kernels.gated(gate.contiguous(), up.contiguous(), name)
-    return ACTIVATIONS[name](gate) * up
+    made = TRITON.launch("gated", gate.contiguous(), up.contiguous(), name)
+    return ACTIVATIONS[name](gate) * up if made is None else made
 
 
 @torch.library.custom_op("peftkit_kernels::gated_backward", mutates_args=())
 def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Return the gradients of g and u."""
-    if _kernels is not None and gate.is_cuda:
-        return _kernels.gated_backward(grad.contiguous(), gate.contiguous(), up.contiguous(), name)
+    arrays = grad.contiguous(), gate.contiguous(), up.contiguous()
+    if (made := TRITON.launch("gated_backward", *arrays, name)) is not None:
+        return made
     if name == "silu":
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
     else:
@@ -133,9 +194,10 @@ class Rotary(torch.autograd.Function):
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     """Return x rotated, as a new array in the layout of x; `back`: the gradient of that."""
     out = torch.empty_like(x)
-    if _kernels is not None and x.is_cuda and x.stride(-1) == out.stride(-1) == 1:
-        _kernels.rotate(x, cos.contiguous(), sin.contiguous(), out, back)
-        return out
+    if x.stride(-1) == out.stride(-1) == 1:
+        made = TRITON.launch("rotate", x, cos.contiguous(), sin.contiguous(), out, back)
+        if made is not None:
+            return made
     wide = torch.promote_types(x.dtype, torch.float32)
     (c1, c2), (s1, s2) = (part[:, None].to(wide).chunk(2, -1) for part in (cos, sin))
     first, second = x.to(wide).chunk(2, -1)

@@ -104,8 +104,11 @@ def rotary_kernel(
     TOKENS: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    row, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    # one axis of the grid: the others have 65,535 programs at most
+    parts = tl.cdiv(length, TOKENS)
+    of_head, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    row, head = of_head // heads, of_head % heads
+    token = part.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     place = tl.arange(0, PADDED)[None, :]
     inside = (token < length) & (place < HALF)
     angle = row.to(tl.int64) * cos_row + token * (2 * HALF) + place
@@ -125,12 +128,12 @@ def rotary_kernel(
     tl.store(out + offset + HALF, y2.to(out.dtype.element_ty), inside)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, back: bool) -> None:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, back: bool) -> Tensor:
     """Write x (B, H, T, D) rotated into `out`; D is contiguous, and so are cosines and sines."""
     batch, heads, length, size = x.shape
     padded = triton.next_power_of_2(size // 2)
     tokens = max(1, BLOCK // 2 // padded)
-    grid = (triton.cdiv(length, tokens), batch * heads)
+    grid = (triton.cdiv(length, tokens) * batch * heads,)
     rotary_kernel[grid](
         x,
         cos,
@@ -146,3 +149,4 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, back: bool) -> None
         TOKENS=tokens,
         BACK=back,
     )
+    return out

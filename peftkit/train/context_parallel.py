@@ -21,7 +21,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from peftkit.errors import ConfigError, RunError
 from peftkit.execution.plan import ExecutionPlan
-from peftkit.execution.world import World
+from peftkit.execution.world import PATIENCE, World
 from peftkit.model.modes import evaluating
 from peftkit.tasks.attention import SharedRows, TrainingAttention, training_attention
 from peftkit.tasks.base import Task
@@ -142,7 +142,7 @@ class ContextParallel(Lockstep):
         super().__init__(world, task, *rows)
         self.rank, number = divmod(world.rank, size)
         self.size = world.world_size // size
-        group, _ = dist.new_subgroups(size)
+        group, _ = dist.new_subgroups(size, timeout=PATIENCE)
         self.context = Context(group, size, number)
 
     def adapt(self, task: Task) -> Task:

@@ -22,6 +22,7 @@ from peftkit.execution.signals import Interrupted, stop_requests
 from peftkit.execution.state import Result, StepFacts
 from peftkit.formats.folders import set_aside
 from peftkit.kernels.device import gpu_of, keep_freed_memory, trim_malloc
+from peftkit.kernels.fused import TRITON
 from peftkit.model.modes import begin_training, modes_kept
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Run, Task
@@ -276,6 +277,8 @@ class Loop:
         self._agreed_stop = facts.stop
         if facts.notice:
             run.say(Notice(f"Step {state.step}: {facts.notice}"))
+        if problem := TRITON.report():
+            run.say(Notice(problem))
         run.say(self._step_done(facts, rate, seconds))
 
     def _before_steps(self) -> None:

@@ -102,6 +102,25 @@ print(json.dumps(worst))
 """
 
 
+GRIDS = """
+import json
+import torch
+from peftkit.kernels import triton_kernels
+
+grids = []
+
+class Noted:
+    def __getitem__(self, grid):
+        grids.append(grid)
+        return lambda *args, **more: None
+
+triton_kernels.rotary_kernel = Noted()
+x = torch.empty(4096, 32, 3, 64, device="meta")
+triton_kernels.rotate(x, *torch.empty(2, 1, 3, 64, device="meta"), torch.empty_like(x), False)
+print(json.dumps(grids))
+"""
+
+
 def told_by(program: str, *args: str, **environment: str) -> Any:
     """Return what a program prints last, as JSON."""
     known = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **environment}
@@ -128,3 +147,9 @@ def test_numbers_are_those_of_torch() -> None:
     worst = told_by(INTERPRETED, TRITON_INTERPRET="1")
     assert len(worst) == 9 + 5
     assert max(worst.values()) < 1e-4  # float32: of values up to a hundred
+
+
+def test_rows_times_heads_may_be_more_than_a_second_axis_takes() -> None:
+    ((along, *others),) = told_by(GRIDS)
+    assert along == 4096 * 32
+    assert all(size <= 65_535 for size in others)

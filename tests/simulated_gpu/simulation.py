@@ -19,6 +19,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
+from peftkit.kernels import fused
+from peftkit.train import loop
 from tests.simulated_gpu import tensors
 from tests.simulated_gpu.real import REAL, real_card
 from tests.simulated_gpu.tensors import Card, CudaTensor, Kernels
@@ -287,6 +289,24 @@ def _default_device() -> torch.device:
     return torch.device("cpu")
 
 
+class BrokenKernels:
+    """Triton kernels on a machine without a C compiler.
+
+    Attributes:
+        launched: The kernels that were tried.
+    """
+
+    def __init__(self) -> None:
+        self.launched: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def launch(*args: Any) -> None:
+            self.launched.append(name)
+            raise RuntimeError("Failed to find C compiler. Please specify via CC")
+
+        return launch
+
+
 class _Autocast(torch.autocast):
     """Autocast on the card is autocast on the CPU, of the same dtypes."""
 
@@ -319,6 +339,9 @@ def simulated(card: Card | None = None, kernels: Callable[[], Kernels] = Kernels
     with ExitStack() as stack:
         patch = mock.patch.object
         stack.enter_context(patch(tensors, "CARD", card))
+        launcher = fused.Launcher(BrokenKernels() if card.broken else None)
+        stack.enter_context(patch(fused, "TRITON", launcher))
+        stack.enter_context(patch(loop, "TRITON", launcher))
         for name, answer in _answers(card).items():
             stack.enter_context(patch(torch.cuda, name, answer))
         stack.enter_context(patch(torch.Tensor, "is_pinned", lambda t, *_: tensors.is_pinned(t)))

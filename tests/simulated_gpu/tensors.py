@@ -79,6 +79,8 @@ class Card:
     waits: list[Wait] = field(default_factory=list)
     operators: Counter[str] = field(default_factory=Counter)
     pinned: PinnedHeap = field(default_factory=PinnedHeap)
+    broken: frozenset[str] = frozenset()
+    """Operators of kernels/fused.py whose Triton kernels raise."""
     default_stream: Any = None
     graph: Any = None
     """The one that is recorded now."""
@@ -437,7 +439,8 @@ class Kernels(TorchDispatchMode):
         if not ours and (place is None or place.type != "cuda"):
             return func(*args, **kwargs)
         name = func._overloadpacket.__name__
-        if func.namespace == "peftkit" and (made := _inside_of(name)) is not None:
+        inside = func.namespace == "peftkit" or name in CARD.broken
+        if inside and (made := _inside_of(f"{func.namespace}::{name}")) is not None:
             with self, torch.no_grad():
                 return made(*args, **kwargs)
         if name in COPIES and (copied := self._copied(func, name, args, kwargs, place)) is not None:
@@ -500,7 +503,7 @@ def _made_by_cpp() -> bool:
 
 def _inside_of(name: str) -> Callable[..., Any] | None:
     """Return what an operator of ours is written as, so that its inside is seen too."""
-    definition = torch._library.custom_ops.OPDEFS.get(f"peftkit::{name}")
+    definition = torch._library.custom_ops.OPDEFS.get(name)
     return None if definition is None else definition._init_fn
 
 

@@ -14,7 +14,9 @@ from torch import nn
 from peftkit.base.load import load_base
 from peftkit.execution.environment import SEGMENTS, as_current, default_device
 from peftkit.execution.world import World
+from peftkit.kernels import fused
 from peftkit.tasks.attention import KERNELS, Call
+from tests.simulated_gpu.same import train
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card
 
@@ -66,6 +68,46 @@ def test_allocator_settings_join_those_of_the_user(
         # lets torch 2.13 hand out blocks that are too small
         assert not {key for key in keys if key.startswith("pinned_")}
     torch._C._accelerator_setAllocatorSettings("")
+
+
+@pytest.mark.parametrize("names", [("gated",), ("gated_backward", "rotated"), None])
+def test_without_a_c_compiler_torch_computes_instead_of_triton(
+    names: tuple[str, ...] | None, tmp_path: Path
+) -> None:
+    """Triton compiles a helper in C at the first launch; slim images have no compiler."""
+    expected, _ = train("cpu", tmp_path)
+    every = ("gated", "gated_backward", "rotated")
+    with simulated(Card(broken=frozenset(names or every))):
+        found, _ = train("cuda", tmp_path)
+        launched = fused.TRITON._kernels.launched
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+    assert len(launched) == len(set(launched)) == len(names or every)  # each tried once
+    (notice,) = found.notices
+    assert "apt-get install gcc python3-dev" in notice
+    assert "Failed to find C compiler" in notice
+
+
+def test_a_kernel_whose_dtype_an_old_card_lacks_says_which_one_it_has() -> None:
+    with simulated(Card(capability=(7, 5), broken=frozenset({"gated"}))):
+        gate = torch.randn(3, 8, dtype=torch.bfloat16, device="cuda")
+        found = fused.gated(gate, gate, "silu")
+        assert "base.dtype: fp16" in fused.TRITON.report()
+        assert fused.TRITON.report() == ""
+    values = on_cpu(gate)
+    assert torch.equal(on_cpu(found), torch.nn.functional.silu(values) * values)
+
+
+def test_memory_that_runs_out_is_no_broken_kernel() -> None:
+    class Full:
+        def gated(self, *args: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with simulated():
+        launcher, gate = fused.Launcher(Full()), torch.ones(3, device="cuda")
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError):
+                launcher.launch("gated", gate, gate, "silu")
+        assert launcher.report() == ""
 
 
 def call(device: str, key_heads: int, mask: Any = None) -> Call:

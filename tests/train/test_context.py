@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +16,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from peftkit.adapter import attach
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError, PeftkitError
+from peftkit.execution.world import PATIENCE
 from peftkit.formats.peft.folder import named_tensors
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM
-from peftkit.train.context_parallel import Context, ContextParallelTask, own_part, unsuited
+from peftkit.train.context_parallel import (
+    Context,
+    ContextParallel,
+    ContextParallelTask,
+    own_part,
+    unsuited,
+)
 from tests.families import ARCHITECTURES, FURTHER, tiny_tokenizer
 from tests.tasks.test_unpadding import a_row
 from tests.train.children import exit_code, start
@@ -40,6 +48,21 @@ def in_parts(folder: Path, model: Path, **sections: dict[str, Any]) -> dict[str,
     train = {"context_parallel": 2, "shard": "none", "output_dir": str(folder / "two")}
     train |= sections.get("train", {})
     return recipe(folder, model, **{**sections, "train": train})
+
+
+def test_groups_of_processes_wait_as_long_as_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of its own has NCCL's ten minutes unless it is given more."""
+    given: list[Any] = []
+
+    def new_subgroups(size: int, timeout: Any = None) -> tuple[None, None]:
+        given.append(timeout)
+        return None, None
+
+    monkeypatch.setattr(dist, "new_subgroups", new_subgroups)
+    world: Any = SimpleNamespace(world_size=2, rank=0)
+    task: Any = SimpleNamespace(bucket_key=lambda row: 0)
+    ContextParallel(world, task, 2, [a_row(3)])
+    assert given == [PATIENCE]
 
 
 def launch(settings: dict[str, Any], world: int = 2) -> None:
