@@ -18,7 +18,7 @@ from peftkit.base.build import LoadedModel, build
 from peftkit.base.load import Base, load_base
 from peftkit.base.locate import Location
 from peftkit.base.pretrained import quiet
-from peftkit.base.published.checkpoint import described, scheme_of
+from peftkit.base.published.checkpoint import PublishedCheckpoint, described, scheme_of
 from peftkit.base.published.codes import read_codes, unpacked
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.request import BaseRequest, request_of
@@ -139,6 +139,20 @@ def w8a8(shape: tuple[int, int]) -> Made:
     return {"weight": codes, "weight_scale": scale}, codes.float() * scale.float()
 
 
+def torchao(name: str) -> Callable[..., Made]:
+    """Make int8 as torchao's files have it, with a scale for each group of a row."""
+
+    def make(shape: tuple[int, int]) -> Made:
+        codes = torch.randint(-128, 128, shape, dtype=torch.int8)
+        scale = torch.rand(shape[0], shape[1] // GROUP) / 100
+        tensors = {"_weight_qdata": codes, "_weight_scale": scale}
+        if name == "zeros":
+            tensors["_weight_zero_point"] = torch.zeros_like(scale, dtype=torch.int8)
+        return tensors, codes.float() * spread(scale, shape)
+
+    return make
+
+
 def fp8(name: str, grid: Callable[[tuple[int, int]], tuple[int, int]]) -> Callable[..., Made]:
     def make(shape: tuple[int, int]) -> Made:
         codes = torch.randn(shape).to(torch.float8_e4m3fn)
@@ -179,6 +193,12 @@ def compressed(form: str, bits: int, kind: str = "int", **weights: Any) -> dict[
 
 
 GPTQ = {"quant_method": "gptq", "group_size": GROUP}
+GROUPED = {"_type": "PerGroup", "_version": 1, "_data": {"group_size": GROUP}}
+TORCHAO = {
+    "quant_method": "torchao",
+    "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {"granularity": GROUPED}}},
+}
+"""As transformers 5 writes `Int8WeightOnlyConfig(granularity=PerGroup(16))`."""
 FORMATS: dict[str, tuple[dict[str, Any], Callable[..., Made], str]] = {
     "gptq": ({**GPTQ, "bits": 4, "sym": True}, gptq(4, True, False, False), "int4"),
     "gptq zeros": ({**GPTQ, "bits": 4, "sym": False}, gptq(4, False, False, False), "int4"),
@@ -211,6 +231,8 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[..., Made], str]] = {
     ),
     "w8a16": (compressed("pack-quantized", 8, strategy="channel"), packed(8, True, True), "uint8"),
     "w8a8": (compressed("int-quantized", 8, strategy="channel"), w8a8, "int8"),
+    "torchao groups": (TORCHAO, torchao(""), "uint8"),
+    "torchao groups, zeros of 0": (TORCHAO, torchao("zeros"), "uint8"),
     "fp8 tensor": (
         compressed("float-quantized", 8, "float", strategy="tensor"),
         fp8("weight_scale", lambda shape: (1, 1)),
@@ -437,6 +459,44 @@ def test_what_is_not_read_is_refused_by_name_with_what_is(
     with pytest.raises(BaseError, match=told) as caught:
         built(tmp_path)
     assert "compressed-tensors (w4a16" in str(caught.value)
+
+
+MIXED = compressed("pack-quantized", 8, strategy="channel")
+MIXED["config_groups"]["group_1"] = {
+    **MIXED["config_groups"]["group_0"],
+    "targets": ["re:.*mlp.*"],
+    "weights": {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 128},
+}
+"""Attention in 8 bits, feed-forward layers in 4, as in published W4A16/W8A16 mixtures."""
+ROUNDED_MORE = {
+    "quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True,
+    "extra_config": {"lm_head": {"bits": 8}, "model.layers.0.mlp.up_proj": {"bits": 16}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (MIXED, "compressed-tensors, some layers 8 bits and others 4 bits, groups of 128"),
+        (
+            ROUNDED_MORE,
+            "auto-round, some layers 4 bits, groups of 128 and others 8 bits, groups of 128",
+        ),
+        (TORCHAO, "torchao, 8 bits, groups of 16"),
+    ],
+)
+def test_all_bits_of_a_checkpoint_are_named(settings: dict[str, Any], words: str) -> None:
+    assert described(settings) == words
+
+
+def test_a_mixture_is_not_rounded_again_and_none_of_its_layers_goes_unread() -> None:
+    checkpoint = PublishedCheckpoint(MIXED)
+    with pytest.raises(BaseError, match="some of the weights of m are in 4 bits already"):
+        checkpoint.check("m", "nf4")
+    odd = compressed("pack-quantized", 8)
+    odd["config_groups"]["group_1"] = {"targets": ["re:.*mlp.*"], "weights": {"num_bits": 3}}
+    with pytest.raises(BaseError, match="pack-quantized in 3 bits"):
+        PublishedCheckpoint(odd).check("m")
 
 
 def test_four_bits_are_not_rounded_again(tmp_path: Path) -> None:

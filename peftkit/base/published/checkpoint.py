@@ -54,9 +54,9 @@ class Scheme:
     def kind(self) -> str:
         """The kind of the packed format."""
         integers = {4: "int4", 8: "uint8"}[self.bits]
-        return {"modelopt": "nvfp4", "gpt_oss": "mxfp4"}.get(
-            self.layout, integers if self.layout in ("gptq", "awq", "packed") else self.layout
-        )
+        if self.layout in ("gptq", "awq", "packed") or (self.layout == "int8" and self.group > 0):
+            return integers
+        return {"modelopt": "nvfp4", "gpt_oss": "mxfp4"}.get(self.layout, self.layout)
 
 
 class UnreadableError(ValueError):
@@ -127,7 +127,9 @@ def _auto_round(settings: Mapping[str, Any], path: str) -> Scheme:
 def _torchao(settings: Mapping[str, Any]) -> Scheme:
     kind = str(settings.get("quant_type"))
     if "Int8" in kind and "Int4" not in kind:
-        return Scheme("int8", 8, rounds_inputs="DynamicActivation" in kind)
+        group = re.search(r"group_size\W+(\d+)", kind)  # of a granularity, however it is nested
+        size = int(group[1]) if group else -1
+        return Scheme("int8", 8, size, rounds_inputs="DynamicActivation" in kind)
     if "Float8" in kind and "Int4" not in kind:
         return Scheme("fp8", 8, rounds_inputs="DynamicActivation" in kind)
     raise UnreadableError("torchao in another type than int8 and float8")
@@ -174,14 +176,40 @@ def _group(groups: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     return dict((by_class or list(groups.values()) or [{}])[0])
 
 
+def schemes_of(settings: Mapping[str, Any]) -> list[Scheme]:
+    """Return how a checkpoint's layers are read, each way once; the usual one comes first.
+
+    Raises:
+        UnreadableError: A layer is quantised in a way that is not read here.
+    """
+    schemes = [scheme_of(settings)]
+    if settings.get("quant_method") == "compressed-tensors":
+        for name, group in (settings.get("config_groups") or {}).items():
+            if group.get("weights"):  # others round activations alone
+                schemes.append(scheme_of({**settings, "config_groups": {name: group}}))
+    if settings.get("quant_method") == "auto-round":
+        for path, more in (settings.get("extra_config") or {}).items():
+            if more.get("bits", settings.get("bits")) <= 8:  # others are left as they are
+                schemes.append(scheme_of(settings, path))
+    return list(dict.fromkeys(schemes))
+
+
 def described(settings: Mapping[str, Any]) -> str:
     """Return a checkpoint's format in words: "awq, 4 bits, groups of 128"."""
-    scheme, method = scheme_of(settings), str(settings["quant_method"])
+    schemes, method = schemes_of(settings), str(settings["quant_method"])
+    forms = [_form(scheme) for scheme in schemes]
+    form = forms[0] if len(set(forms)) == 1 else f"some layers {' and others '.join(forms)}"
+    zeros = "with zeros" * any(scheme.has_zeros for scheme in schemes)
+    rounded = ROUNDED * any(scheme.rounds_inputs for scheme in schemes)
+    return ", ".join(filter(None, (method, form, zeros, rounded)))
+
+
+def _form(scheme: Scheme) -> str:
+    """Return bits and blocks in words: "4 bits, groups of 128"."""
     parts = f"a scale for {scheme.block[0]} x {scheme.block[1]}" if scheme.block else ""
     if scheme.group > 0:
         parts = f"groups of {scheme.group}"
-    zeros, rounded = "with zeros" * scheme.has_zeros, ROUNDED * scheme.rounds_inputs
-    return ", ".join(filter(None, (method, f"{scheme.bits} bits", parts, zeros, rounded)))
+    return ", ".join(filter(None, (f"{scheme.bits} bits", parts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +235,7 @@ class PublishedCheckpoint:
         if self.is_bitsandbytes:
             return False
         try:
-            scheme_of(self.settings)
+            schemes_of(self.settings)
         except UnreadableError:
             return False
         return True
@@ -221,7 +249,8 @@ class PublishedCheckpoint:
     def notice(self) -> str:
         """The notice for a base that keeps the bits of its files."""
         notice = f"The base keeps the bits of its files: {self.description}."
-        return f"{notice} {SERVER_ROUNDS}" if scheme_of(self.settings).rounds_inputs else notice
+        rounds = any(scheme.rounds_inputs for scheme in schemes_of(self.settings))
+        return f"{notice} {SERVER_ROUNDS}" if rounds else notice
 
     def check(self, name: str, quantize: str = "none") -> None:
         """Check that the checkpoint can be read.
@@ -235,7 +264,7 @@ class PublishedCheckpoint:
         if self.is_bitsandbytes:
             return
         try:
-            scheme = scheme_of(self.settings)
+            schemes = schemes_of(self.settings)
         except UnreadableError as problem:
             raise BaseError(
                 f"cannot read the weights of {name}.",
@@ -243,9 +272,11 @@ class PublishedCheckpoint:
                 fix="Give the same model in 16 bits (quantize: nf4 packs it while it is read), or "
                 f"in a format that is read: {READ}.",
             ) from None
-        if quantize != "none" and scheme.bits == 4 and scheme.layout != "gpt_oss":
+        in_4_bits = [s for s in schemes if s.bits == 4 and s.layout != "gpt_oss"]
+        if quantize != "none" and in_4_bits:
+            some = "" if len(in_4_bits) == len(schemes) else "some of "
             raise BaseError(
-                f"the weights of {name} are in 4 bits already.",
+                f"{some}the weights of {name} are in 4 bits already.",
                 found=f"base.quantize is {quantize}, which would round them a second time.",
                 fix="Set base.quantize: none, which keeps these bits; "
                 "or give the model in 16 bits.",

@@ -154,12 +154,29 @@ def _read_int8(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
     scale = tensors["_weight_scale"] if "_weight_scale" in tensors else tensors["weight_scale"]
     zero = tensors.get("_weight_zero_point", tensors.get("weight_zero_point"))
     rows, width = codes.shape
-    scale = scale.reshape(-1, 1).expand(rows, 1).float().contiguous()
-    if zero is None or not zero.any():
+    if scale.numel() not in (1, rows) and scheme.group < 0:
+        raise UnreadableError(f"{scale.numel()} scales for {rows} rows, and no group_size")
+    num_groups = 1 if scheme.group < 0 else -(-width // scheme.group)
+    scale = _by_group(scale, rows, num_groups).float()
+    has_zeros = zero is not None and bool(zero.any())
+    if num_groups == 1 and not has_zeros:
         return Codes(codes, PackedFormat("int8", codes.shape), (scale,))
     moved = (codes.int() + 128).to(torch.uint8)
-    zero = (zero.reshape(-1, 1).expand(rows, 1).int() + 128).to(torch.uint8)
-    return _integers(moved, 8, scale, zero, width)
+    if zero is not None:
+        zero = (_by_group(zero, rows, num_groups).int() + 128).to(torch.uint8)
+    return _integers(moved, 8, scale, zero, scheme.group)
+
+
+def _by_group(numbers: Tensor, rows: int, num_groups: int) -> Tensor:
+    """Return numbers of a tensor, of rows or of groups as (rows, groups).
+
+    Raises:
+        UnreadableError: They are so many for none of these.
+    """
+    if numbers.numel() not in (1, rows, rows * num_groups):
+        raise UnreadableError(f"{numbers.numel()} scales for {rows} x {num_groups} groups")
+    grid = numbers.reshape(rows, -1) if numbers.numel() > 1 else numbers.reshape(1, 1)
+    return grid.expand(rows, num_groups).contiguous()
 
 
 def _read_fp8(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
