@@ -22,8 +22,9 @@ from peftkit.base.load import local_folder
 from peftkit.base.locate import locate
 from peftkit.base.pretrained import published
 from peftkit.base.purpose import CAUSAL_LM, Purpose
-from peftkit.base.request import DTYPES
-from peftkit.base.skeleton import read_config, skeleton
+from peftkit.base.request import DTYPES, fits_device
+from peftkit.base.skeleton import read_config, skeleton, weight_bytes
+from peftkit.config.schema import from_dict
 from peftkit.errors import MergeError, OutputError, first_few
 from peftkit.events import Listener, Notice, Saved, Stage, Table, ignore
 from peftkit.execution.environment import free_now
@@ -44,8 +45,11 @@ from peftkit.merging.verify import (
     reference_of,
     verified,
 )
+from peftkit.settings import BaseConfig
 
 Dtype = Literal["bf16", "fp16", "fp32"]
+PACKING_FIELDS = ("quantize", "double_quant", "quantize_towers", "quantize_embeddings")
+"""Of what an adapter records of its base's loading: which weights are packed, and how."""
 FROM_QUANTIZED = (
     "With --from-quantized the merged model keeps the rounding that the adapter was trained over."
 )
@@ -133,6 +137,8 @@ def merge(
                 del opened
             write_over_files(files, folder, changes, dtype=stored, on_event=on_event)
         else:
+            if from_quantized:
+                load = partial(load, device=_device_for_both(file, base, stored, on_event))
             opened, usual = _open_to_merge(load, files, from_quantized, is_quantized)
             reference = reference_of(opened, prompts) if verify else None
             write_in_memory(opened, folder, stored or usual, tally, on_event)
@@ -181,6 +187,39 @@ def _open_to_merge(
     if not free_now(opened.base.device).on_gpu:
         opened.base.model.float()  # also what comes out of quantised weights
     return opened, usual
+
+
+def _device_for_both(
+    file: AdapterFile, base: str | None, stored: torch.dtype | None, on_event: Listener
+) -> torch.device | None:
+    """Return the device that holds a quantised base beside the model of its dequantised weights.
+
+    None: the default device, of which a GPU must have room for both.
+
+    Args:
+        stored: The dtype of that model; None: 16 bits.
+    """
+    here = free_now()
+    if not here.on_gpu:
+        return None
+    name, revision = file.base_or(base)
+    loading, purpose = file.provenance.loading, task_of(file).purpose
+    recorded = {field: loading[field] for field in PACKING_FIELDS if field in loading}
+    settings = from_dict(BaseConfig, {"model": name, **recorded}, str(file.folder))
+    dtype = stored or torch.bfloat16
+    packed = weight_bytes(read_config(name, revision, purpose), settings, purpose, dtype)
+    empty = skeleton(name, revision=revision, purpose=purpose)
+    dequantised = sum(parameter.numel() * dtype.itemsize for parameter in empty.parameters())
+    if fits_device(packed + dequantised, here.usable):
+        return None
+    on_event(
+        Notice(
+            f"Merged on the CPU: the quantised base and its dequantised weights take "
+            f"{(packed + dequantised) / 1e9:.2f} GB together; {here.usable / 1e9:.2f} GB are free "
+            "on the GPU."
+        )
+    )
+    return torch.device("cpu")
 
 
 def _usual_dtype(shards: Shards | None) -> torch.dtype:

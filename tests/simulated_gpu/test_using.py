@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import transformers
 
 from peftkit.base.load import load_base
 from peftkit.errors import BaseError, RunError
+from peftkit.events import Event, Notice
 from peftkit.formats.open_adapter import open_adapter
+from peftkit.formats.peft.folder import save_adapter
 from peftkit.inference.bank import open_bank
 from peftkit.inference.evaluate import evaluate
 from peftkit.inference.generate import generate
@@ -135,6 +138,26 @@ def test_a_quantised_base_is_merged_on_the_card(trained: Path, tmp_path: Path) -
         merged = merge(found, tmp_path / "merged", from_quantized=True)
     assert merged.agreement is not None
     assert torch.isfinite(torch.tensor(merged.agreement.max_difference))
+
+
+def test_a_card_that_does_not_hold_both_models_leaves_the_merge_to_the_cpu(
+    trained: Path, tmp_path: Path
+) -> None:
+    adapter = open_adapter(trained, quantize="nf4", device="cpu")
+    origin = adapter.file.provenance
+    loading = {**origin.loading, "quantize": "nf4"}
+    save_adapter(adapter.adapter, tmp_path / "nf4", replace(origin, loading=loading))
+    packed = sum(t.nbytes for t in adapter.base.model.parameters())
+    events: list[Event] = []
+    with simulated(Card(memory=int(1.3 * packed))) as card:
+        merged = merge(
+            tmp_path / "nf4", tmp_path / "out", from_quantized=True, on_event=events.append
+        )
+        assert card.peak == 0
+    assert merged.agreement is not None
+    assert merged.agreement.max_difference < 1e-4
+    (notice,) = (e.text for e in events if isinstance(e, Notice) and "CPU" in e.text)
+    assert "take 0.00 GB together; 0.00 GB are free on the GPU" in notice
 
 
 @pytest.mark.parametrize("kind", ["none", pytest.param("nf4", marks=pytest.mark.slow)])
