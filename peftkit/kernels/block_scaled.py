@@ -25,6 +25,10 @@ _WIDE = {2: torch.int32, 4: torch.int64}
 """Bytes of a value -> integer dtype that holds two values."""
 TILE_SIZE = 1 << 17
 """Values that a CPU dequantises at a time."""
+MAX_VALUES = 1 << 30
+"""Values in a call of bitsandbytes, which counts them in 32 bits: stacks of experts have more."""
+PART_VALUES = 1 << 28
+"""Values in a call where there are more: each part is a copy besides the result."""
 _BLOCKS = tuple(1 << power for power in range(12, 5, -1))
 """Values per scale that bitsandbytes' 8-bit kernel supports."""
 
@@ -165,9 +169,17 @@ def _by_table(
     if rows > 1:
         scale = scale.repeat_interleave(rows, -2)
     scale = scale[..., : shape[-2], :].expand(*shape[:-1], -1)
-    values: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(
-        packed.view(torch.uint8), scale.reshape(-1), _table(kind, packed.device), step, dtype
-    )
+    codes, scale, table = packed.view(torch.uint8), scale.reshape(-1), _table(kind, packed.device)
+    dequantize = torch.ops.bitsandbytes.dequantize_blockwise
+    if codes.numel() <= MAX_VALUES:
+        all_values: Tensor = dequantize(codes, scale, table, step, dtype)
+        return all_values
+    values = torch.empty(codes.shape, dtype=dtype, device=packed.device)
+    flat, codes = values.view(-1), codes.view(-1)
+    for start in range(0, len(codes), PART_VALUES):
+        stop = start + PART_VALUES
+        scales = scale[start // step : stop // step]
+        flat[start:stop] = dequantize(codes[start:stop], scales, table, step, dtype)
     return values
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from peftkit.kernels.block_scaled import KINDS, unpack_blocks
+from peftkit.kernels.block_scaled import KINDS, MAX_VALUES, PART_VALUES, unpack_blocks
 
 BLOCK = 64
 NESTED_BLOCK = 256
@@ -92,13 +92,30 @@ def unpack(
         # rounded once, as through float32, which is never stored
         out = torch.empty(packed.shape, dtype=dtype, device=packed.device)
         return torch.mul(packed, scales[0], out=out)
-    absmax = absmax_of(scales)
-    rows = (absmax.numel(), form.block)
     computed_in = torch.float32 if dtype == torch.float64 else dtype  # of others it leaves noise
-    values = torch.ops.bitsandbytes.dequantize_4bit(
-        packed, absmax, form.block, form.kind, rows, computed_in
-    ).to(dtype)
+    values = _unpack_4bit(packed, absmax_of(scales), form, computed_in).to(dtype)
     return values.view(-1)[: math.prod(form.shape)].view(form.shape)
+
+
+def _unpack_4bit(packed: Tensor, absmax: Tensor, form: PackedFormat, dtype: torch.dtype) -> Tensor:
+    """Return the values of all blocks (blocks, values), at most `MAX_VALUES` in a call."""
+
+    def unpacked(codes: Tensor, absmax: Tensor) -> Tensor:
+        rows = (absmax.numel(), form.block)
+        values: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
+            codes, absmax, form.block, form.kind, rows, dtype
+        )
+        return values
+
+    num_blocks, step = absmax.numel(), PART_VALUES // form.block
+    if num_blocks * form.block <= MAX_VALUES:
+        return unpacked(packed, absmax)
+    values = torch.empty((num_blocks, form.block), dtype=dtype, device=packed.device)
+    codes = packed.view(num_blocks, form.block // 2)
+    for start in range(0, num_blocks, step):
+        part = slice(start, start + step)
+        values[part] = unpacked(codes[part].reshape(-1, 1), absmax[part])
+    return values
 
 
 def unpack_rows(

@@ -12,13 +12,20 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from peftkit.adapter import attach
 from peftkit.execution.plan import Activations
 from peftkit.kernels import packed
-from peftkit.kernels.packed import recomputing
+from peftkit.kernels.packed import PackedFormat, recomputing, unpack
 from peftkit.methods.lora import LoRA
-from peftkit.quant.layers import keep_copies, packed_tensors
+from peftkit.quant.layers import (
+    empty_packed,
+    import_bitsandbytes,
+    keep_copies,
+    pack,
+    packed_tensors,
+)
 from peftkit.quant.quantize import quantize_model
 from peftkit.train import blocks as blocks_module
 from peftkit.train.blocks import Blocks
@@ -152,3 +159,65 @@ def test_compiled_blocks_are_one_graph_and_save_no_unpacked_weight(
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     torch.compiler.reset()
+
+
+class Counting(TorchDispatchMode):
+    """Records how many values each call of bitsandbytes is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        values = func(*args, **(kwargs or {}))
+        if func.namespace == "bitsandbytes":
+            self.sizes.append(values.numel())
+        return values
+
+
+STACK = torch.Size((160, 3072, 5120))
+"""Gate and up of DeepSeek V2's experts: 2.5e9 values, more than an int32 counts."""
+
+
+def stack_of(kind: str) -> tuple[Tensor, tuple[Tensor, ...], PackedFormat]:
+    """Return a stack without values, as it is kept."""
+    with torch.device("meta"):
+        if kind == "nf4":
+            codes, packing = empty_packed(STACK, kind, torch.bfloat16)
+            return codes, packing.scales, packing.form
+        codes, scale = torch.empty(STACK, dtype=torch.uint8), torch.empty(160, 24, 40)
+        return codes, (scale,), PackedFormat(kind, STACK, 128, 128)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp8"])
+def test_bitsandbytes_is_never_asked_for_more_values_than_it_counts(kind: str) -> None:
+    import_bitsandbytes()
+    with Counting() as counting:
+        values = unpack(*stack_of(kind), torch.bfloat16)
+    assert values.shape == STACK
+    assert len(counting.sizes) > 8
+    assert max(counting.sizes) < 2**31
+    assert sum(size for size in counting.sizes if size > 2**26) == STACK.numel()
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "fp8"])
+@pytest.mark.parametrize("shape", [(3, 16, 128), (5, 7, 192)])
+def test_values_unpacked_in_parts_are_the_same(
+    kind: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_bitsandbytes()
+    weight = torch.randn(shape)
+    if kind == "fp8":
+        form = PackedFormat(kind, weight.shape, 64)
+        scales: tuple[Tensor, ...] = (torch.rand(*shape[:-1], shape[-1] // 64),)
+        codes = weight.to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        codes, packing = pack(weight, kind)
+        form, scales = packing.form, packing.scales
+    expected = unpack(codes, scales, form, torch.bfloat16)
+    for module in ("packed", "block_scaled"):
+        monkeypatch.setattr(f"peftkit.kernels.{module}.MAX_VALUES", 1 << 10)
+        monkeypatch.setattr(f"peftkit.kernels.{module}.PART_VALUES", 1 << 10)
+    with Counting() as counting:
+        assert torch.equal(unpack(codes, scales, form, torch.bfloat16), expected)
+    assert max(counting.sizes) == 1 << 10
