@@ -30,6 +30,7 @@ import peft
 import torch
 import transformers
 
+from benchmarks.limits import Sizes, limits
 from benchmarks.orders import make_rows
 from benchmarks.report import Spread, table
 from peftkit.adapter import attach
@@ -43,6 +44,8 @@ from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+NUM_DECODED = 32
+"""Tokens of the answer whose decoding is held against the bytes that the machine reads."""
 Answers = list[list[int]]
 
 
@@ -135,6 +138,29 @@ def our_answers(model: Any, tokenizer: Any, work: Work) -> Answers:
         return [one.ids for (one,) in engine.answers(work.prompts, settings, log_probs=False)]
 
 
+def shares(
+    run: Callable[[Work], Answers], prompts: list[list[int]], sizes: Sizes, dtype: torch.dtype
+) -> str:
+    """Return which part of the machine's limit prompts are read at, and one answer decoded.
+
+    Prompts are read by products, a token of a single answer reads all weights once. The limits are
+    measured before and after.
+    """
+    best = limits()
+    _, reading, _ = timed(run, Work(prompts, [1] * len(prompts)))
+    _, first, _ = timed(run, Work(prompts[:1], [1]))
+    _, whole, _ = timed(run, Work(prompts[:1], [1 + NUM_DECODED]))
+    best = best.best(limits())
+    products = best.bf16 if dtype == torch.bfloat16 else best.fp32
+    prefill = sizes.prefill_flop([len(prompt) for prompt in prompts]) / reading / products
+    num_bytes = sizes.decode_bytes(dtype.itemsize)
+    decoding = NUM_DECODED * num_bytes / max(whole - first, 1e-9) / best.read
+    return (
+        f"the machine's limit in this run: {best.show()}; peftkit reads prompts at {prefill:.0%} "
+        f"of the products' rate, and decodes one answer at {decoding:.0%} of the bytes a second"
+    )
+
+
 def timed(run: Callable[[Work], Answers], work: Work) -> tuple[Answers, float, float]:
     """Return the answers, and seconds of the clock and of the processor."""
     clock, processor = perf_counter(), process_time()
@@ -162,6 +188,7 @@ def main() -> int:
     if args.layers:
         del base.model.model.layers[args.layers :]
         base.model.config.num_hidden_layers = args.layers
+    sizes = Sizes.of(base.model, args.rank)
     no_end = SimpleNamespace(eos_token_id=None, pad_token_id=0)
     base.model.generation_config.eos_token_id = None
     with tempfile.TemporaryDirectory() as folder:
@@ -197,6 +224,8 @@ def main() -> int:
     for what, place in (("clock", 1), ("processor time", 2)):
         ratio = Spread.of([one[place] / other[place] for one, other in runs])
         print(f"{what}, PEFT / peftkit: {ratio.show(2)}")
+    if args.quantize == "none":
+        print(shares(sides["peftkit"], work.prompts, sizes, DTYPES[args.dtype]))
     print(f"tokens that agree: {sum(pairs) / len(pairs):.1%} of {len(pairs)}")
     return 0
 

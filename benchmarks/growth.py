@@ -20,6 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
+from benchmarks.limits import Sizes, limits
 from benchmarks.report import heading, table, versions, write_json
 from benchmarks.train import PEERS
 from benchmarks.workers import WorkerFailed, work
@@ -66,8 +69,11 @@ def measure(job: dict[str, Any], side: str, args: argparse.Namespace, folder: Pa
         return facts
     step = median(facts["step_seconds"][1:])  # the first compiles and fills caches
     tokens = len(job["rows"][0]["input_ids"])
+    sizes = Sizes.of(args.base, job["rank"], job["num_layers"])
+    flop = sizes.step_flop([tokens], tokens, tokens)
     return {
         "step_seconds": step,
+        "share": flop / step / getattr(args.limits, args.dtype),
         "tokens_per_second": tokens / step,
         "peak_bytes": facts["peak_bytes"],
     }
@@ -76,13 +82,14 @@ def measure(job: dict[str, Any], side: str, args: argparse.Namespace, folder: Pa
 def cells(figures: Any) -> list[str]:
     """Return a point's cells of the table."""
     if figures is None:
-        return ["-", "", ""]
+        return ["-", "", "", ""]
     if "failed" in figures:
         lines = figures["failed"].splitlines()  # the end of a traceback, or a sentence
         told = next((line for line in lines if "Error: " in line), lines[0])
-        return [told.rpartition("Error: ")[2], "", ""]
+        return [told.rpartition("Error: ")[2], "", "", ""]
     return [
         f"{figures['tokens_per_second']:.0f}",
+        f"{figures['share']:.0%}",
         f"{1e3 * figures['step_seconds']:.0f} ms",
         f"{figures['peak_bytes'] / 1e9:.2f} GB",
     ]
@@ -106,9 +113,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer points")
     parser.add_argument("--json", type=Path, help="write the measurements here")
     args = parser.parse_args(words)
+    from peftkit.base.load import load_base
     from peftkit.base.locate import locate
 
     source = locate(args.model).source
+    args.base = load_base(args.model).model
+    args.limits = limits("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
     sides = ["ours", *filter(None, args.against.split(","))]
     lines, found = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -130,9 +140,11 @@ def main(words: Sequence[str] | None = None) -> int:
     print(
         f"{args.model}, {args.dtype}, quantize {args.quantize}; one row a step; where nothing else "
         f"is said, {LENGTH} tokens, rank {RANK}, {LAYERS} layers; medians of {args.steps - 1} "
-        "steps after the first\n"
+        f"steps after the first; the machine's limit before them: {args.limits.show()}\n"
     )
-    columns = [name for side in sides for name in (f"{side}: tokens/s", "step", "peak")]
+    columns = [
+        name for side in sides for name in (f"{side}: tokens/s", "of the limit", "step", "peak")
+    ]
     print(table(["", *columns], lines))
     write_json(args.json, {"points": found})
     return 0

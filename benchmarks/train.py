@@ -20,6 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
+from benchmarks.limits import Limits, Sizes, limits
 from benchmarks.orders import make_rows
 from benchmarks.report import Spread, disagreement, heading, table, write_json
 from benchmarks.workers import WorkerFailed, work
@@ -57,6 +60,13 @@ Runs = dict[str, list[dict[str, Any]]]
 
 def encode(model: str, data: str, num_rows: int, max_length: int) -> list[dict[str, list[int]]]:
     """Return token ids and labels of the first rows."""
+    return encoded(model, data, num_rows, max_length)[0]
+
+
+def encoded(
+    model: str, data: str, num_rows: int, max_length: int
+) -> tuple[list[dict[str, list[int]]], Any]:
+    """Return token ids and labels of the first rows, and the model that they are for."""
     from peftkit.base.load import load_base
     from peftkit.settings import DataConfig
     from peftkit.tasks.tokens import CausalLM
@@ -64,7 +74,8 @@ def encode(model: str, data: str, num_rows: int, max_length: int) -> list[dict[s
     base = load_base(model)
     config = DataConfig(train=data, packing=False, max_length=max_length)
     rows = CausalLM(base.model, base.tokenizer, config).load(data)[:num_rows]
-    return [{"input_ids": list(row.input_ids), "labels": list(row.labels)} for row in rows]
+    tokens = [{"input_ids": list(row.input_ids), "labels": list(row.labels)} for row in rows]
+    return tokens, base.model
 
 
 def in_turn(
@@ -136,10 +147,28 @@ def num_beginnings(rows: Sequence[Mapping[str, Any]], batch_size: int) -> int:
     return found
 
 
+def least_seconds(
+    model: Any, rows: Sequence[Mapping[str, Any]], args: argparse.Namespace, limits: Limits
+) -> float:
+    """Return the seconds that the products of all steps take at the machine's limit.
+
+    Of a token that rows of a batch begin with in common once: no side has to compute more.
+    """
+    num_learnt = sum(label >= 0 for row in rows for label in row["labels"])
+    lengths = [len(row["input_ids"]) for row in rows]
+    sizes = Sizes.of(model, args.rank)
+    flop = sizes.step_flop(lengths, num_beginnings(rows, args.batch_size), num_learnt)
+    return flop / getattr(limits, args.dtype)
+
+
 def summary(
-    runs: Runs, step_tokens: Sequence[int], bad: Mapping[str, str]
+    runs: Runs, step_tokens: Sequence[int], bad: Mapping[str, str], least: float = 0.0
 ) -> dict[str, dict[str, Any]]:
-    """Return each side's figures, as far as they may be told."""
+    """Return each side's figures, as far as they may be told.
+
+    Args:
+        least: Seconds that the products of all steps take at the machine's limit; 0: not known.
+    """
     tokens = sum(step_tokens)
     figures: dict[str, dict[str, Any]] = {}
     for side, results in runs.items():
@@ -156,6 +185,8 @@ def summary(
             "peak_bytes": median(result["peak_bytes"] for result in results),
             "losses_apart": disagreement(runs["ours"][0]["losses"], results[0]["losses"]),
         }
+        if least:
+            figures[side]["share"] = least * figures[side]["steady"] / tokens
     for side, found in figures.items():
         if side != "ours" and "problem" not in found:
             ours = figures["ours"]
@@ -174,7 +205,8 @@ def _steady(result: Mapping[str, Any], step_tokens: Sequence[int]) -> float:
 def show(figures: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the table; a side that cannot be told has its reason below instead of figures."""
     columns = (
-        *("", "tokens/s (least-most)", "later half", "whole run", "first step after", "peak"),
+        *("", "tokens/s (least-most)", "later half", "of the limit", "whole run"),
+        *("first step after", "peak"),
         *("losses apart", "ours: speed", "whole run", "memory"),
     )
     rows, notes = [], []
@@ -193,6 +225,7 @@ def show(figures: Mapping[str, Mapping[str, Any]]) -> str:
                 side,
                 speed.show(),
                 f"{found['steady']:.0f}",
+                f"{found['share']:.0%}" if "share" in found else "",
                 f"{found['whole_seconds']:.1f} s",
                 f"{found['first_step_seconds']:.1f} s",
                 f"{found['peak_bytes'] / 1e9:.2f} GB",
@@ -252,7 +285,7 @@ def main(words: Sequence[str] | None = None) -> int:
         folder = Path(name)
         own = args.data in ("orders", "mixed")
         data = str(make_rows(folder, args.rows, args.data)) if own else args.data
-        rows = encode(args.model, data, args.rows, args.max_length)
+        rows, model = encoded(args.model, data, args.rows, args.max_length)
         names = ("dtype", "quantize", "rank", "batch_size", "learning_rate", "device", "cold")
         job = {
             **{key: getattr(args, key) for key in names},
@@ -265,19 +298,34 @@ def main(words: Sequence[str] | None = None) -> int:
             worker, changes = PEERS[side]
             python = args.unsloth if worker == "unsloth" else args.peers
             sides[side] = (worker, python, changes)
+        device = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
+        before = limits(device)
         try:
             runs = in_turn(job, sides, args.repeats, folder)
         except WorkerFailed as error:
             print(error, file=sys.stderr)
             return 1
-    return tell(args, rows, runs)
+    best = before.best(limits(device))
+    least = least_seconds(model, rows, args, best)
+    return tell(args, rows, runs, least, f"the machine's limit in this run: {best.show()}")
 
 
-def tell(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]], runs: Runs) -> int:
-    """Print the table, write the JSON; return the exit status."""
+def tell(
+    args: argparse.Namespace,
+    rows: Sequence[Mapping[str, Any]],
+    runs: Runs,
+    least: float = 0.0,
+    limit: str = "",
+) -> int:
+    """Print the table, write the JSON; return the exit status.
+
+    Args:
+        least: Seconds that the products of all steps take at the machine's limit; 0: not known.
+        limit: Those limits, in words.
+    """
     lengths = [len(row["input_ids"]) for row in rows]
     bad = problems(runs)
-    figures = summary(runs, tokens_of_steps(rows, args.batch_size), bad)
+    figures = summary(runs, tokens_of_steps(rows, args.batch_size), bad, least)
     print(heading({side: results[0].get("versions", {}) for side, results in runs.items()}))
     print(
         f"{args.model}, {args.dtype}, quantize {args.quantize}, LoRA r{args.rank} on all linears, "
@@ -287,6 +335,8 @@ def tell(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]], runs: Runs
         f"differ by {LOSS_TOLERANCE:.0%}\n"
     )
     print(show(figures))
+    if limit:
+        print(f"{limit}; of it: what the products of the later half take alone")
     for notice in runs["ours"][0].get("notices", ()):
         print(f"ours says: {notice}")
     about = {name: str(value) for name, value in vars(args).items()}

@@ -1,0 +1,128 @@
+"""What the machine can do at most: products a second, and bytes read a second.
+
+Measured in the run whose speeds are held against them: shared machines change from hour to hour.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+SECONDS = 1.0
+"""Of measuring one limit; the best of all tries counts."""
+SIDE = {"cpu": 2048, "cuda": 8192}
+"""Of the square matrices that are multiplied."""
+READ_BYTES = 1 << 28
+"""Of the matrix that one row is multiplied with: no cache holds it."""
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """FLOP/s of products by dtype, and bytes/s that a product of one row reads."""
+
+    bf16: float
+    fp32: float
+    read: float
+
+    def best(self, other: Limits) -> Limits:
+        """Return the higher of both in each."""
+        return Limits(
+            max(self.bf16, other.bf16), max(self.fp32, other.fp32), max(self.read, other.read)
+        )
+
+    def show(self) -> str:
+        """Return them as a sentence."""
+        return (
+            f"products: bf16 {self.bf16 / 1e9:,.0f}, fp32 {self.fp32 / 1e9:,.0f} GFLOP/s; "
+            f"reading {self.read / 1e9:,.1f} GB/s"
+        )
+
+
+def limits(device: str = "cpu", *, seconds: float = SECONDS) -> Limits:
+    """Measure the limits of a device, with as many threads as torch has."""
+    kind = torch.device(device).type
+    side = SIDE.get(kind, SIDE["cpu"])
+
+    def product_rate(dtype: torch.dtype) -> float:
+        square = torch.ones(side, side, dtype=dtype, device=device)
+        return 2 * side**3 / _best(lambda: square @ square, kind, seconds)
+
+    columns = 4096
+    wide = torch.ones(READ_BYTES // (4 * columns), columns, device=device)
+    row = torch.ones(columns, device=device)
+    read = wide.nbytes / _best(lambda: torch.mv(wide, row), kind, seconds)
+    return Limits(product_rate(torch.bfloat16), product_rate(torch.float32), read)
+
+
+def _best(run: Callable[[], Any], kind: str, seconds: float) -> float:
+    """Return the least seconds of a call; the first call makes its kernel and does not count."""
+    wait = torch.cuda.synchronize if kind == "cuda" else lambda: None
+    run()
+    best, until = float("inf"), time.perf_counter() + seconds
+    while best == float("inf") or time.perf_counter() < until:
+        wait()
+        began = time.perf_counter()
+        run()
+        wait()
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the products of a causal model are counted from.
+
+    Attributes:
+        blocks, head: Values of the linear layers of the blocks, and of the head.
+        adapter: Values of LoRA on all linear layers of the blocks.
+        attention: FLOP of a forward pass for each pair of tokens that attend.
+    """
+
+    blocks: int
+    head: int
+    adapter: int
+    attention: int
+
+    @classmethod
+    def of(cls, model: nn.Module, rank: int, num_layers: int | None = None) -> Sizes:
+        """Count a model of transformers, or its first blocks."""
+        config: Any = model.config
+        share = (num_layers or config.num_hidden_layers) / config.num_hidden_layers
+        head = model.get_output_embeddings()
+        linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+        heads = config.num_attention_heads
+        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        return cls(
+            round(share * sum(m.weight.numel() for m in linears)),
+            head.weight.numel(),
+            round(share * rank * sum(m.in_features + m.out_features for m in linears)),
+            4 * width * (num_layers or config.num_hidden_layers),
+        )
+
+    def step_flop(self, lengths: Sequence[int], num_tokens: int, num_learnt: int) -> float:
+        """Return the FLOP of LoRA steps over rows: 4N + 3.5a + 6P, the head on learnt tokens alone.
+
+        Args:
+            lengths: Tokens of each row.
+            num_tokens: Of all rows, tokens that rows of a batch have in common counted once.
+            num_learnt: Tokens that have a label.
+        """
+        attention = self.attention * sum(length**2 for length in lengths) / 2
+        tokens = (4 * self.blocks + 6 * self.adapter) * num_tokens
+        return tokens + 4 * self.head * num_learnt + 3.5 * attention
+
+    def prefill_flop(self, lengths: Sequence[int]) -> float:
+        """Return the FLOP of reading prompts, with an adapter beside the base."""
+        attention = self.attention * sum(length**2 for length in lengths) / 2
+        tokens = 2 * (self.blocks + self.adapter) * sum(lengths)
+        return tokens + 2 * self.head * len(lengths) + attention
+
+    def decode_bytes(self, itemsize: int) -> int:
+        """Return the bytes of weights that a new token of one answer reads; adapters in fp32."""
+        return (self.blocks + self.head) * itemsize + 4 * self.adapter
