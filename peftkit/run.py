@@ -13,6 +13,7 @@ from peftkit.base.load import Base, open_base
 from peftkit.base.skeleton import skeleton
 from peftkit.config.schema import flat
 from peftkit.data.pack import fingerprint
+from peftkit.defaults import why_too_short
 from peftkit.errors import ConfigError
 from peftkit.events import Event, Listener, Notice, Table, ignore, to_all
 from peftkit.execution.environment import default_device, free_now, world_size
@@ -77,6 +78,7 @@ def run(
             before: list[Event] = []
             early = to_all(before.append, on_event)
             record = prepare(recipe, base=base, resume=resume, world=world, on_event=early)
+            _tell_if_short(record, world.world_size, early)
             record = replace(record, events=before)
             watch = _watch(record, metrics, on_event)
             base_metrics = {} if resume else metrics_before_training(record, early)
@@ -119,9 +121,21 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
     for row in documents[:num_rows]:
         spans = tuple(record.task.spans(row))
         on_event(Table(f"{row.source}, as the loss sees it", ("", "text"), spans))
-    num_steps = recipe.train.num_steps(len(record.train))
+    num_rows, num_steps = len(record.train), recipe.train.num_steps(len(record.train))
     on_event(Notice(f"Plan: {plan.describe()}."))
-    on_event(Notice(f"All is well: {len(record.train)} rows, {num_steps} optimizer steps."))
+    is_short = _tell_if_short(record, 1, on_event)
+    verdict = "It would run" if is_short else "All is well"
+    on_event(Notice(f"{verdict}: {num_rows} rows, {num_steps} optimizer steps."))
+
+
+def _tell_if_short(record: RunRecord, processes: int, on_event: Listener) -> bool:
+    """Tell whether a run has too few steps to learn, also in a notice."""
+    rows = record.train
+    num_documents = len(getattr(rows, "documents", rows))
+    why = why_too_short(record.recipe.train, len(rows), num_documents, processes)
+    if why:
+        on_event(Notice(why))
+    return bool(why)
 
 
 def prepare(
@@ -168,8 +182,8 @@ def prepare(
     task = settings.on(base.model, base.processor, recipe.data, on_event=on_event)
     task.compare_with(_reference(recipe, base, adapter, continued))
     _add_other_adapters(task, base)
-    recipe = recipe.model_copy(update={"data": task.data})
-    rows, eval_rows = task.load_splits(recipe.data)
+    rows, eval_rows = task.load_splits(task.data)
+    recipe = recipe.model_copy(update={"data": task.data})  # packed or not, as the rows suit
     if world is not None:
         world.check_equal_across_ranks(rows={"train": _digest(rows), "eval": _digest(eval_rows)})
     return RunRecord(recipe, plan, base, adapter, task, settings, rows, eval_rows, continued)

@@ -76,8 +76,9 @@ class DataConfig(Config):
     max_length: Annotated[int, Field(ge=2)] | None = 1024
     """Maximum length of a row in tokens, longer ones are truncated; null: the model's maximum."""
     packing: bool = True
-    """Pack several short rows into one, without attention between them, instead of padding. Where
-    the model cannot do that, true is an error; the default then is false, with a notice."""
+    """Pack several short rows into one, without attention between them, instead of padding: a row
+    of train.batch_size is then a packed one. Where the model cannot do that, true is an error; the
+    default then is false, with a notice, and also where it would leave fewer than 192 rows."""
     chat_template: str | None = None
     """How a conversation becomes text; null: the tokenizer's own template, "chatml": ChatML,
     else a .jinja file."""
@@ -169,7 +170,7 @@ class TrainConfig(Config):
     max_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps, in place of `epochs` where given."""
     batch_size: int = Field(default=8, ge=1)
-    """Rows per process and micro-batch."""
+    """Rows per process and micro-batch; packed rows where data.packing packs them."""
     gradient_accumulation: int = Field(default=1, ge=1)
     """Micro-batches per optimizer step: a step has batch_size x this x processes rows."""
     tokens_per_batch: Literal["auto"] | Annotated[int, Field(ge=1)] | None = "auto"

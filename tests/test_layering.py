@@ -18,7 +18,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "events", "figures", "settings", "config/", "files/", "execution/", "kernels/"),
+    (
+        *("errors", "events", "figures", "settings", "defaults"),
+        *("config/", "files/", "execution/", "kernels/"),
+    ),
     ("model/", "quant/", "data/"),
     ("base/", "methods/", "adapter", "tasks/", "formats/", "inference/"),
     ("train/", "planning/", "recipe", "record", "run"),

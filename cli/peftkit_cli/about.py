@@ -88,6 +88,28 @@ def show_recipe(name: RecipeName) -> None:
     typer.echo(recipe_file(name).read_text(encoding="utf-8"), nl=False)
 
 
+SCHEMA = "recipe.schema.json"
+"""File beside a recipe, by which editors complete and check its keys."""
+
+
+def write_recipe(path: Path, text: str) -> None:
+    """Write a recipe, with the line by which an editor finds the schema, and that beside it.
+
+    Raises:
+        OutputError: They cannot be written.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(f"# yaml-language-server: $schema={SCHEMA}\n{text}")
+        (path.parent / SCHEMA).write_text(_schema_text(), encoding="utf-8")
+    except OSError as error:
+        raise OutputError(
+            f"'{path}' cannot be written.",
+            found=error.strerror or str(error),
+            fix="Choose a new name in a folder that exists and is writable.",
+        ) from None
+
+
 @recipes.command("cp")
 def copy_recipe(
     name: RecipeName,
@@ -96,15 +118,7 @@ def copy_recipe(
     """Copy a recipe, to edit it."""
     source = recipe_file(name)
     target = dest / source.name if dest.is_dir() else dest
-    try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(source.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise OutputError(
-            f"'{target}' cannot be written.",
-            found=error.strerror or str(error),
-            fix="Choose a new name in a folder that exists and is writable.",
-        ) from None
+    write_recipe(target, source.read_text(encoding="utf-8"))
     typer.echo(target)
     note(f"Next: peftkit check {target}")
 
@@ -183,10 +197,14 @@ def quickstart() -> None:
 
 def schema() -> None:
     """Print the JSON schema of a recipe, for editors."""
+    typer.echo(_schema_text(), nl=False)
+
+
+def _schema_text() -> str:
     from peftkit.config.schema import json_schema
     from peftkit.recipe import Recipe
 
-    typer.echo(json.dumps(json_schema(Recipe), indent=2))
+    return json.dumps(json_schema(Recipe), indent=2) + "\n"
 
 
 def env(as_json: Json = False) -> None:

@@ -81,6 +81,16 @@ def _write_hard_negatives(
         write_rows(mined.rows, out, on_event=on_event)
 
 
+def _wrong(summary: Survey) -> str:
+    return f"{summary.num_wrong:,} of {summary.num_rows:,} rows; the first: {summary.wrong}"
+
+
+def _no_task(summary: Survey) -> str:
+    if summary.wrong:
+        return "none as they are"
+    return "none by these names; peftkit init --fields READ,LEARNT names two; see docs/data.md"
+
+
 def _show(summary: Survey) -> None:
     from peftkit_cli.render import print_table
 
@@ -88,7 +98,8 @@ def _show(summary: Survey) -> None:
         ("rows", f"{summary.num_rows:,}"),
         ("format", summary.format or "none of causal_lm's"),
         *([("mixed", f"{summary.mixed}: give rows of one format")] if summary.mixed else []),
-        ("fits the task", ", ".join(summary.tasks) or "none by these names; see docs/data.md"),
+        *([("cannot be read", _wrong(summary))] if summary.wrong else []),
+        ("fits the task", ", ".join(summary.tasks) or _no_task(summary)),
         ("duplicates", f"{summary.num_duplicates:,}"),
     ]
     print_table(f"Data: {summary.where}", ("", ""), lines)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from peftkit.errors import ConfigError, OutputError
+from peftkit_cli.about import write_recipe
 from peftkit_cli.arguments import note
 
 Settings = dict[str, Any]
@@ -35,7 +36,7 @@ def import_recipe(
     recipe = from_dict(Recipe, values, str(file))
     head = [f"# Made from {file.name} by peftkit import-recipe."]
     head += [f"# No counterpart: {key}: {json.dumps(value)}" for key, value in lost.items()]
-    out.write_text("\n".join([*head, dump_yaml(recipe)]), encoding="utf-8")
+    write_recipe(out, "\n".join([*head, dump_yaml(recipe)]))
     typer.echo(out)
     for key, value in lost.items():
         note(f"no counterpart: {key}: {json.dumps(value)}")

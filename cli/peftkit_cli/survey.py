@@ -11,13 +11,16 @@ from typing import Any
 
 import torch
 
-from peftkit.data.format import detect
-from peftkit.data.load import iterate_records
+from peftkit.data.format import detect, parse, with_usual_names
+from peftkit.data.load import Record, iterate_records
+from peftkit.errors import DataError
 from peftkit.settings import FormatName
 
 TASKS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("chosen", "rejected"), ("preference", "reward")),
     (("prompt", "completion", "label"), ("preference (loss: kto)",)),
+    (("prompt", "completion"), ("causal_lm", "seq2seq", "distill", "grpo")),
+    (("prompt", "answer"), ("causal_lm", "grpo", "distill")),
     (("anchor", "positive"), ("embedding",)),
     (("query", "positive"), ("reranker",)),
     (("query", "text", "score"), ("reranker",)),
@@ -32,14 +35,20 @@ TASKS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("audio",), ("audio_text",)),
     (("videos",), ("image_text",)),
     (("video",), ("image_text",)),
+    (("document", "summary"), ("seq2seq",)),
 )
 """Tasks by the fields of their rows; the first that fits counts (docs/data.md)."""
 OF_FORMATS: dict[FormatName | None, tuple[str, ...]] = {
     None: (),
     "text": ("causal_lm", "masked_lm"),
-    "messages": ("causal_lm",),
-    "sharegpt": ("causal_lm",),
+    "messages": ("causal_lm", "distill", "grpo"),
+    "sharegpt": ("causal_lm", "distill", "grpo"),
 }
+PROMPTS = ("distill", "grpo")
+"""Tasks of rows that are prompts alone."""
+_MEDIA = ("images", "image", "audios", "audio", "videos", "video")
+LABELS = ("role", "from", "type")
+"""Keys of a turn that hold no text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +56,7 @@ class FieldFacts:
     """A field: how many rows have it, how many of these are empty, and its mean length.
 
     Attributes:
-        mean_chars: Of texts; of other values as JSON.
+        mean_chars: Of texts, those inside lists and objects too.
     """
 
     name: str
@@ -65,6 +74,8 @@ class Survey:
         tasks: That take the first row's fields.
         num_duplicates: Rows equal to an earlier one.
         mixed: The first row of another format, and which; "" if there is none.
+        num_wrong: Rows that cannot be read in that format.
+        wrong: The first of these, and why; "" if there is none.
     """
 
     where: str
@@ -74,6 +85,13 @@ class Survey:
     fields: list[FieldFacts]
     num_duplicates: int
     mixed: str = ""
+    num_wrong: int = 0
+    wrong: str = ""
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of all texts."""
+        return round(sum(field.mean_chars * field.num_rows for field in self.fields))
 
 
 def survey(where: str) -> Survey:
@@ -84,30 +102,55 @@ def survey(where: str) -> Survey:
     """
     seen = array("q")  # a number for each row, equal for equal ones
     number, format_name, tasks, mixed = 0, None, tuple[str, ...](), ""
+    num_wrong, wrong = 0, ""
     counts: dict[str, list[int]] = {}  # of each field: rows, empty ones, characters
-    for record in iterate_records(where):
+    for record in map(with_usual_names, iterate_records(where)):
         if number == 0:
             format_name = detect(record.fields)
             tasks = _tasks_of(record.fields, format_name)
         elif not mixed and (other := detect(record.fields)) != format_name:
             mixed = f"{record.source} has the format {other or 'of none known'}"
+        if not mixed and (problem := _problem(record, format_name)):
+            num_wrong, wrong = num_wrong + 1, wrong or problem
         whole = json.dumps(record.fields, sort_keys=True, default=str)
         digest = hashlib.blake2b(whole.encode("utf-8", "replace"), digest_size=8).digest()
         seen.append(int.from_bytes(digest, "little", signed=True))
         for name, value in record.fields.items():
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
             count = counts.setdefault(name, [0, 0, 0])
             count[0] += 1
-            count[1] += value in (None, [], {}) or not text.strip()
-            count[2] += len(text)
+            count[1] += value in (None, [], {}) or not str(value).strip()
+            count[2] += _num_chars(value)
         number += 1
     fields = [
         FieldFacts(name, rows, empty, chars / rows) for name, (rows, empty, chars) in counts.items()
     ]
     duplicates = number - len(torch.tensor(seen).unique())
-    return Survey(where, number, format_name, tasks, fields, duplicates, mixed)
+    tasks = () if num_wrong == number else tasks
+    return Survey(where, number, format_name, tasks, fields, duplicates, mixed, num_wrong, wrong)
+
+
+def _problem(record: Record, format_name: FormatName | None) -> str:
+    """Return why a row of turns cannot be read as causal_lm reads it; "" if it can."""
+    if format_name not in ("messages", "sharegpt") or not record.fields.keys().isdisjoint(_MEDIA):
+        return ""
+    try:
+        parse([record], format_name, where=record.source)
+    except DataError as error:
+        return error.found
+    return ""
+
+
+def _num_chars(value: Any) -> int:
+    """Return the characters of a text, or of the texts in a list or an object."""
+    if isinstance(value, Mapping):
+        return sum(_num_chars(inner) for key, inner in value.items() if key not in LABELS)
+    if isinstance(value, list):
+        return sum(map(_num_chars, value))
+    return 0 if value is None else len(str(value))
 
 
 def _tasks_of(fields: Mapping[str, Any], name: FormatName | None) -> tuple[str, ...]:
+    if fields.keys() == {"prompt"}:
+        return PROMPTS
     named = (tasks for names, tasks in TASKS if fields.keys() >= set(names))
     return next(named, OF_FORMATS.get(name, ("causal_lm", "seq2seq")))

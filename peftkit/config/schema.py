@@ -28,6 +28,8 @@ from peftkit.config.strict_yaml import (
 from peftkit.errors import ConfigError, first_few, neighbours
 
 MAX_BYTES = 1_000_000
+SHORT = ("task",)
+"""The section that may be written as its type alone."""
 _MAX_ERRORS = 50  # past that a file is no recipe
 
 
@@ -180,6 +182,8 @@ def _apply(override: str, number: int, parsed: ParsedYaml) -> None:
         if section.get(part) is None:
             section[part] = {}
             parsed.locations[key[:depth]] = location
+        if isinstance(section[part], str) and key[:depth] == SHORT:
+            section[part] = {"type": section[part]}
         section = section[part]
         if not isinstance(section, dict):
             words = f"'{dotted(key[:depth])}' holds a single value, not a section"

@@ -16,13 +16,14 @@ tool call's arguments are an object, not JSON in a string.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 from peftkit.data.load import DECODER, Record
 from peftkit.data.rows import cache_folder
@@ -168,6 +169,7 @@ def parse(
     """
     if fields is not None:
         return _parse_named(records, fields, where)
+    records = [with_usual_names(record) for record in records]
     first = records[0]
     format_name = detect(first.fields) if name == "auto" else name
     if format_name is None:
@@ -243,6 +245,14 @@ def detect(fields: Mapping[str, Any]) -> FormatName | None:
     return "text" if first_of(fields, _TEXTS) else None
 
 
+def with_usual_names(record: Record) -> Record:
+    """Return a row with its fields' names in small letters, if only these make a format."""
+    small = {name.strip().lower(): value for name, value in record.fields.items()}
+    if len(small) < len(record.fields) or detect(record.fields) or not detect(small):
+        return record
+    return Record(small, record.source)
+
+
 def first_of(fields: Mapping[str, Any], names: Sequence[str]) -> str | None:
     """Return the first of some names that a row has as a field."""
     return next((name for name in names if name in fields), None)
@@ -294,7 +304,7 @@ def _instruction(record: Record) -> tuple[Example, set[str]]:
     question = first_of(fields, QUESTIONS) or QUESTIONS[0]
     answer = first_of(fields, [key for key in ANSWERS if key != question]) or ANSWERS[0]
     material = first_of(fields, [key for key in _MATERIAL if key != question])
-    request, output = full_text(fields, question), text_of(fields, answer)
+    request, output = full_text(fields, question), text_or_number(fields, answer)
     given = text_of(fields, material) if material and fields[material] is not None else ""
     example = Instruction(request, given, output, record.source)
     used = {question, answer, material or "", "system", "history"}
@@ -329,7 +339,8 @@ def _completion(record: Record) -> tuple[Example, set[str]]:
         return conversation_of(record, messages, targets), {*used, "system"}
     if fields.get("tools"):
         raise WrongField("tools", "tools need messages; a plain prompt has no place for them")
-    return Completion(text_of(fields, prompt), text_of(fields, answer), record.source), used
+    completion = text_or_number(fields, answer)
+    return Completion(text_of(fields, prompt), completion, record.source), used
 
 
 def _text(record: Record) -> tuple[Example, set[str]]:
@@ -347,11 +358,13 @@ _BUILDERS: dict[FormatName, Callable[[Record], tuple[Example, set[str]]]] = {
 
 
 def _unknown_fields(record: Record, where: str) -> DataError:
+    own = [*record.fields, "question", "answer"][:2]
     return DataError(
         f"Cannot detect the format of {where}.",
         found=f"{record.source} has the fields: {', '.join(record.fields) or 'none'}.",
         fix="Accepted: messages; conversations; instruction + output (input); question + answer; "
-        f"prompt + completion; text.\nOr name it: data.format = {' | '.join(get_args(FormatName))}",
+        "prompt + completion; text.\nOr name the fields that are read and learnt:\n"
+        f"--set 'task.prompt={own[0]}' --set 'task.completion={own[1]}'",
     )
 
 
@@ -431,6 +444,13 @@ def text_of(fields: Mapping[str, Any], name: str, path: str = "") -> str:
     except UnicodeEncodeError:
         raise WrongField(path, "holds half of a surrogate pair (\\ud800 to \\udfff)") from None
     return value
+
+
+def text_or_number(fields: Mapping[str, Any], name: str) -> str:
+    """Return an answer: a text, or a number as JSON writes it."""
+    value = fields.get(name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return json.dumps(value) if is_number else text_of(fields, name)
 
 
 def full_text(fields: Mapping[str, Any], name: str, path: str = "") -> str:

@@ -58,6 +58,8 @@ def parts(where: str) -> Iterator[Part]:
     """
     path = Path(where).expanduser()
     reader = _READERS.get(path.suffix.lower())
+    if path.is_file() and reader is read_jsonl and _is_array(path):
+        reader = read_json
     if path.is_file() and reader is read_jsonl:
         for start, stop, line in line_parts(path):
             yield partial(_read_lines, path, where, start, stop, line)
@@ -73,6 +75,13 @@ def parts(where: str) -> Iterator[Part]:
     records = (Record(fields, f"{where}:{number}") for number, fields in rows)
     while part := list(islice(records, PART_ROWS)):
         yield partial(list, part)
+
+
+def _is_array(path: Path) -> bool:
+    """Whether a file's first line opens a JSON array, as some tools write under any ending."""
+    with open(path, "rb") as file:
+        head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    return head.startswith(b"[")
 
 
 def _read_lines(path: Path, where: str, start: int, stop: int, line: int) -> list[Record]:
@@ -206,12 +215,6 @@ def read_jsonl(
             text = _decoded(path, raw, number)
             if not text.strip():
                 continue
-            if number == 1 and text.lstrip().startswith("["):
-                raise DataError(
-                    f"Cannot read {path} as JSON Lines.",
-                    found="It holds a JSON array.",
-                    fix="Rename it to .json, or write one object per line.",
-                )
             yield number, _object(_parsed(text, f"{path}:{number}"), f"{path}:{number}")
 
 
@@ -230,11 +233,17 @@ def line_parts(path: Path) -> Iterator[tuple[int, int, int]]:
 
 
 def read_json(path: Path) -> Iterator[tuple[int, Fields]]:
-    """Yield (number from 1, object) of a JSON file that holds an array of objects."""
+    """Yield (number from 1, object) of a JSON file that holds an array of objects.
+
+    The array may be the only list in an object: {"data": [...]}.
+    """
     raw = path.read_bytes()
     _check_text(path, raw[:4096])
     text = _decoded(path, raw, 1)
     rows, end = _decode(text, len(text) - len(text.lstrip()), str(path), skip_lines=True)
+    if isinstance(rows, dict) and not text[end:].strip():
+        lists = [value for value in rows.values() if isinstance(value, list)]
+        rows = lists[0] if len(lists) == 1 else rows
     if not isinstance(rows, list) or text[end:].strip():
         lines = "JSON Lines" if isinstance(rows, dict) and text[end:].strip() else "something else"
         raise DataError(
@@ -414,11 +423,25 @@ def read_data_set(where: str) -> Iterator[tuple[int, Fields]]:
         raise _no_data_set(where, problem) from problem
 
 
+def _check_one_kind(folder: Path) -> None:
+    """Refuse a folder of files of several kinds: of these datasets reads one and drops others."""
+    kinds = {path.suffix for path in folder.iterdir() if path.suffix in _READERS} - {".json"}
+    if len(kinds) > 1:  # .json: a description beside the rows
+        patterns = " or ".join(f"'{folder}/*{kind}'" for kind in sorted(kinds))
+        raise DataError(
+            f"Cannot read the folder {folder}.",
+            found=f"It holds files of several kinds: {', '.join(sorted(kinds))}.",
+            fix=f"Give those of one kind by a pattern: {patterns}; data.train takes several.",
+        )
+
+
 def open_data_set(where: str) -> Any:
     """Return a data set, mapped from the cache of Hugging Face; downloaded the first time."""
     import datasets
 
     place, *parts = where.split(":")
+    if Path(place).is_dir():
+        _check_one_kind(Path(place))
     name, _, revision = place.partition("@") if not Path(place).is_dir() else (place, "", "")
     split = parts[-1] if parts else "train"
     config = parts[0] if len(parts) == 2 else None
@@ -429,11 +452,11 @@ def open_data_set(where: str) -> Any:
 
 
 def _no_data_set(where: str, problem: Exception) -> DataError:
-    if Path(where.partition(":")[0]).is_dir():
+    if (folder := Path(where.partition(":")[0])).is_dir():
         return DataError(
             f"Cannot load the data set '{where}'.",
             found=_first_lines(problem),
-            fix="Correct the folder's files, or give one of them: its errors name the line.",
+            fix=f"Give files by a pattern, whose errors name file and line: '{folder}/*.jsonl'.",
         )
     return DataError(
         f"Cannot load the data set '{where}'.",

@@ -27,6 +27,7 @@ from peftkit.data.pack import (
     labelled_segments,
     padded,
 )
+from peftkit.defaults import is_worth_packing
 from peftkit.errors import PeftkitError
 from peftkit.events import Listener, Notice, ignore
 from peftkit.execution.plan import ExecutionPlan
@@ -220,6 +221,7 @@ class CausalLM(TokenTask):
 
     def build(self, model: nn.Module) -> None:
         check_causal(model)
+        self._has_rows = False
         super().build(model)
         self.max_length = exact_length(model, self.tokenizer, self.data.max_length)
         self._check_packing(model)
@@ -248,10 +250,14 @@ class CausalLM(TokenTask):
             self._on_event(Notice(f"Rows are not packed, which only takes longer. {reason}"))
 
     def prepare_rows(self, rows: LazyRows) -> LazyRows:
-        """Return the rows packed, if requested."""
+        """Return the rows packed, if requested; by default only where there are enough of them."""
         if not self.data.packing or not len(rows):
             return rows
         packed = PackedRows(rows, self.max_length)
+        is_first, self._has_rows = not self._has_rows, True
+        if is_first and not self.data.packing_is_explicit and not is_worth_packing(len(packed)):
+            self.data = self.data.without_packing()  # of eval rows and further files, too
+            return rows
         share = int(rows.num_tokens.sum()) / (len(packed) * self.max_length)
         self._on_event(
             Notice(

@@ -16,7 +16,7 @@ from tests.command_line import Run, environment
 COMMANDS: dict[str, list[str]] = {
     "quickstart": [],
     "import-recipe": ["FILE", "--out"],
-    "init": ["--data", "--task", "--model", "--memory", "--out"],
+    "init": ["--data", "--task", "--model", "--memory", "--fields", "--out"],
     "train": [
         "RECIPE.yaml", "--set", "--out", "--from", "--resume", "--overwrite", "--allow-changes",
         "--metric", "--quiet",
@@ -190,7 +190,8 @@ def test_recipes_are_listed_shown_and_copied(peftkit: Run, tmp_path: Path) -> No
     shown = peftkit("recipes", "show", "dora")
     copied = peftkit("recipes", "cp", "dora", "mine.yaml")
     assert copied[:2] == (0, "mine.yaml\n")
-    assert (tmp_path / "mine.yaml").read_text(encoding="utf-8") == shown.out
+    head = "# yaml-language-server: $schema=recipe.schema.json\n"
+    assert (tmp_path / "mine.yaml").read_text(encoding="utf-8") == head + shown.out
     assert peftkit("recipes", "cp", "dora", tmp_path).out == f"{tmp_path / 'dora.yaml'}\n"
 
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from peftkit_cli.app import app
 from peftkit_cli.survey import survey
+from tests.command_line import write_rows
 
 ROWS = [
     {"instruction": "Say yes.", "input": "", "output": "yes"},
@@ -39,7 +40,11 @@ def test_fields_are_counted_without_a_model(tmp_path: Path) -> None:
     ("row", "tasks"),
     [
         ({"text": "a"}, ["causal_lm", "masked_lm"]),
-        ({"prompt": "a", "completion": "b"}, ["causal_lm", "seq2seq"]),
+        ({"prompt": "a", "completion": "b"}, ["causal_lm", "seq2seq", "distill", "grpo"]),
+        ({"prompt": "a"}, ["distill", "grpo"]),
+        ({"prompt": "a", "answer": "b"}, ["causal_lm", "grpo", "distill"]),
+        ({"Instruction": "a", "Response": "b"}, ["causal_lm", "seq2seq"]),
+        ({"messages": [{"role": "agent", "content": "b"}]}, []),
         ({"prompt": "a", "completion": "b", "label": True}, ["preference (loss: kto)"]),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, ["preference", "reward"]),
         ({"anchor": "a", "positive": "b"}, ["embedding"]),
@@ -74,3 +79,16 @@ def test_a_file_of_several_formats_is_named_without_a_model(tmp_path: Path) -> N
     assert survey(str(path)).mixed == f"{path}:2 has the format prompt_completion"
     path.write_text('{"text": "a"}\n')
     assert survey(str(path)).mixed == ""
+
+
+def test_rows_of_wrong_roles_fit_no_task_and_characters_are_those_of_texts(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.jsonl"
+    turns = [{"role": "user", "content": "abcd"}, {"role": "assistant", "content": "ef"}]
+    write_rows(path, [{"messages": turns}, {"messages": turns[1:]}])
+    summary = survey(str(path))
+    assert summary.fields[0].mean_chars == 4
+    assert (summary.num_chars, summary.num_wrong) == (8, 1)
+    assert "a.jsonl:2: messages[0].role: wrong order: assistant comes first" in summary.wrong
+    assert summary.tasks == ("causal_lm", "distill", "grpo")

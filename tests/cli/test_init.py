@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from peftkit.defaults import BATCHES, CONTRASTS, defaults_for
 from peftkit.recipe import load
-from peftkit_cli.init import GOALS, recipe_text
+from peftkit_cli.goals import GOALS
+from peftkit_cli.init import recipe_text
 from tests.command_line import Run, turn, write_rows
 
 
@@ -18,14 +20,25 @@ def test_every_recipe_is_valid_and_says_what_was_asked(
     task: str, on_cpu: bool, tmp_path: Path
 ) -> None:
     text = recipe_text(
-        task, data="my: rows.jsonl", model="org/m", on_cpu=on_cpu, num_rows=640, fields=["a"]
+        task,
+        data="my: rows.jsonl",
+        model="org/m",
+        on_cpu=on_cpu,
+        num_rows=640,
+        fields=["a"],
+        width=576,
     )
     (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
     recipe = load(tmp_path / "recipe.yaml")
     assert recipe.task.type == {"kto": "preference"}.get(task, task)
     assert (recipe.base.model, recipe.data.train) == ("org/m", "my: rows.jsonl")
     assert recipe.method.start_from is None
-    assert recipe.train.epochs == 3
+    rules = defaults_for(640, width=576, batches=CONTRASTS if task == "embedding" else BATCHES)
+    if task != "grpo":
+        assert (recipe.train.epochs, recipe.train.batch_size) == (rules.epochs, rules.batch_size)
+        assert recipe.train.num_steps(640) == rules.num_steps >= 100
+    if GOALS[task].by_rules:
+        assert (recipe.train.learning_rate, recipe.method.rank) == (1e-3, 16)
     if on_cpu:
         assert recipe.base.quantize == "none"
     if task != "kto":
@@ -45,10 +58,18 @@ def test_options_answer_the_questions(peftkit: Run, tmp_path: Path) -> None:
         "peftkit train recipe.yaml",
     ]
     recipe = load(tmp_path / "recipe.yaml")
-    assert (recipe.base.quantize, recipe.data.eval, recipe.train.epochs) == ("nf4", None, 5)
+    assert (recipe.base.quantize, recipe.data.eval, recipe.train.epochs) == (
+        "none",
+        None,
+        5,
+    )  # 0.3 of 12 GB
     again = peftkit("init", *args, "--task", "causal_lm")
     assert (again.code, again.out) == (2, "")
     assert "recipe.yaml" in again.err
+
+
+CPU = ("--memory", "cpu")
+TASK = ("--data", "rows.jsonl", "--task", "embedding")
 
 
 @pytest.mark.parametrize(
@@ -58,6 +79,11 @@ def test_options_answer_the_questions(peftkit: Run, tmp_path: Path) -> None:
         ((), "--data"),
         (("--data", "rows.jsonl", "--task", "embeding"), "Did you mean 'embedding'?"),
         (("--data", "absent.jsonl"), "absent.jsonl"),
+        (("--data", "rows.jsonl", "--task", "image_text"), "they suit: embedding"),
+        ((*TASK, "--memory", "smollm2-135m"), "It is neither a size above zero nor cpu."),
+        ((*TASK, "--memory", "none"), "without a GPU: cpu."),
+        ((*TASK, "--memory", "0"), "cannot use --memory '0'."),
+        ((*TASK, "--fields", "anchor,positive"), "The task embedding takes no names of fields."),
     ],
 )
 def test_what_is_missing_or_wrong_is_named(
@@ -88,3 +114,44 @@ def test_the_questions_name_what_the_rows_suit_first(
     assert questions[1].splitlines()[1].split()[0] == "embedding"
     recipe = load(tmp_path / "recipe.yaml")
     assert (recipe.task.type, recipe.base.model) == ("embedding", "all-minilm-l6-v2")
+
+
+def test_columns_with_names_of_their_own_are_named_by_an_option(
+    peftkit: Run, tmp_path: Path
+) -> None:
+    rows = "".join(f"{n},Where is {n}?,On its way.\n" for n in range(30))
+    (tmp_path / "own.csv").write_text("Ticket,Customer Message,Agent Reply\n" + rows)
+    args = ("init", "--data", "own.csv", "--task", "causal_lm", "--model", "smollm2-135m")
+    refused = peftkit(*args, "--memory", "cpu")
+    assert "peftkit init needs --fields READ,LEARNT" in refused.err
+    wrong = peftkit(*args, "--memory", "cpu", "--fields", "Customer,Agent Reply")
+    assert "own.csv has the fields: Ticket, Customer Message, Agent Reply." in wrong.err
+    done = peftkit(*args, "--memory", "12 GB", "--fields", "Customer Message,Agent Reply")
+    assert done.code == 0, done.err
+    assert "--memory '12 GB'" in done.err
+    recipe = load(tmp_path / "recipe.yaml")
+    assert (recipe.task.prompt, recipe.task.completion) == ("Customer Message", "Agent Reply")
+    assert not recipe.data.packing
+
+
+def test_a_task_written_as_its_name_takes_settings_of_its_own(peftkit: Run, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [turn("a", "b")])
+    peftkit("init", "--data", "rows.jsonl", *("--task", "causal_lm"), "--model", "m", *CPU)
+    overrides = ["task.prompt=Customer Message", "task.completion=Agent Reply"]
+    assert load(tmp_path / "recipe.yaml", overrides).task.prompt == "Customer Message"
+
+
+def test_rows_that_cannot_be_read_suit_no_task(peftkit: Run, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"messages": [{"role": "agent", "content": "a"}]}])
+    done = peftkit("init", "--data", "rows.jsonl", "--task", "causal_lm")
+    assert "the rows of rows.jsonl suit no task." in done.err
+    assert "rows.jsonl:1: messages[0].role: unknown role 'agent'" in done.err
+
+
+def test_an_editor_finds_the_schema_beside_a_recipe(peftkit: Run, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [turn("a", "b")])
+    peftkit("init", "--data", "rows.jsonl", "--task", "causal_lm", "--model", "m", *CPU)
+    first = (tmp_path / "recipe.yaml").read_text(encoding="utf-8").splitlines()[0]
+    assert first == "# yaml-language-server: $schema=recipe.schema.json"
+    schema = (tmp_path / "recipe.schema.json").read_text(encoding="utf-8")
+    assert schema == peftkit("schema").out

@@ -108,13 +108,27 @@ def test_check_shows_the_rows_as_the_loss_sees_them_and_writes_nothing(
 
 
 def test_check_shows_two_documents_of_packed_rows(project: Path, peftkit: Run) -> None:
-    done = peftkit("check", "recipe.yaml", "--set", "data.max_length=256")
+    overrides = ("--set", "data.max_length=256", "--set", "data.packing=true")
+    done = peftkit("check", "recipe.yaml", *overrides)
     titles = [line for line in done.out.splitlines() if line.endswith("as the loss sees it")]
     assert [title.split(",")[0] for title in titles] == ["train.jsonl:1", "train.jsonl:2"]
     assert "Packed 12 documents" in done.err
     quiet = peftkit("check", "recipe.yaml", "--quiet")
     assert quiet.out == ""
     assert all(line.startswith("note: ") for line in quiet.err.splitlines())
+
+
+def test_check_says_that_a_run_is_too_short(project: Path, peftkit: Run) -> None:
+    write_rows(project / "few.jsonl", [turn(f"what is {n}?", f"the dog {n}") for n in range(40)])
+    more = ("--set", "data.train=few.jsonl", "--set", "train.max_steps=null")
+    packed = ("--set", "data.packing=true", "--set", "train.batch_size=16")
+    done = peftkit("check", "recipe.yaml", *more, *packed)
+    assert "note: This run is too short to learn: " in done.err
+    assert "(40 documents, packed)" in done.err
+    assert "--set data.packing=false --set train.batch_size=4" in done.err
+    assert "All is well" not in done.err
+    cured = peftkit("check", "recipe.yaml", *more, "--set", "train.batch_size=4")
+    assert "All is well: 40 rows, 30 optimizer steps." in cured.err
 
 
 def test_generate_prints_the_completion_and_nothing_else(inside: Run, trained: Path) -> None:

@@ -219,7 +219,21 @@ def test_unknown_fields_are_listed_with_what_is_accepted() -> None:
     message = refused({"foo": 1, "bar": 2})
     assert "a.jsonl:1 has the fields: foo, bar." in message
     assert "prompt + completion" in message
-    assert "messages | sharegpt | alpaca | prompt_completion | text" in message
+    assert "--set 'task.prompt=foo' --set 'task.completion=bar'" in message
+
+
+@pytest.mark.parametrize("answer", [42, 3.5])
+def test_a_number_is_an_answer(answer: float) -> None:
+    rows = [Record({"question": "6 x 7?", "answer": answer}, "a.jsonl:1")]
+    (example,) = parse(rows, "auto", where="a.jsonl").examples
+    assert isinstance(example, Instruction)
+    assert example.output == str(answer)
+
+
+def test_names_in_capitals_are_the_same_names() -> None:
+    rows = [Record({"Instruction": "Say it.", "Response": "It."}, "a.csv:2")]
+    parsed = parse(rows, "auto", where="a.csv")
+    assert (parsed.format, parsed.unused) == ("alpaca", ())
 
 
 def test_a_file_of_two_formats_is_refused_at_the_row_that_differs() -> None:

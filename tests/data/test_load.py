@@ -83,9 +83,9 @@ BROKEN: dict[str, list[tuple[str | bytes, str, str]]] = {
         ('{"text": ' + "9" * 5_000 + "}", "a.jsonl:1.", "has 5,000 digits"),
         (ROW + '"text"\n', "a.jsonl:2 as a row", "It is text."),
         (ROW + "[1]\n", "a.jsonl:2 as a row", "It is an array."),
-        ("[" * 100_000, "as JSON Lines", "It holds a JSON array."),
+        ("[" * 100_000, "a.jsonl.", "nested too deep"),
         (ROW + '{"a":' * 100_000, "a.jsonl:2.", "nested too deep"),
-        ("[\n" + ROW + "]", "as JSON Lines", "It holds a JSON array."),
+        ("[\n" + ROW + "3]", "a.jsonl:3:1 as JSON", "Expecting ',' delimiter"),
         (ROW.encode() + b'{"text": "caf\xe9"}\n', "a.jsonl:2:14.", "0xe9 is not UTF-8"),
         (ROW.encode() + b'{"text": "a\x00"}\n', "a.jsonl:2:12.", "NUL byte"),
         (ROW.encode("utf-16"), "a.jsonl.", "It is UTF-16"),
@@ -99,7 +99,8 @@ BROKEN: dict[str, list[tuple[str | bytes, str, str]]] = {
     ],
     "a.json": [
         (ROW * 2, "as a JSON array", "It holds JSON Lines"),
-        ('{"rows": [1]}', "as a JSON array", "holds something else"),
+        ('{"rows": [1]}', "a.json:1 as a row", "It is a number."),
+        ('{"rows": [], "more": []}', "as a JSON array", "holds something else"),
         ('[{"text": "a"}]\n\n3', "as a JSON array", "more than one value"),
         ('[\n{"text": "a"},\n{"text": b}]', "a.json:3:10 as JSON", "Expecting value"),
         ('[{"text": "a"}\n{"text": "b"}]', "a.json:2:1 as JSON", "Expecting ',' delimiter"),
@@ -213,3 +214,25 @@ def test_other_endings_are_named(tmp_path: Path) -> None:
     assert "'.txt' is not one of a known format" in error_of(str(tmp_path / "a.txt"))
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}"))
     assert "compressed with gzip" in error_of(str(tmp_path / "a.jsonl.gz"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl", '[{"text": "a"}, {"text": "b"}]'),
+        ("a.json", '{"data": [{"text": "a"}, {"text": "b"}]}'),
+    ],
+)
+def test_arrays_are_read_as_other_tools_write_them(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    records = read_records(str(tmp_path / name))
+    assert [record.fields["text"] for record in records] == ["a", "b"]
+
+
+def test_a_folder_of_mixed_files_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "b.csv").write_text("question,answer\na,b\n")
+    with pytest.raises(DataError) as refused:
+        read_records(str(tmp_path))
+    assert "It holds files of several kinds: .csv, .jsonl." in str(refused.value)
+    assert f"'{tmp_path}/*.jsonl'" in str(refused.value)

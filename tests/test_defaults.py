@@ -1,0 +1,84 @@
+"""Defaults that learn: settings by rows and base, and runs that are too short."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from peftkit.defaults import (
+    EPOCH_STEPS,
+    FEWEST_STEPS,
+    batch_of,
+    defaults_for,
+    is_worth_packing,
+    learning_rate_of,
+    why_too_short,
+)
+from peftkit.recipe import load
+from peftkit.settings import TrainConfig
+
+
+@pytest.mark.parametrize("num_rows", [100, 180, 300, 640, 1_000, 5_000, 60_000])
+@pytest.mark.parametrize("tokens", [30, 400])
+def test_an_epoch_has_dozens_of_steps_whatever_the_rows(num_rows: int, tokens: int) -> None:
+    settings = defaults_for(num_rows, num_rows * tokens, 2_048)
+    rows = math.ceil(num_rows * tokens / 2_048) if settings.packing else num_rows
+    epoch_steps = math.ceil(rows / settings.batch_size)
+    assert epoch_steps >= EPOCH_STEPS
+    assert settings.num_steps == epoch_steps * settings.epochs >= 100
+
+
+def test_few_rows_are_not_packed_and_many_are() -> None:
+    assert not defaults_for(180, 180 * 60, 2_048).packing
+    assert defaults_for(60_000, 60_000 * 60, 2_048).packing
+    assert is_worth_packing(192)
+    assert not is_worth_packing(191)
+    assert [batch_of(number) for number in (9, 100, 300, 1_000, 10**6)] == [4, 4, 8, 16, 16]
+
+
+@pytest.mark.parametrize(
+    ("width", "rate"), [(384, 2e-3), (576, 1e-3), (1_536, 6e-4), (4_096, 3e-4), (None, 3e-4)]
+)
+def test_the_learning_rate_falls_with_the_width(width: int | None, rate: float) -> None:
+    assert learning_rate_of(width) == rate
+
+
+def test_the_newcomers_recipe_is_called_too_short() -> None:
+    config = TrainConfig(epochs=5, batch_size=4, gradient_accumulation=4)
+    told = why_too_short(config, 6, 180)
+    assert "5 optimizer steps" in told
+    assert "16 rows (train.batch_size x gradient_accumulation) of 6 (180 documents, packed)" in told
+    changes = "--set data.packing=false --set train.batch_size=4 --set train.gradient_accumulation"
+    assert changes in told
+    cured = TrainConfig(epochs=5, batch_size=4)
+    assert why_too_short(cured, 180, 180) == ""
+    assert cured.num_steps(180) >= FEWEST_STEPS
+
+
+def test_a_number_of_steps_that_was_asked_for_is_not_short() -> None:
+    assert why_too_short(TrainConfig(max_steps=2, batch_size=2), 9, 9) == ""
+    told = why_too_short(TrainConfig(max_steps=2, batch_size=32), 9, 9)
+    assert told.startswith("The batch is larger than the data")
+    assert "--set train.batch_size=4" in told
+
+
+def test_rows_too_few_for_any_batch_are_called_few() -> None:
+    told = why_too_short(TrainConfig(epochs=5, batch_size=2), 3, 3)
+    assert told.endswith("Add rows, or passes over them (train.epochs).")
+
+
+WIDTHS = {"smollm2-135m": 576, "Qwen2.5-0.5B": 896, "Qwen2.5-1.5B-Instruct": 1_536}
+WIDTHS |= {"Qwen2.5-3B": 2_048, "Qwen2.5-3B-Instruct": 2_048, "Llama-3.1-8B-Instruct": 4_096}
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_ready_made_recipes_keep_the_rule_of_the_learning_rate(file: Path) -> None:
+    recipe = load(file)
+    if recipe.task.type not in ("causal_lm", "distill"):
+        return
+    rate = learning_rate_of(WIDTHS[recipe.base.model.split("/")[-1]])
+    assert rate / 2.6 <= recipe.train.learning_rate <= rate * 2.6
+    assert recipe.train.rows_per_step() <= 16
