@@ -2,9 +2,10 @@
 
 Prompts are computed in chunks, each in a `Span` of exactly its size. A span that is the prefix of
 several answers stays where it is, and all of them read it. Any other moves into an `Arena`, in
-whose slots answers of similar length grow by a token at a time, without a copy. An answer that
-outgrows its arena moves to one with slots twice as long. Common prefixes of prompts are computed
-once (`Prefixes`), and kept as long as there is room.
+whose slots answers of similar final length grow by a token at a time, without a copy. An arena
+grows in place, layer by layer: slots and their lengths double, as far as its answers can need and
+memory allows. Common prefixes of prompts are computed once (`Prefixes`), and kept as long as there
+is room.
 
 Shapes: S slots, K heads of keys, C tokens of a slot, P tokens of a span, D head size.
 """
@@ -21,7 +22,9 @@ from torch import Tensor
 
 Pair = tuple[Tensor, Tensor]
 SMALLEST = 128
-"""Tokens of a slot in the smallest arena."""
+"""Tokens of a slot at first."""
+GRAIN = 32
+"""Lengths of slots are multiples of it, as the masks of GPUs' attention kernels want."""
 MIN_SHARED = 16
 """Tokens of the shortest prefix that is shared."""
 MIN_SAVED = 128
@@ -111,6 +114,11 @@ class Row:
         return 0 if self.base is None else self.base.end
 
     @property
+    def final_length(self) -> int:
+        """Tokens of the slot that it needs at its end."""
+        return slot_length(self.owner.num_tokens - self.start)
+
+    @property
     def has_room(self) -> bool:
         """Whether its slot has room for the next token."""
         return self.arena is not None and self.length < self.arena.capacity
@@ -126,13 +134,12 @@ class Arena:
     """Slots of one length; its rows fill the first ones, in the order of `rows`.
 
     Attributes:
-        capacity: Tokens of a slot.
-        num_slots: A power of two, at least the most rows that it has had at once.
+        num_slots, capacity: S and C.
         layers: Layer to keys and values (S, K, C, D).
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity, self.num_slots = capacity, 1
+    def __init__(self) -> None:
+        self.num_slots, self.capacity = 0, 0
         self.rows: list[Row] = []
         self.layers: dict[int, Pair] = {}
 
@@ -141,31 +148,37 @@ class Arena:
         """Whether another row needs larger tensors."""
         return len(self.rows) == self.num_slots
 
+    def resize(self, num_slots: int, capacity: int) -> None:
+        """Change the number of slots, and their length; no more than a layer exists twice."""
+        self.num_slots, self.capacity = num_slots, capacity
+        for layer in self.layers:
+            keys, values = self.layers[layer]
+            self.layers[layer] = self._resized(keys), self._resized(values)
+
+    def _resized(self, old: Tensor) -> Tensor:
+        # zeros: NaN in unused slots would survive the mask
+        new = old.new_zeros(self.num_slots, old.shape[1], self.capacity, old.shape[3])
+        slots, length = len(self.rows), min(self.capacity, old.shape[2])
+        new[:slots, :, :length] = old[:slots, :, :length]
+        return new
+
     def add(self, row: Row, layers: dict[int, Pair]) -> None:
         """Give a row the next slot, and copy its layers there, each (1, K, >= length, D)."""
-        if self.is_full:
-            self.num_slots *= 2
         row.arena, row.slot = self, len(self.rows)
-        self.rows.append(row)
         for layer, pair in layers.items():
             for cache, new in zip(self._tensors(layer, pair), pair, strict=True):
                 cache[row.slot, :, : row.length] = new[0, :, : row.length]
+        self.rows.append(row)
 
-    def remove(self, row: Row, slot: int) -> None:
+    def remove(self, row: Row) -> None:
         """Free a row's slot: the last row moves into it."""
         last = self.rows.pop()
         if last is row:
             return
         for pair in self.layers.values():
             for cache in pair:
-                if len(cache) > last.slot:
-                    cache[slot, :, : last.length] = cache[last.slot, :, : last.length]
-        self.rows[slot], last.slot = last, slot
-
-    def of_row(self, row: Row) -> dict[int, Pair]:
-        """Return a row's keys and values by layer, (1, K, C, D) each."""
-        at = slice(row.slot, row.slot + 1)
-        return {layer: (keys[at], values[at]) for layer, (keys, values) in self.layers.items()}
+                cache[row.slot, :, : last.length] = cache[last.slot, :, : last.length]
+        self.rows[row.slot], last.slot = last, row.slot
 
     def write(self, layer: int, index: Pair, keys: Tensor, values: Tensor) -> Pair:
         """Write one token into each of the first slots; return the layer's keys and values.
@@ -180,21 +193,17 @@ class Arena:
         return pair
 
     def _tensors(self, layer: int, like: Pair) -> Pair:
-        """Return a layer's keys and values; grow them to `num_slots` first."""
-        pair = self.layers.get(layer)
-        if pair is None or len(pair[0]) < self.num_slots:
-            # zeros: NaN in unused slots would survive the mask
-            size = self.num_slots
-            grown = [new.new_zeros(size, new.shape[1], self.capacity, new.shape[3]) for new in like]
-            for new, old in zip(grown, pair or (), strict=False):
-                new[: len(old)] = old
-            self.layers[layer] = pair = (grown[0], grown[1])
-        return pair
+        """Return a layer's keys and values, allocated by the first call."""
+        if layer not in self.layers:
+            size, length = self.num_slots, self.capacity
+            keys, values = (new.new_zeros(size, new.shape[1], length, new.shape[3]) for new in like)
+            self.layers[layer] = keys, values
+        return self.layers[layer]
 
 
-def capacity_for(length: int) -> int:
-    """Return the length of the shortest slots for this many tokens."""
-    return max(SMALLEST, power_of_two(length))
+def slot_length(tokens: int) -> int:
+    """Return the length of a slot for this many tokens."""
+    return -(-tokens // GRAIN) * GRAIN
 
 
 def power_of_two(number: int) -> int:

@@ -92,29 +92,35 @@ class Prefill:
         return out
 
 
+class Block(NamedTuple):
+    """What a decoding step computes of an arena: see `Decode`."""
+
+    arena: Arena
+    num_slots: int
+    length: int | None = None
+
+
 class Decode:
     """Forward passes over one token per row, as long as the rows stay the same.
 
     Args:
-        blocks: Arenas, and how many of their first slots to compute.
-        is_static: Whether shapes must not depend on the lengths of the rows, so that other rows in
-            these slots can use the same recording.
+        blocks: Arenas, how many of their first slots to compute, and how many tokens of each slot
+            to read; None: as many as the longest row has. Where it is given, shapes do not depend
+            on the lengths of the rows, so that other rows can use the same recording.
 
     Attributes:
         rows: In the order of the batch: arena by arena, slot by slot; None: an empty slot.
         tokens: (B, 1), the next ones.
     """
 
-    def __init__(
-        self, blocks: Sequence[tuple[Arena, int]], device: torch.device, *, is_static: bool = False
-    ) -> None:
-        self.device, self._is_static = device, is_static
-        ends = [0, *accumulate(size for _, size in blocks)]
+    def __init__(self, blocks: Sequence[Block], device: torch.device) -> None:
+        self.device = device
+        ends = [0, *accumulate(block.num_slots for block in blocks)]
         self._blocks = [
-            (arena, slice(begin, end))
-            for (arena, _), begin, end in zip(blocks, ends, ends[1:], strict=False)
+            (block, slice(begin, end))
+            for block, begin, end in zip(blocks, ends, ends[1:], strict=False)
         ]
-        slots = [slot for _, size in blocks for slot in range(size)]
+        slots = [slot for block in blocks for slot in range(block.num_slots)]
         self._slots = torch.tensor(slots, device=device)
         self._numbers = torch.zeros(3, len(slots), dtype=torch.long, device=device)
         self._lengths, self._starts = self._numbers[0], self._numbers[1]
@@ -124,9 +130,9 @@ class Decode:
     def fill(self) -> None:
         """Read the rows that are in the slots now."""
         self.rows: list[Row | None] = []
-        for arena, at in self._blocks:
-            empty = at.stop - at.start - len(arena.rows)
-            self.rows += [*arena.rows, *[None] * empty]
+        for block, _ in self._blocks:
+            rows = block.arena.rows
+            self.rows += [*rows, *[None] * (block.num_slots - len(rows))]
         numbers = [(0, 0, 0) if row is None else row.numbers for row in self.rows]
         self._numbers.copy_(torch.tensor(numbers).t())
         users: dict[Span, list[int]] = {}
@@ -145,7 +151,11 @@ class Decode:
     @property
     def has_room(self) -> bool:
         """Whether each row's slot has room for the next token."""
-        return all(row.has_room for row in self.rows if row is not None)
+        return all(
+            row.length < (block.arena.capacity if block.length is None else block.length)
+            for block, _ in self._blocks
+            for row in block.arena.rows
+        )
 
     def advance(self, tokens: Tensor) -> None:
         """Continue with the next tokens, (B, 1)."""
@@ -156,11 +166,11 @@ class Decode:
                 row.length += 1
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        for arena, at in self._blocks:
-            arena.write(layer, (self._slots[at], self._lengths[at]), keys[at], values[at])
+        for block, at in self._blocks:
+            block.arena.write(layer, (self._slots[at], self._lengths[at]), keys[at], values[at])
 
     def attend(self, layer: int, query: Tensor, layer_mask: LayerMask, scores: Scores) -> Tensor:
-        blocks = [self._block(layer, query, layer_mask, arena, at) for arena, at in self._blocks]
+        blocks = [self._block(layer, query, layer_mask, *block) for block in self._blocks]
         if not self._prefixes and scores.are_plain:
             out = [
                 functional.scaled_dot_product_attention(q, k, v, mask, scale=scores.scale)
@@ -176,14 +186,11 @@ class Decode:
         return partial.normalised(scores.sinks).to(query.dtype).view((*query.shape[:3], -1))
 
     def _block(
-        self, layer: int, query: Tensor, layer_mask: LayerMask, arena: Arena, at: slice
+        self, layer: int, query: Tensor, layer_mask: LayerMask, block: Block, at: slice
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return an arena's queries (b, K, G, D), keys and values (b, K, L, D), and mask."""
-        keys, values = arena.layers[layer]
-        longest = arena.capacity
-        if not self._is_static:
-            longest = 1 + max(row.length for row in arena.rows)
-        keys, values = (t[: at.stop - at.start, :, :longest] for t in (keys, values))
+        longest = block.length or 1 + max(row.length for row in block.arena.rows)
+        keys, values = (t[: block.num_slots, :, :longest] for t in block.arena.layers[layer])
         q = query[at].view(len(keys), keys.shape[1], -1, query.shape[-1])
         if at.start not in layer_mask.cache:
             first = self._starts[at, None]

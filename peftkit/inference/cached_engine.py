@@ -20,20 +20,25 @@ from torch import Tensor
 from peftkit.execution.plan import plan_of
 from peftkit.inference.cache import (
     MIN_READ,
+    SMALLEST,
     Arena,
     Prefixes,
     Row,
     Span,
-    capacity_for,
     power_of_two,
+    slot_length,
     worth_sharing,
 )
-from peftkit.inference.cached_attention import CachedAttention, Decode, Prefill, registered
+from peftkit.inference.cached_attention import (
+    Block,
+    CachedAttention,
+    Decode,
+    Prefill,
+    registered,
+)
 from peftkit.inference.engine import Completion, Engine, masked, table_of
 from peftkit.model.blocks import STREAMED, is_sharded
 
-PASS_TOKENS = 2048
-"""Tokens of prompts in one forward pass."""
 MAX_RECORDED = 32
 """CUDA graphs of decoding steps at most; the oldest goes."""
 LOOK_AHEAD = 128
@@ -78,7 +83,7 @@ class CachedEngine(Engine):
         left = self.limits.prefill
         self._admit()
         while self._prompts and left > 0:
-            left -= self._prefill(min(left, PASS_TOKENS))
+            left -= self._prefill(min(left, self.limits.pass_tokens))
             self._admit()
         if self._growing():
             self.num_passes += 1
@@ -92,40 +97,85 @@ class CachedEngine(Engine):
 
     def _admit(self) -> None:
         """Start waiting requests as long as there is room for them."""
-        held = sum(row.owner.num_tokens for row in self._growing())
-        held += sum(one.num_tokens for one in self._prompts.values() if one is not None)
-        held += self._prefixes.num_tokens
-        room, most = self.limits.rows - self.num_running, self.limits.tokens
+        room = self.limits.rows - self.num_running
         for completion in list(self._waiting):
-            full = most is not None and held + completion.num_tokens > most
-            if full and not (self._growing() or self._prompts):  # only prefixes are held
-                self._prefixes.drop()
-                held = 0
-            if room <= 0 or (full and held):
+            if room <= 0 or not self._has_room(completion):
                 return
-            spare = None if most is None else most - held - completion.num_tokens
-            if self._begin(completion, spare):
+            if self._begin(completion):
                 self._waiting.remove(completion)
-                held, room = held + completion.num_tokens, room - 1
+                room -= 1
 
-    def _begin(self, completion: Completion, spare: int | None) -> bool:
-        """Start a request; False if its shared prefix is not computed yet.
+    def _has_room(self, completion: Completion) -> bool:
+        """Whether an answer may start: the cache holds it, or nothing else runs."""
+        most = self.limits.tokens
+        if most is None or self._tokens_with(completion) <= most:
+            return True
+        is_alone = not (self._growing() or self._prompts)
+        if is_alone:
+            self._prefixes.drop()
+        if is_alone or self._tokens_with(completion, shrunk=True) <= most:
+            self._shrink()
+            return True
+        return False
+
+    def _tokens_with(self, completion: Completion, *, shrunk: bool = False) -> int:
+        """Return the tokens of the cache with another answer, as `_num_tokens` counts them."""
+        base = self._base_of(completion)
+        start = 0 if base is None or not base.is_read else len(base.tokens)
+        length = slot_length(completion.num_tokens - start)
+        return self._num_tokens(length, shrunk=shrunk) + len(completion.tokens) - start
+
+    def _num_tokens(self, *further: int, shrunk: bool = False) -> int:
+        """Return the tokens for which the cache allocates memory, once all prompts have slots.
 
         Args:
-            spare: Tokens of a prefix for which there is room beside the answer; None: any number.
+            further: Slots of other answers, by their final length.
+            shrunk: Whether empty slots are given back before.
         """
-        request = completion.request
-        target = list(request.ids[:-1])
-        base = self._prefixes.find(target, request.adapter)
+        lengths = self._final_lengths()
+        for length in further:
+            lengths.setdefault(power_of_two(length), []).append(length)
+        total = self._prefixes.num_tokens
+        total += sum(len(span.tokens) for span, one in self._prompts.items() if one is not None)
+        for size in lengths.keys() | self._arenas.keys():
+            group, arena = lengths.get(size, []), self._arenas.get(size)
+            num_slots, longest = len(group), max(group, default=0)
+            if arena is not None and not shrunk:
+                num_slots = max(num_slots, arena.num_slots)
+                longest = max(longest, arena.capacity)
+            total += num_slots * longest
+        return total
+
+    def _final_lengths(self) -> dict[int, list[int]]:
+        """Return the final lengths of the slots of all running answers, by arena."""
+        lengths: dict[int, list[int]] = {}
+        ends = [row.final_length for row in self._growing()]
+        ends += [
+            slot_length(one.num_tokens - span.start)
+            for span, one in self._prompts.items()
+            if one is not None
+        ]
+        for length in ends:
+            lengths.setdefault(power_of_two(length), []).append(length)
+        return lengths
+
+    def _base_of(self, completion: Completion) -> Span | None:
+        return self._prefixes.find(completion.tokens[:-1], completion.request.adapter)
+
+    def _begin(self, completion: Completion) -> bool:
+        """Start a request; False if its shared prefix is not computed yet."""
+        request, target = completion.request, completion.tokens[:-1]
+        base = self._base_of(completion)
         if base is not None and not base.is_ready:
             return False
         others = [
-            list(one.request.ids[:-1])
+            one.tokens[:-1]
             for one in (*islice(self._waiting, LOOK_AHEAD), *self._recent)
             if one is not completion and one.request.adapter == request.adapter
         ]
         size, users = worth_sharing(target, others)
-        has_room = spare is None or size <= spare
+        most = self.limits.tokens
+        has_room = most is None or self._tokens_with(completion) + size <= most
         if has_room and size > (0 if base is None else len(base.tokens)):
             self._share(target[:size], request.adapter, base, users)
             return False
@@ -198,27 +248,64 @@ class CachedEngine(Engine):
     # ------------------------------------------------------------- answers
 
     def _place(self, row: Row, layers: dict[int, tuple[Tensor, Tensor]]) -> None:
-        size = capacity_for(row.length + 1)
-        arena = self._arenas.setdefault(size, Arena(size))
-        if arena.is_full:
-            self._drop_empty(but=arena)
+        size = power_of_two(row.final_length)
+        arena = self._arenas.setdefault(size, Arena())
+        if arena.is_full or row.length >= arena.capacity:
+            self._resize(arena, [*arena.rows, row])
         arena.add(row, layers)
 
-    def _drop_empty(self, but: Arena | None = None) -> None:
+    def _resize(self, arena: Arena, rows: list[Row]) -> None:
+        """Grow an arena for some rows: to twice the slots and length where they can be of use."""
+        final = max(row.final_length for row in rows)
+        length = power_of_two(1 + max(row.length for row in rows))
+        capacity = max(arena.capacity, min(max(length, SMALLEST), final))
+        num_slots = max(arena.num_slots, len(rows))
+        if num_slots > arena.num_slots:
+            num_slots = max(num_slots, min(2 * arena.num_slots, self._most_slots(rows, capacity)))
+        self._forget_steps(arena)
+        arena.resize(num_slots, capacity)
+
+    def _most_slots(self, rows: list[Row], capacity: int) -> int:
+        """Return the slots that an arena with some rows may have beside all that runs."""
+        if self.limits.tokens is None:
+            return self.limits.rows
+        joining = [row.final_length for row in rows if row.arena is None]
+        running = self._final_lengths().get(power_of_two(rows[0].final_length), []) + joining
+        spare = self.limits.tokens - self._num_tokens(*joining)
+        return min(self.limits.rows, len(running) + spare // max(capacity, *running))
+
+    def _shrink(self) -> None:
+        """Give back empty slots, and lengths that no row needs."""
+        self._drop_empty()
+        for arena in self._arenas.values():
+            num_slots = len(arena.rows)
+            capacity = min(arena.capacity, max(row.final_length for row in arena.rows))
+            if (num_slots, capacity) != (arena.num_slots, arena.capacity):
+                self._forget_steps(arena)
+                arena.resize(num_slots, capacity)
+
+    def _drop_empty(self) -> None:
         """Free arenas without rows, and the steps that were recorded with them."""
-        used = {size: one for size, one in self._arenas.items() if one.rows or one is but}
-        if len(used) < len(self._arenas) or but is not None:
-            self._arenas = used
-            self._steps = {
-                key: step
-                for key, step in self._steps.items()
-                if all(arena in used.values() and arena is not but for arena, _ in step.blocks)
-            }
+        for size, arena in list(self._arenas.items()):
+            if not arena.rows:
+                del self._arenas[size]
+                self._forget_steps(arena)
+
+    def _forget_steps(self, arena: Arena) -> None:
+        """Drop the steps that read an arena's tensors, which change."""
+        self._batch = None
+        self._steps = {
+            key: step
+            for key, step in self._steps.items()
+            if all(block.arena is not arena for block in step.blocks)
+        }
 
     def _decode(self) -> None:
         """Compute the next token of each growing answer."""
         if self._batch is None or not self._batch.decode.has_room:
-            self._make_room()
+            for arena in self._arenas.values():
+                if not all(row.has_room for row in arena.rows):
+                    self._resize(arena, arena.rows)
             self._batch = _Batch(self._next_step())
         self._batch.step()
         self._drop_ended()
@@ -228,8 +315,8 @@ class CachedEngine(Engine):
         arenas = [self._arenas[size] for size in sorted(self._arenas) if self._arenas[size].rows]
         rows = [row for arena in arenas for row in arena.rows]
         if self.recorder is None or any(row.base is not None for row in rows):
-            return self._step([(arena, len(arena.rows)) for arena in arenas])
-        blocks = [(arena, power_of_two(len(arena.rows))) for arena in arenas]
+            return self._step([Block(arena, len(arena.rows)) for arena in arenas])
+        blocks = [_static_block(arena) for arena in arenas]
         # mixed adapters are stacked once for each order of rows
         names = [row.owner.request.adapter for row in rows]
         key = (tuple(blocks), tuple(names if len(set(names)) > 1 else names[:1]))
@@ -241,8 +328,8 @@ class CachedEngine(Engine):
             self._steps[key] = self._step(blocks, self.recorder)
         return self._steps[key]
 
-    def _step(self, blocks: list[tuple[Arena, int]], recorder: Recorder | None = None) -> _Step:
-        decode = Decode(blocks, self.model.device, is_static=recorder is not None)
+    def _step(self, blocks: list[Block], recorder: Recorder | None = None) -> _Step:
+        decode = Decode(blocks, self.model.device)
         first = next(row for row in decode.rows if row is not None).owner.request.adapter
         using = self._using(
             [first if row is None else row.owner.request.adapter for row in decode.rows]
@@ -253,23 +340,11 @@ class CachedEngine(Engine):
 
         return _Step(blocks, decode, run if recorder is None else recorder.step(run))
 
-    def _make_room(self) -> None:
-        """Move answers that have filled their slots to longer ones."""
-        for size in sorted(self._arenas):
-            arena = self._arenas[size]
-            for row in [row for row in arena.rows if row.length >= size]:
-                layers = arena.of_row(row)
-                slot = row.slot
-                self._place(row, layers)
-                arena.remove(row, slot)
-        if self.recorder is None:
-            self._drop_empty()
-
     def _drop_ended(self) -> None:
         """Free the slots of answers that have ended or were cancelled."""
         for row in [row for row in self._growing() if row.owner.ended_by is not None]:
             assert row.arena is not None
-            row.arena.remove(row, row.slot)
+            row.arena.remove(row)
             self._release(row.base)
             self._batch = None
         for span, completion in list(self._prompts.items()):
@@ -313,10 +388,17 @@ class CachedEngine(Engine):
         return logits
 
 
+def _static_block(arena: Arena) -> Block:
+    """Return the slots and lengths of a step that also serves rows after these."""
+    longest = power_of_two(1 + max(row.length for row in arena.rows))
+    num_slots = min(power_of_two(len(arena.rows)), arena.num_slots)
+    return Block(arena, num_slots, min(max(longest, SMALLEST), arena.capacity))
+
+
 class _Step(NamedTuple):
     """A forward pass over some slots, whatever rows they hold; `run` returns the logits."""
 
-    blocks: list[tuple[Arena, int]]
+    blocks: list[Block]
     decode: Decode
     run: Callable[[], Tensor]
 

@@ -102,6 +102,11 @@ class Completion:
         """Maximum number of tokens, with its prompt."""
         return len(self.request.ids) + self.max_new_tokens
 
+    @property
+    def tokens(self) -> list[int]:
+        """Its prompt and its tokens so far."""
+        return [*self.request.ids, *self.ids]
+
     def take(self, chosen: Chosen) -> None:
         """Take the next token."""
         if self.ended_by is not None:
@@ -156,16 +161,18 @@ class Limits:
 
     Attributes:
         rows: Answers that grow at once.
-        tokens: Tokens in the cache, of prompts and answers; None: no limit. An answer that needs
-            more runs alone.
+        tokens: Tokens for which the cache allocates memory, with slots that are empty or not full
+            yet; None: no limit. An answer that needs more runs alone.
         prefill: Tokens of prompts in a step; while they are computed, answers do not grow.
         prefix_tokens: Tokens of common prefixes that stay in the cache without a reader.
+        pass_tokens: Tokens of prompts in one forward pass.
     """
 
     rows: int = MAX_ROWS
     tokens: int | None = None
     prefill: int = 1 << 30
     prefix_tokens: int = 0
+    pass_tokens: int = 2048
 
 
 class Engine(ABC):

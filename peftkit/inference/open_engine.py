@@ -11,6 +11,7 @@ Shapes: B rows, T tokens of the longest prompt, V tokens of the vocabulary.
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from peftkit.data.pack import padded_rows
-from peftkit.execution.environment import free_now
+from peftkit.execution.environment import Environment, free_now
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Completion, Engine, Limits, Request, Use, masked, table_of
 from peftkit.inference.sampling import Sampling
@@ -40,8 +41,9 @@ from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import evaluating
 from peftkit.tasks.rows import num_virtual
 
-CACHE_SHARE = 0.5
-"""Of the free memory, for keys and values; slots may be twice as long as their contents."""
+CACHE_SHARE = {"cpu": 0.5, "cuda": 0.8}
+"""Of the free memory, for keys and values. The rest is for passes over prompts and the choice of
+tokens; on a CPU also for unpacked weights (`engine.COPY_SHARE`)."""
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 TOLERANCE_16_BIT = 0.1
 """Difference of logits, as a share of their standard deviation; a wrong mask makes it about 1."""
@@ -74,14 +76,29 @@ def open_engine(
 
 def tokens_that_fit(model: Any) -> int | None:
     """Return for how many tokens keys and values fit into memory; None: unknown."""
-    config, environment = model.config.get_text_config(), free_now(model.device)
+    environment = free_now(model.device)
+    size = bytes_per_token(model.config.get_text_config(), model.dtype)
+    if environment.memory is None or size is None:
+        return None
+    return int(cache_share(environment) * environment.usable) // size
+
+
+def cache_share(environment: Environment) -> float:
+    """Return the share of the free memory that keys and values may take."""
+    return CACHE_SHARE["cuda" if environment.on_gpu else "cpu"]
+
+
+def bytes_per_token(config: Any, dtype: torch.dtype) -> int | None:
+    """Return the bytes of a token's keys and values; None: the config does not say.
+
+    One layer is counted twice: so it exists while it grows.
+    """
     query_heads = getattr(config, "num_attention_heads", None)
     heads = getattr(config, "num_key_value_heads", None) or query_heads
-    if environment.memory is None or not (isinstance(heads, int) and isinstance(query_heads, int)):
+    if not (isinstance(heads, int) and isinstance(query_heads, int)):
         return None
     size = getattr(config, "head_dim", None) or config.hidden_size // query_heads
-    bytes_per_token = 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
-    return int(CACHE_SHARE * environment.usable) // bytes_per_token
+    return int(2 * (config.num_hidden_layers + 1) * heads * size * dtype.itemsize)
 
 
 def why_plain(model: Any, tokenizer: Any) -> str | None:
@@ -163,7 +180,7 @@ class PlainEngine(Engine):
     def step(self) -> None:
         waiting = [one for one in self._waiting if one.ended_by is None]
         texts = list(takewhile(lambda one: one.request.inputs is None, waiting))
-        batch = texts[: min(self.limits.rows, PLAIN_ROWS)] or waiting[:1]
+        batch = texts[: self._num_rows(texts)] or waiting[:1]
         self._batch, self._waiting = batch, deque(waiting[len(batch) :])
         if not batch:
             return
@@ -177,6 +194,17 @@ class PlainEngine(Engine):
                 self.answer(batch, inputs)
         finally:
             self._batch = ()
+
+    def _num_rows(self, rows: Sequence[Completion]) -> int:
+        """Return how many of the first rows fit into a batch, at least one."""
+        most = math.inf if self.limits.tokens is None else self.limits.tokens
+        number = longest = 0
+        for row in rows[: min(self.limits.rows, PLAIN_ROWS)]:
+            longest = max(longest, row.num_tokens)
+            if number and (number + 1) * longest > most:
+                break
+            number += 1
+        return number
 
     def answer(self, rows: Sequence[Completion], inputs: Mapping[str, Tensor]) -> None:
         """Run a batch until its last row has ended.

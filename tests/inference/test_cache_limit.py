@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Limits, Request
-from peftkit.inference.open_engine import why_plain
+from peftkit.inference.open_engine import open_engine, why_plain
 from peftkit.inference.sampling import Sampling
+from tests.families import EOS, FAMILIES
+from tests.inference.test_engine import MODELS
+from tests.simulated_gpu.simulation import simulated
 
+TOKENIZER: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
 MOST_STEPS = 3000
+BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4
+"""Keys and values of two layers with two heads of eight float32 numbers."""
 
 
 def finished(engine: CachedEngine) -> bool:
@@ -36,3 +43,81 @@ def test_a_common_beginning_that_fills_the_cache_ends_no_work(
         answers = [engine.submit(Request(prompt, sampling)) for _ in range(3)]
         assert finished(engine), (engine.num_waiting, engine.num_running)
     assert [one.ids for one in answers] == [alone.ids] * 3
+
+
+SIZES = [(3, 12), (90, 30), (40, 100), (5, 150), (7, 12), (60, 60), (30, 90), (12, 110)] * 3
+
+
+def allocated(engine: CachedEngine) -> int:
+    """Return the bytes of all keys and values that exist."""
+    spans = [*engine._prompts, *engine._prefixes._spans]
+    holders = [*engine._arenas.values(), *{id(span): span for span in spans}.values()]
+    return sum(t.nbytes for one in holders for pair in one.layers.values() for t in pair)
+
+
+def most_allocated(engine: CachedEngine, common: int, number: int) -> tuple[int, int]:
+    """Answer requests of many lengths; return the most bytes and the most answers at once."""
+    for at, (length, further) in enumerate(SIZES[:number]):
+        prompt = [5] * common + [6 + at] * length
+        engine.submit(Request(prompt, Sampling(further)))
+    most = num_running = 0
+    for _ in range(MOST_STEPS):
+        if engine.is_idle:
+            break
+        engine.step()
+        num_running = max(num_running, engine.num_running)
+        most = max(most, allocated(engine))
+    assert engine.is_idle
+    return most, num_running
+
+
+@pytest.mark.parametrize("tokens", [600, 1000, 2500])
+@pytest.mark.parametrize("common", [0, 50])
+def test_what_is_allocated_stays_below_the_limit(
+    llama: Any, tokenizer: Any, tokens: int, common: int
+) -> None:
+    limits = Limits(tokens=tokens, prefix_tokens=100, pass_tokens=64)
+    assert why_plain(llama, tokenizer) is None
+    with CachedEngine(llama, tokenizer, limits) as engine:
+        engine.ends = frozenset()
+        most, num_running = most_allocated(engine, common, len(SIZES))
+    assert num_running > 2
+    assert 0.8 < most / (tokens * BYTES_PER_TOKEN) <= 1
+
+
+def test_recorded_steps_keep_no_more(llama: Any) -> None:
+    with simulated():
+        model = llama.to("cuda")
+        assert why_plain(model, TOKENIZER) is None
+        with CachedEngine(model, TOKENIZER, Limits(tokens=600)) as engine:
+            most, num_running = most_allocated(engine, 0, 8)
+            assert engine.recorder is not None
+            assert engine.recorder.num_recorded > 1
+    assert num_running > 2
+    assert most <= 600 * BYTES_PER_TOKEN
+
+
+def test_the_peak_of_a_card_is_that_of_the_limit_and_of_a_layer_that_grows() -> None:
+    with simulated() as card:
+        model: Any = FAMILIES["llama"]().eval().to("cuda")
+        assert why_plain(model, TOKENIZER) is None
+        with CachedEngine(model, TOKENIZER, Limits(tokens=1500, pass_tokens=16)) as engine:
+            engine.recorder = None
+            gc.collect()
+            before = card.allocated
+            card.reset()
+            most_allocated(engine, 0, 12)
+        cache = 1500 * BYTES_PER_TOKEN
+        assert 0.7 * cache < card.peak - before < 1.5 * cache  # one of two layers exists twice
+
+
+def test_a_plain_batch_has_as_many_rows_as_the_limit_holds(tokenizer: Any) -> None:
+    model: Any = MODELS["jamba"]().eval()
+    sizes: list[int] = []
+    with open_engine(model, tokenizer, Limits(tokens=60)) as engine:
+        watch = model.register_forward_pre_hook(
+            lambda module, args, named: sizes.append(len(named["input_ids"])), with_kwargs=True
+        )
+        engine.answers([[7, 8, 9]] * 5, Sampling(max_new_tokens=12))
+        watch.remove()
+    assert list(dict.fromkeys(sizes)) == [4, 1]

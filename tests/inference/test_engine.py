@@ -174,7 +174,7 @@ def test_an_answer_that_is_not_wanted_leaves_at_the_next_token(
 def test_tokens_at_once_are_bounded_and_what_needs_more_is_made_alone(
     llama: Any, tokenizer: Tokenizer
 ) -> None:
-    with CachedEngine(llama, tokenizer, Limits(tokens=30)) as engine:
+    with CachedEngine(llama, tokenizer, Limits(tokens=70)) as engine:
         completions = [
             engine.submit(Request([7, 8], Sampling(max_new_tokens=10))) for _ in range(5)
         ]
