@@ -56,12 +56,12 @@ class Launcher:
         problem = self._problems.get(key)
         if self._kernels is None or not x.is_cuda or problem:
             return None
-        if problem is not None:
-            return getattr(self._kernels, name)(x, *args)
+        run = getattr(self._kernels, name)
         try:
-            result = getattr(self._kernels, name)(x, *args)
+            with torch.cuda.device(x.device):  # Triton launches on the thread's current card
+                result = run(x, *args)
         except Exception as error:
-            if is_out_of_memory(error):
+            if problem is not None or is_out_of_memory(error):
                 raise
             self._problems[key] = one_line(error)
             self._unreported.append(f"{name} ({str(x.dtype).removeprefix('torch.')})")

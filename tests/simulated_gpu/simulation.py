@@ -149,16 +149,46 @@ class Graph:
                         made.copy_(new)
 
 
-@contextmanager
-def recording(graph: Graph, **_: Any) -> Iterator[None]:
-    """Record what is launched; whatever makes the host wait is an error."""
-    tensors.CARD.wait("torch.cuda.graph()")
-    tensors.CARD.graph = graph
-    try:
-        yield
-    finally:
+class Recording:
+    """torch.cuda.graph: records what is launched; whatever makes the host wait is an error.
+
+    As torch's, one that breaks off ends in an error of its own, and the thread stays on the stream
+    that was recorded.
+    """
+
+    def __init__(self, graph: Graph, **_: Any) -> None:
+        self._graph, self._before = graph, None
+
+    def __enter__(self) -> None:
+        tensors.CARD.wait("torch.cuda.graph()")
+        self._before, tensors.CARD.stream = tensors.CARD.stream, Stream(is_default=True)
+        tensors.CARD.graph = self._graph
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
         tensors.CARD.graph = None
-    graph.spoil()
+        if kind is not None:
+            raise torch.AcceleratorError(
+                "CUDA error: operation failed due to a previous error during capture"
+            )
+        tensors.CARD.stream = self._before
+        self._graph.spoil()
+
+
+class CurrentCard:
+    """torch.cuda.device: another card is this thread's current one within the context."""
+
+    def __init__(self, device: Any) -> None:
+        number = device if isinstance(device, int | None) else torch.device(device).index
+        self._number = -1 if number is None else number
+        self._before: list[int] = []
+
+    def __enter__(self) -> None:
+        self._before.append(tensors.CARD.current)
+        if self._number >= 0:
+            tensors.CARD.current = self._number
+
+    def __exit__(self, *_: Any) -> None:
+        tensors.CARD.current = self._before.pop()
 
 
 def _answers(card: Card) -> dict[str, Any]:
@@ -228,10 +258,10 @@ def _answers(card: Card) -> dict[str, Any]:
         "current_stream": lambda device=None: card.stream,
         "default_stream": lambda device=None: card.stream,
         "stream": lambda stream: nullcontext() if stream is None else stream,
-        "device": lambda device: nullcontext(),
+        "device": CurrentCard,
         "is_current_stream_capturing": lambda: card.graph is not None,
         "CUDAGraph": Graph,
-        "graph": recording,
+        "graph": Recording,
         "graph_pool_handle": lambda: (0, 1),
     }
 

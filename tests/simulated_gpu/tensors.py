@@ -69,7 +69,6 @@ class Card:
     memory: int = 150 * 10**9
     capability: tuple[int, int] = (9, 0)
     count: int = 1
-    current: int = 0
     allocated: int = 0
     peak: int = 0
     reserved: int = 0
@@ -97,6 +96,15 @@ class Card:
     @stream.setter
     def stream(self, stream: Any) -> None:
         self._chosen.stream = stream
+
+    @property
+    def current(self) -> int:
+        """The number of this thread's card: the first one for a new thread."""
+        return getattr(self._chosen, "current", 0)
+
+    @current.setter
+    def current(self, number: int) -> None:
+        self._chosen.current = number
 
     def reset(self) -> None:
         """Begin to count anew."""

@@ -9,7 +9,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from peftkit.base.load import load_base
 from peftkit.execution.environment import SEGMENTS, as_current, default_device
@@ -95,6 +95,23 @@ def test_a_kernel_whose_dtype_an_old_card_lacks_says_which_one_it_has() -> None:
         assert fused.TRITON.report() == ""
     values = on_cpu(gate)
     assert torch.equal(on_cpu(found), torch.nn.functional.silu(values) * values)
+
+
+def test_kernels_are_launched_on_the_card_of_their_tensors() -> None:
+    """Triton takes the thread's current card, which is the first one in a new thread."""
+    seen: list[int] = []
+
+    class Noted:
+        def gated(self, *args: Any) -> Tensor:
+            seen.append(torch.cuda.current_device())
+            return torch.empty(0)
+
+    with simulated(Card(count=2)):
+        launcher, gate = fused.Launcher(Noted()), torch.ones(3, device="cuda:1")
+        for _ in range(2):
+            launcher.launch("gated", gate, gate, "silu")
+        assert torch.cuda.current_device() == 0
+    assert seen == [1, 1]
 
 
 def test_memory_that_runs_out_is_no_broken_kernel() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -125,6 +126,41 @@ def test_a_backward_pass_keeps_to_the_card(card: Card) -> None:
     expected = torch.zeros(5, 3)
     expected[1:3] = 2 * on_cpu(x.detach())[1:3]
     assert torch.equal(on_cpu(x.grad), expected)
+
+
+def test_each_thread_has_a_current_card_of_its_own() -> None:
+    seen: list[Tensor] = []
+    with simulated(Card(count=2)):
+        torch.cuda.set_device(1)
+        worker = threading.Thread(target=lambda: seen.append(torch.ones(1, device="cuda")))
+        worker.start()
+        worker.join()
+        with torch.cuda.device(0):
+            seen.append(torch.ones(1, device="cuda"))
+        seen.append(torch.ones(1, device="cuda"))
+    assert [tensor.device.index for tensor in seen] == [0, 0, 1]
+
+
+def test_a_recording_that_breaks_off_leaves_the_thread_on_its_stream(card: Card) -> None:
+    """As torch.cuda.graph does, whose exit raises before it gives the stream back."""
+    before, x = torch.cuda.current_stream(), torch.ones(3, device="cuda")
+    with (
+        pytest.raises(RuntimeError, match="previous error during capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        x.sum().item()
+    assert torch.cuda.current_stream() is not before
+
+
+def test_pinned_memory_is_rounded_up_kept_and_limited(card: Card) -> None:
+    kept = [torch.empty(300, pin_memory=True)]
+    assert card.pinned.held == 2048
+    kept.clear()
+    kept.append(torch.empty(400, pin_memory=True))
+    assert card.pinned.held == 2048  # the same block
+    card.pinned.limit = 3000
+    with pytest.raises(RuntimeError, match="out of memory"):
+        torch.empty(300, pin_memory=True)
 
 
 def test_a_real_card_answers_what_tests_ask(card: Card) -> None:
