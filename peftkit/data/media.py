@@ -107,6 +107,11 @@ class Media:
     def __repr__(self) -> str:
         return f"{self.name} {self._digest or self.source}"
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the hash of its bytes is known."""
+        return bool(self._digest)
+
     @classmethod
     def require(cls) -> None:
         """Raise DataError if a package that decodes such media is not installed."""

@@ -18,6 +18,7 @@ no lock. It would replace the pool and the file, not the columns, counts and err
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import json
@@ -60,6 +61,8 @@ MAX_PROCESSES = 16
 REREAD_BYTES = 256 << 20
 """A larger file with invalid rows is not read again to count them all."""
 ENCODING_PACKAGES = ("transformers", "tokenizers")
+DAMAGED = (OSError, ValueError, LookupError, TypeError, NotImplementedError, MemoryError)
+"""What reading a damaged file of Arrow, or its facts, raises."""
 
 # ------------------------------------------------------------------- defined by a task
 
@@ -232,7 +235,7 @@ def _cached(where: str, folder: Path, encoder: RowEncoder) -> StoredRows | None:
     """Open the rows of a folder; None if they are missing, damaged, or name changed files."""
     try:
         rows = StoredRows(where, folder, encoder.kind)
-    except (OSError, ValueError, KeyError):
+    except DAMAGED:
         return None
     return rows if rows.is_current else None
 
@@ -294,6 +297,7 @@ def _write(
     counts: Counter[str] = Counter()
     is_used: dict[str, bool] = {}
     num_read = num_rows = 0
+    digest = hashlib.sha256()
     with (
         pa.OSFile(str(folder / ROWS), "wb") as file,
         pa.ipc.new_stream(file, columns_of(encoder.kind).schema) as writer,
@@ -307,6 +311,7 @@ def _write(
             num_read += block.num_read
             num_rows += len(block.batch)
             writer.write_batch(block.batch)
+            _feed(digest, block.batch)
             done = int(block.last.rpartition(":")[2]) if num_lines else num_read
             on_event(Progress(f"Encoding {where}", done, max(done, num_lines)))
     if not num_read:
@@ -318,8 +323,15 @@ def _write(
         "num_read": num_read,
         "num_rows": num_rows,
         "num_bytes": (folder / ROWS).stat().st_size,
+        "sha256": digest.hexdigest(),
     }
     (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+
+
+def _feed(digest: Any, batch: Any) -> None:
+    """Hash the columns that say which rows there are; each row has a digest of its content."""
+    for name in ("line", "status", "tokens", "digest"):
+        digest.update(batch.column(name).to_numpy().tobytes())
 
 
 def _check_agreed(agreed: Mapping[str, str], block: Block, where: str) -> None:
@@ -465,6 +477,7 @@ class Columns:
         self._tuples = {name for name in names if get_origin(hints[name]) is tuple}
         self._ints = {name for name, type in types.items() if type == pa.large_list(pa.int32())}
         self._floats = {name for name, type in types.items() if type == pa.large_list(pa.float64())}
+        self._fractions = {name for name, type in types.items() if "double" in str(type)}
         facts = {"line": pa.int64(), "source": pa.large_string(), "status": pa.int8()}
         facts |= {"tokens": pa.int32(), "digest": pa.int64()}
         self.schema = pa.schema(facts | {f"row.{name}": type for name, type in types.items()})
@@ -498,21 +511,26 @@ class Columns:
         arrays = [pa.array(columns[field.name], field.type) for field in self.schema]
         return pa.record_batch(arrays, schema=self.schema)
 
-    def row(self, table: Any, index: int, source: str) -> Any:
-        """Return a row of a table."""
+    def row(self, table: Any, index: int, source: str) -> tuple[Any, int | None]:
+        """Return a row of a table and its digest; None: its media have not been read."""
         values: dict[str, Any] = {}
+        ints: dict[str, bytes] = {}
         for name in self._names:
             scalar = table.column(f"row.{name}")[index]
             if name in self._media:
                 media = tuple(self._media[name].opened(one, source) for one in scalar.values)
                 values[name] = media if name in self._tuples else media[0]
             elif name in self._ints or name in self._floats:  # much faster than as_py
-                values[name] = tuple(scalar.values.to_numpy(zero_copy_only=False).tolist())
+                numbers = scalar.values.to_numpy(zero_copy_only=False)
+                values[name] = tuple(numbers.tolist())
+                ints[name] = numbers.tobytes()
             else:
                 values[name] = _with_tuples(scalar.as_py())
         for name in self._labels:
             values[name] = labels_of(values["input_ids"], values[name])
-        return self._kind(**values, source=source)
+        row = self._kind(**values, source=source)
+        is_read = all(one.is_read for name in self._media for one in self._media_of(values, name))
+        return row, self._digest(row, ints) if is_read else None
 
     def values(self, table: Any, name: str) -> Tensor:
         """Return the numbers of a field, lists one after the other; dropped rows have none."""
@@ -538,22 +556,32 @@ class Columns:
         for name in self._labels:
             values[name] = _bounds(values[name])
         for name in self._media:
-            media = values[name] if name in self._tuples else (values[name],)
-            values[name] = [one.stored() for one in media]
+            values[name] = [one.stored() for one in self._media_of(values, name)]
         return values
+
+    def _media_of(self, values: Mapping[str, Any], name: str) -> Sequence[Any]:
+        return values[name] if name in self._tuples else (values[name],)
 
     def digest(self, row: Any, stored: Mapping[str, Any] | None = None) -> int:
         """Return 64 bits that are equal for rows of equal content, whatever their source."""
         stored = self._stored(row) if stored is None else stored
+        return self._digest(row, {n: array("i", stored[n]).tobytes() for n in self._ints})
+
+    def _digest(self, row: Any, ints: Mapping[str, bytes]) -> int:
+        """Return the digest of a row whose integers are given as they are stored."""
         contents = [
-            array("i", stored[name]).tobytes()
+            ints[name]
             if name in self._ints
-            else repr(getattr(row, name)).encode("utf-8", "surrogatepass")
+            else self._text(name, getattr(row, name)).encode("utf-8", "surrogatepass")
             for name in self._names
         ]
         sizes = array("q", map(len, contents)).tobytes()
         digest = hashlib.blake2b(sizes + b"".join(contents), digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
+
+    def _text(self, name: str, value: Any) -> str:
+        """Return a value as text, which is the same for the value that Arrow gives back."""
+        return repr(_as_stored(value, float if name in self._fractions else None))
 
 
 def columns_of(kind: type[Any]) -> Columns:
@@ -596,6 +624,13 @@ def _with_tuples(value: Any) -> Any:
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
+def _as_stored(value: Any, number: type[float] | None) -> Any:
+    """Return a value as Arrow gives it back: tuples for lists, and numbers of its column's type."""
+    if isinstance(value, list | tuple):
+        return tuple(_as_stored(item, number) for item in value)
+    return value if number is None or value is None else number(value)
+
+
 def labels_of(ids: Sequence[int], bounds: Sequence[int]) -> tuple[int, ...]:
     """Return a row's labels: its tokens between the bounds of targets, IGNORE elsewhere."""
     labels = [IGNORE] * len(ids)
@@ -633,7 +668,7 @@ class StoredRows(LazyRows):
         counts, agreed, unused: See `EncodedRows`.
 
     Raises:
-        OSError, ValueError, KeyError: The folder does not hold what `_write` writes, or is damaged.
+        One of DAMAGED: The folder does not hold what `_write` writes, or is damaged.
     """
 
     def __init__(self, where: str, folder: Path, kind: type[Any]) -> None:
@@ -645,8 +680,15 @@ class StoredRows(LazyRows):
         with pa.memory_map(str(folder / ROWS)) as file:
             table = pa.ipc.open_stream(file).read_all()
         self.where, self._columns, self._table = where, columns_of(kind), table
+        self._facts = folder / FACTS
         if len(table) != facts["num_rows"] or table.schema != self._columns.schema:
             raise ValueError("other columns")
+        table.validate(full=True)  # of lists only where they begin and end: 8 bytes of each row
+        digest = hashlib.sha256()
+        for batch in table.to_batches():
+            _feed(digest, batch)
+        if digest.hexdigest() != facts["sha256"]:
+            raise ValueError("damaged")
         status = _numbers(table.column("status"))
         self._kept = (status == KEPT).nonzero().flatten()
         self._dropped = (status != KEPT).nonzero().flatten()
@@ -661,7 +703,27 @@ class StoredRows(LazyRows):
 
     def row(self, place: int) -> Any:
         index = int(self._kept[place])
-        return self._columns.row(self._table, index, self._source(index))
+        source = self._source(index)
+        try:
+            row, digest = self._columns.row(self._table, index, source)
+        except Exception as error:  # whatever other bytes look like
+            raise self._damaged(source) from error
+        if digest not in (None, int(self.digests[place])):
+            raise self._damaged(source)
+        return row
+
+    def _damaged(self, source: str) -> DataError:
+        """Return the error for a row that was not encoded so; the next start encodes it anew."""
+        with contextlib.suppress(OSError):
+            self._facts.unlink(missing_ok=True)
+        folder = self._facts.parent
+        again = f"Delete {folder} and start" if self._facts.exists() else "Start"
+        return DataError(
+            f"{source}: its encoded row is damaged.",
+            found=f"The file that holds it has changed since it was written: {folder / ROWS}",
+            fix=f"{again} again, with --resume if a step was saved: the rows are encoded anew. "
+            "If it happens often, test the disk and the memory.",
+        )
 
     def values(self, name: str) -> Tensor:
         return self._columns.values(self._table, name)

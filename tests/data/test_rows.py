@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from peftkit.data.encode import BEYOND, NOTHING, DocumentEncoder, Encoder
 from peftkit.data.format import parse
 from peftkit.data.load import read_records
 from peftkit.data.pack import IGNORE
-from peftkit.data.rows import cache_folder, encoded, labels_of
+from peftkit.data.rows import cache_folder, columns_of, encoded, labels_of, row_digest
 from peftkit.errors import DataError, RunError
 
 
@@ -100,6 +101,43 @@ def test_a_torn_file_of_the_cache_is_made_again(tmp_path: Path, encoder: Documen
     rows.write_bytes(whole[:200])
     assert list(encoded(str(path), encoder)) == before
     assert rows.read_bytes() == whole
+
+
+def test_a_flipped_bit_in_the_cache_is_never_trained_on(
+    tmp_path: Path, encoder: DocumentEncoder
+) -> None:
+    path = write(tmp_path / "a.jsonl", 9)
+    before = list(encoded(str(path), encoder))
+    (folder,) = cache_folder().glob("[!.]*")
+    rows, facts = folder / "rows.arrow", folder / "facts.json"
+    whole, written = rows.read_bytes(), facts.read_text()
+    num_refused = 0
+    for position in range(3, len(whole), max(1, len(whole) // 97)):
+        flipped = bytearray(whole)
+        flipped[position] ^= 1 << position % 8
+        rows.write_bytes(flipped)
+        try:
+            assert list(encoded(str(path), encoder)) == before
+        except DataError as error:
+            num_refused += "its encoded row is damaged" in str(error)
+            assert list(encoded(str(path), encoder)) == before  # encoded anew
+        rows.write_bytes(whole)
+        facts.write_text(written)
+    assert num_refused > 10
+
+
+def test_numbers_and_lists_have_the_digest_of_what_is_read_back(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Loose:
+        input_ids: tuple[int, ...]
+        weight: float
+        words: tuple[str, ...]
+        source: str
+
+    row: Any = Loose((3, 4), 1, ["a", "b"], "x:1")  # type: ignore[arg-type]
+    columns = columns_of(Loose)
+    read, digest = columns.row(columns.batch("x", [row]), 0, "x:1")
+    assert digest == row_digest(row) == row_digest(read)
 
 
 @pytest.mark.parametrize("kind", ["csv", "json", "folder"])
