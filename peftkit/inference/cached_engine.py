@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from peftkit.inference.cached_attention import (
     Prefill,
     registered,
 )
-from peftkit.inference.engine import Completion, Engine, masked, table_of
+from peftkit.inference.engine import FEWEST_TOKENS, Completion, Engine, Limits, masked, table_of
 from peftkit.model.blocks import STREAMED, is_sharded
 
 MAX_RECORDED = 32
@@ -77,7 +78,7 @@ class CachedEngine(Engine):
         return len(self._growing()) + sum(one is not None for one in self._prompts.values())
 
     @torch.no_grad()
-    def step(self) -> None:
+    def _advance(self) -> None:
         """Compute some tokens of prompts, and the next token of each growing answer."""
         self._drop_ended()
         left = self.limits.prefill
@@ -89,6 +90,19 @@ class CachedEngine(Engine):
             self.num_passes += 1
             self._decode()
         self._prefixes.trim(one.request.ids for one in self._waiting)
+
+    def _take_back(self) -> list[Completion]:
+        running = [row.owner for row in self._growing()]
+        running += [one for one in self._prompts.values() if one is not None]
+        self._prompts, self._arenas, self._batch, self._steps = {}, {}, None, {}
+        self._prefixes = Prefixes(self.limits.prefix_tokens)
+        return [one for one in running if one.ended_by is None]
+
+    def _lower_limits(self, num_running: int) -> Limits | None:
+        rows, tokens = max(num_running // 2, 1), self.limits.pass_tokens
+        if num_running == 1 and tokens <= FEWEST_TOKENS:
+            return None
+        return replace(self.limits, rows=rows, pass_tokens=max(tokens // 2, FEWEST_TOKENS))
 
     # ------------------------------------------------------------- prompts
 

@@ -10,11 +10,13 @@ In a `CachedEngine` answers join and leave at any token; a `PlainEngine` answers
 
 from __future__ import annotations
 
+import logging
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -22,7 +24,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from peftkit.adapter import prepared_for_serving
-from peftkit.errors import DataError
+from peftkit.errors import DataError, RunError
+from peftkit.execution.out_of_memory import is_out_of_memory, release_memory
 from peftkit.execution.plan import plan_of
 from peftkit.inference.sampling import (
     Chosen,
@@ -35,6 +38,7 @@ from peftkit.inference.sampling import (
 from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import evaluating
 from peftkit.quant.layers import copies_kept
+from peftkit.tasks.batches import NO_ROOM
 from peftkit.tasks.loss import find_head
 from peftkit.tasks.rows import num_virtual
 
@@ -45,9 +49,17 @@ COPY_SHARE = 0.5
 """Of the free main memory, for unpacked copies of weights."""
 MAX_ROWS = 64
 """Answers that grow at once."""
+FEWEST_TOKENS = 128
+"""Tokens of prompts in a forward pass, at least, when memory has run out."""
+
+_LOG = logging.getLogger(__name__)
+_rows_that_fit: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""By model: the rows for which memory has not run out yet, where it has run out before."""
 
 OnAnswer = Callable[[int], None]
 """Receives the number of answers that have ended, as it grows."""
+OnFewer = Callable[[int], None]
+"""Receives the number of answers that grow at once from now on, when memory has run out."""
 Use = Callable[[Sequence[str | None]], AbstractContextManager[None]]
 """Switches the model to the adapters of the rows of a batch (`AdapterBank.use`)."""
 
@@ -134,6 +146,11 @@ class Completion:
         return [one.log_prob for one in self.chosen] if self.request.log_probs else []
 
 
+def log_fewer(number: int) -> None:
+    """Log that memory has run out: the default of `OnFewer`."""
+    _LOG.warning("Memory ran out: %d answers at a time from here on; none is lost.", number)
+
+
 def masked(logits: Tensor, rows: Sequence[Completion | None]) -> Tensor:
     """Set logits (B, V) to -inf for tokens that a row's constraint does not allow."""
     for index, row in enumerate(rows):
@@ -175,10 +192,29 @@ class Limits:
     pass_tokens: int = 2048
 
 
+class AnswerTooLarge(RunError):
+    """Memory ran out for one answer by itself; the engine goes on without it.
+
+    Attributes:
+        completion: The answer.
+    """
+
+    def __init__(self, completion: Completion) -> None:
+        left = completion.max_new_tokens - len(completion.ids)
+        super().__init__(
+            "memory ran out while one prompt was answered",
+            found=f"It has {len(completion.tokens):,} tokens, and up to {left:,} follow.",
+            fix=NO_ROOM,
+        )
+        self.completion = completion
+
+
 class Engine(ABC):
     """Makes answers, each with its own settings, adapter and end.
 
-    Within its context the model is in eval mode, and nothing else may run it.
+    Within its context the model is in eval mode, and nothing else may run it. Where memory runs
+    out, the answers that grow wait again with the tokens that they have, and half as many grow at
+    once from then on; later engines of the model begin with so many.
 
     Attributes:
         num_passes: Forward passes so far.
@@ -186,13 +222,20 @@ class Engine(ABC):
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, limits: Limits | None = None, use: Use | None = None
+        self,
+        model: Any,
+        tokenizer: Any,
+        limits: Limits | None = None,
+        use: Use | None = None,
+        on_fewer: OnFewer | None = None,
     ) -> None:
-        self.model, self.limits = model, limits or Limits()
+        limits = limits or Limits()
+        rows = min(limits.rows, _rows_that_fit.get(model, limits.rows))
+        self.model, self.limits = model, replace(limits, rows=rows)
         self.num_passes = 0
         self.ends = end_tokens(model, tokenizer)
         self._pad = tokenizer.pad_token_id
-        self._use = use
+        self._use, self._on_fewer = use, on_fewer or log_fewer
         self._waiting: deque[Completion] = deque()
         self._stack = ExitStack()
 
@@ -216,9 +259,53 @@ class Engine(ABC):
     def num_running(self) -> int:
         """Number of answers that grow or whose prompts are being computed."""
 
-    @abstractmethod
     def step(self) -> None:
+        """Advance by a token of each answer, or by a batch.
+
+        Raises:
+            AnswerTooLarge: Memory ran out for one answer by itself.
+        """
+        try:
+            self._advance()
+        except Exception as error:
+            # processes that share a base would have to take fewer rows together
+            if not is_out_of_memory(error) or is_sharded(self.model):
+                raise
+        else:
+            return
+        # outside of the `except` block, whose traceback holds the activations
+        running = self._take_back()
+        release_memory()
+        self._waiting.extendleft(reversed(running))
+        self._take_fewer(running)
+
+    @abstractmethod
+    def _advance(self) -> None:
         """Advance by a token of each answer, or by a batch."""
+
+    @abstractmethod
+    def _take_back(self) -> list[Completion]:
+        """Drop all that was computed; return the answers that have begun and not ended."""
+
+    def _take_fewer(self, running: Sequence[Completion]) -> None:
+        """Lower the limits after memory has run out.
+
+        Raises:
+            AnswerTooLarge: They cannot be lower.
+        """
+        lower = self._lower_limits(max(len(running), 1))
+        if lower is None:
+            completion = self._waiting.popleft()
+            completion.finish()
+            raise AnswerTooLarge(completion)
+        if lower.rows < self.limits.rows:
+            _rows_that_fit[self.model] = lower.rows
+            self._on_fewer(lower.rows)
+        self.limits = lower
+
+    def _lower_limits(self, num_running: int) -> Limits | None:
+        """Return the limits to try next; None: there are none."""
+        return None if num_running == 1 else replace(self.limits, rows=num_running // 2)
 
     @abstractmethod
     def _prepare(self, stack: ExitStack) -> None:

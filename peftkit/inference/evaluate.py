@@ -16,11 +16,9 @@ from peftkit.data.encode import Style, prompt_ids, stop_ids
 from peftkit.data.pack import IGNORE, Row, last_answer, last_answer_span
 from peftkit.errors import DataError, RunError
 from peftkit.events import Listener, Notice, Progress, Sample, Stage, ignore
-from peftkit.execution.out_of_memory import is_out_of_memory, release_memory
-from peftkit.inference.engine import OnAnswer, room_left
+from peftkit.inference.engine import AnswerTooLarge, OnAnswer, OnFewer, room_left
 from peftkit.inference.generate import decoded, generate_ids
 from peftkit.inference.predict import MediaPrompt, complete
-from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import evaluating
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.base import Reference, Task
@@ -121,10 +119,15 @@ def completions(
     *,
     batch_size: int | None = None,
     on_answer: OnAnswer | None = None,
+    on_fewer: OnFewer | None = None,
 ) -> list[Sample]:
     """Return the greedy completion of each row's prompt; a row without targets is a prompt."""
     tokenizer = base.tokenizer
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "on_answer": on_answer}
+    settings: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "on_answer": on_answer,
+        "on_fewer": on_fewer,
+    }
     pairs: list[tuple[list[int], str | None]] = [
         last_answer(tokenizer, row) if row.num_targets else (list(row.input_ids), None)
         for row in rows
@@ -164,7 +167,6 @@ class TextWatch:
         on_event: Listener = ignore,
     ) -> None:
         self._base, self._task, self._config, self._on_event = base, task, config, on_event
-        self._batch_size = BATCH_SIZE
         self._metrics: dict[str, Metric] = {"rouge_l": rouge_l, **(metrics or {})}
         self._rows = rows
         self._prompts = [
@@ -221,37 +223,42 @@ class TextWatch:
         return Row(tuple(ids), (IGNORE,) * len(ids), (len(ids),), where)
 
     def _answers(self, rows: Sequence[Any], max_new_tokens: int) -> list[Sample]:
-        """Return the answers to rows; halve the batch whenever memory runs out.
+        """Return the answers to rows.
 
-        Processes that share a base would have to halve together, and raise instead.
+        Raises:
+            RunError: Memory ran out for one of them by itself.
         """
-        while True:
-            try:
-                return self._generated(rows, max_new_tokens)
-            except Exception as error:
-                if not is_out_of_memory(error) or is_sharded(self._base.model):
-                    raise
-                if self._batch_size == 1:
-                    raise RunError(
-                        "memory ran out while one prompt was answered",
-                        found=f"Up to {max_new_tokens:,} tokens are generated.",
-                        fix="Leave out train.sample_every and train.eval_generate; peftkit "
-                        "generate and eval answer afterwards.",
-                    ) from None
-            release_memory()
-            self._batch_size //= 2
-            text = f"Memory ran out while text was generated: {self._batch_size} prompts at a time."
-            self._on_event(Notice(f"{text} Training is not affected."))
+        self._task.forget_layout()  # of the last training step
+        try:
+            return self._generated(rows, max_new_tokens)
+        except AnswerTooLarge as error:
+            raise RunError(
+                error.asked,
+                found=error.found,
+                fix="Leave out train.sample_every and train.eval_generate; peftkit generate and "
+                "eval answer afterwards.",
+            ) from None
 
     def _generated(self, rows: Sequence[Any], max_new_tokens: int) -> list[Sample]:
         task, model = self._task, self._base.model
-        task.forget_layout()  # of the last training step
         if not isinstance(task, EncoderDecoder):
-            size = self._batch_size
-            return completions(self._base, task, rows, max_new_tokens, batch_size=size)
+            return completions(
+                self._base,
+                task,
+                rows,
+                max_new_tokens,
+                batch_size=BATCH_SIZE,
+                on_fewer=self._tell_fewer,
+            )
         with evaluating(model):
-            answers = task.answers(model, rows, max_new_tokens=max_new_tokens)
+            answers = task.answers(
+                model, rows, max_new_tokens=max_new_tokens, on_fewer=self._tell_fewer
+            )
         return [
             Sample(task.shown(row), answer, task.reference(row) or None, row.source)
             for row, answer in zip(rows, answers, strict=True)
         ]
+
+    def _tell_fewer(self, number: int) -> None:
+        text = f"Memory ran out while text was generated: {number} prompts at a time."
+        self._on_event(Notice(f"{text} Training is not affected."))

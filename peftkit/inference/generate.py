@@ -16,7 +16,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
-from peftkit.inference.engine import MAX_ROWS, Completion, Limits, OnAnswer, Request, room_left
+from peftkit.inference.engine import (
+    MAX_ROWS,
+    Completion,
+    Limits,
+    OnAnswer,
+    OnFewer,
+    Request,
+    room_left,
+)
 from peftkit.inference.open_engine import PlainEngine, open_engine
 from peftkit.inference.sampling import Sampling, seed_of
 
@@ -64,6 +72,7 @@ def generate_ids(
     *,
     batch_size: int | None = None,
     on_answer: OnAnswer | None = None,
+    on_fewer: OnFewer | None = None,
     **settings: Any,
 ) -> list[list[int]]:
     """Return the token ids that follow each prompt, without the end token that stopped it.
@@ -74,6 +83,7 @@ def generate_ids(
         prompts: Token ids of each prompt.
         batch_size: Most answers made at once; None: 64.
         on_answer: Called with the number of answers that have ended, as it grows.
+        on_fewer: Called with the answers at once when memory has run out.
         settings: max_new_tokens, temperature, top_p, top_k, seed, stops, as in `Sampling`.
             Sampling depends on the seed and on the prompt's index.
 
@@ -82,7 +92,8 @@ def generate_ids(
     """
     sampling = Sampling(**settings)
     room_left(model, prompts, sampling.max_new_tokens)  # raises before any work is done
-    with open_engine(model, tokenizer, Limits(rows=batch_size or MAX_ROWS)) as engine:
+    limits = Limits(rows=batch_size or MAX_ROWS)
+    with open_engine(model, tokenizer, limits, on_fewer=on_fewer) as engine:
         answers = engine.answers(prompts, sampling, log_probs=False, on_answer=on_answer)
     return [answer.ids for (answer,) in answers]
 

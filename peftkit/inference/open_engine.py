@@ -35,7 +35,17 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from peftkit.data.pack import padded_rows
 from peftkit.execution.environment import Environment, free_now
 from peftkit.inference.cached_engine import CachedEngine
-from peftkit.inference.engine import Completion, Engine, Limits, Request, Use, masked, table_of
+from peftkit.inference.engine import (
+    AnswerTooLarge,
+    Completion,
+    Engine,
+    Limits,
+    OnFewer,
+    Request,
+    Use,
+    masked,
+    table_of,
+)
 from peftkit.inference.sampling import Sampling
 from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import evaluating
@@ -59,19 +69,24 @@ _reasons: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakKe
 
 
 def open_engine(
-    model: Any, tokenizer: Any, limits: Limits | None = None, use: Use | None = None
+    model: Any,
+    tokenizer: Any,
+    limits: Limits | None = None,
+    use: Use | None = None,
+    on_fewer: OnFewer | None = None,
 ) -> Engine:
     """Return an engine for a model, to be entered: `CachedEngine` where possible.
 
     Args:
         limits: By default `tokens` are as many as fit into memory.
         use: Switches the model to the adapters of a batch's rows.
+        on_fewer: By default a warning is logged.
     """
     limits = limits or Limits()
     if limits.tokens is None and not is_sharded(model):  # all processes must decide alike
         limits = replace(limits, tokens=tokens_that_fit(model))
     kind = CachedEngine if why_plain(model, tokenizer) is None else PlainEngine
-    return kind(model, tokenizer, limits, use)
+    return kind(model, tokenizer, limits, use, on_fewer)
 
 
 def tokens_that_fit(model: Any) -> int | None:
@@ -149,6 +164,8 @@ def _by_trying(model: Any, tokenizer: Any, config: Any) -> str | None:
             engine.ends = frozenset()
             answers = [engine.submit(Request(ids, sampling)) for ids in prompts]
             engine.run()
+    except AnswerTooLarge:  # says nothing of the model
+        raise
     except Exception as problem:  # whatever a model raises that cannot use such a cache
         return f"attention of its own ({type(problem).__name__}: {problem})"
     for ids, completion in zip(prompts, answers, strict=True):
@@ -167,6 +184,7 @@ class PlainEngine(Engine):
     """An engine whose step answers a batch to its end, by `model.generate`."""
 
     _batch: Sequence[Completion] = ()
+    _begun: Sequence[Completion] = ()
 
     def _prepare(self, stack: ExitStack) -> None:
         stack.callback(setattr, self.model, "generation_config", self.model.generation_config)
@@ -177,16 +195,20 @@ class PlainEngine(Engine):
     def num_running(self) -> int:
         return len(self._batch)
 
-    def step(self) -> None:
+    def _take_back(self) -> list[Completion]:
+        return [one for one in self._begun if one.ended_by is None]
+
+    def _advance(self) -> None:
         waiting = [one for one in self._waiting if one.ended_by is None]
         texts = list(takewhile(lambda one: one.request.inputs is None, waiting))
         batch = texts[: self._num_rows(texts)] or waiting[:1]
-        self._batch, self._waiting = batch, deque(waiting[len(batch) :])
+        self._batch = self._begun = batch
+        self._waiting = deque(waiting[len(batch) :])
         if not batch:
             return
         inputs = batch[0].request.inputs
         if inputs is None:
-            prompts = [one.request.ids for one in batch]
+            prompts = [one.tokens for one in batch]
             ids, mask = padded_rows(prompts, self._pad or 0, left=True)
             inputs = {"input_ids": ids, "attention_mask": mask}
         try:
@@ -215,7 +237,7 @@ class PlainEngine(Engine):
         settings = GenerationConfig(
             do_sample=False,
             use_cache=True,
-            max_new_tokens=max(one.max_new_tokens for one in rows),
+            max_new_tokens=max(one.max_new_tokens - len(one.ids) for one in rows),
             pad_token_id=self._pad or 0,
         )
         generate = cast(Callable[..., Tensor], self.model.generate)  # its decorators hide its type

@@ -16,11 +16,13 @@ from peftkit.errors import AdapterError, DataError
 from peftkit.events import Listener, Saved, Stage, ignore
 from peftkit.files.disk import write_text
 from peftkit.formats.open_adapter import Opened
-from peftkit.inference.engine import OnAnswer, Request
+from peftkit.inference.engine import Completion, OnAnswer, OnFewer, Request, log_fewer
 from peftkit.inference.generate import decoded
 from peftkit.inference.open_engine import PlainEngine
 from peftkit.inference.sampling import Sampling, seed_of
+from peftkit.model.blocks import is_sharded
 from peftkit.settings import DataConfig
+from peftkit.tasks.batches import NO_ROOM, batches_that_fit, equal_parts
 from peftkit.tasks.media_text import MediaText
 
 SCORING = ("sequence_classification", "reward", "reranker")
@@ -161,6 +163,7 @@ def complete(
     *,
     batch_size: int = 8,
     on_answer: OnAnswer | None = None,
+    on_fewer: OnFewer | None = None,
     **settings: Any,
 ) -> list[list[int]]:
     """Return the token ids that follow each prompt, as `generate_ids` does."""
@@ -170,16 +173,27 @@ def complete(
     for index, prompt in enumerate(prompts):
         groups.setdefault(task.kind_of(prompt.media), []).append(index)
     with PlainEngine(model, task.tokenizer) as engine:
+
+        def answered(part: Sequence[int]) -> list[Completion]:
+            inputs = inputs_of(model, task, [prompts[index] for index in part])
+            rows = [
+                engine.completion(Request(ids, sampling, seed_of(sampling, index)))
+                for index, ids in zip(part, inputs["input_ids"].tolist(), strict=True)
+            ]
+            engine.answer(rows, inputs)
+            return rows
+
         for group in groups.values():
-            for start in range(0, len(group), batch_size):
-                chosen = group[start : start + batch_size]
-                inputs = inputs_of(model, task, [prompts[index] for index in chosen])
-                rows = [
-                    engine.completion(Request(ids, sampling, seed_of(sampling, index)))
-                    for index, ids in zip(chosen, inputs["input_ids"].tolist(), strict=True)
-                ]
-                engine.answer(rows, inputs)
-                answers |= {index: row.ids for index, row in zip(chosen, rows, strict=True)}
+            for part, rows, _ in batches_that_fit(
+                group,
+                batch_size,
+                equal_parts,
+                answered,
+                fix=NO_ROOM,
+                on_fewer=on_fewer or log_fewer,
+                is_shared=is_sharded(model),
+            ):
+                answers |= {index: row.ids for index, row in zip(part, rows, strict=True)}
                 if on_answer is not None:
                     on_answer(len(answers))
     return [answers[index] for index in range(len(prompts))]

@@ -10,7 +10,7 @@ from typing import Literal
 
 from peftkit.errors import PeftkitError, RunError
 from peftkit.inference.bank import AdapterBank
-from peftkit.inference.engine import Completion, Engine, Limits, Request
+from peftkit.inference.engine import AnswerTooLarge, Completion, Engine, Limits, Request
 from peftkit.inference.generate import TextStream
 from peftkit.inference.sampling import Chosen
 from peftkit.serve.requests import RequestError
@@ -131,13 +131,21 @@ class Worker:
             try:
                 with self.bank.engine(self.limits) as self._engine:
                     while self._wait(self._engine):
-                        self._engine.step()
+                        self._step(self._engine)
                         self._jobs = [job for job in self._jobs if self._ended or _is_running(job)]
             except Exception as problem:  # later jobs may well succeed
                 _LOG.exception("%d answers failed", len(self._jobs))
                 error = RunError(f"the model failed: {type(problem).__name__}: {problem}")
                 self._fail_all(error)
         self._fail_all(_shutting_down())
+
+    def _step(self, engine: Engine) -> None:
+        try:
+            engine.step()
+        except AnswerTooLarge as error:  # the others go on
+            for job in self._jobs:
+                if job.completion is error.completion and not job.is_done:
+                    job.send(error)
 
     def _wait_for_jobs(self) -> bool:
         """Wait for jobs without an engine, which would change the model; False at the end."""

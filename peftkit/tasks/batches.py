@@ -22,11 +22,17 @@ TOO_LARGE = (
     "Lower data.max_length, set train.gradient_checkpointing: auto, or quantise the base "
     "(base.quantize: nf4) and, on a GPU, stream it (base.placement: stream)."
 )
+NO_ROOM = "Allow fewer new tokens, or load the base in 4 bits (base.quantize: nf4)."
+"""What to do where memory runs out while one prompt is answered."""
+
+
+class RowTooLarge(RunError):
+    """One row alone does not fit into memory."""
 
 
 def too_large(
     row: Any, rows: Sequence[Any], fits: Callable[[Any], bool], *, fix: str = TOO_LARGE
-) -> RunError:
+) -> RowTooLarge:
     """Return the error for a row that does not fit by itself, saying how long a row may be.
 
     Args:
@@ -48,7 +54,7 @@ def too_large(
         size += f" Rows of {candidates[low - 1]:,} tokens would fit."
     elif candidates:
         size += f" Not even the shortest row, of {candidates[0]:,} tokens, would fit."
-    return RunError(
+    return RowTooLarge(
         f"one row alone does not fit into memory: {getattr(row, 'source', 'row')}",
         found=size,
         fix=fix,
@@ -138,6 +144,7 @@ def batches_that_fit(
     fix: str = TOO_LARGE,
     on_fewer: Callable[[int], None] = lambda size: None,
     ahead: Callable[[Part], None] = lambda part: None,
+    is_shared: bool = False,
 ) -> Iterator[tuple[Part, T, bool]]:
     """Yield rows that go through the model at once, what is computed of them, and whose they are.
 
@@ -150,6 +157,8 @@ def batches_that_fit(
         fix: What to do about a row that does not fit by itself.
         on_fewer: Called with the new size when memory has run out.
         ahead: Called with the rows that come after those that are computed next.
+        is_shared: Whether processes share the model and do not align their batches: then what runs
+            out of memory raises, because all would have to halve together.
 
     Yields:
         The rows, the result, and whether the rows are this process's own.
@@ -162,7 +171,8 @@ def batches_that_fit(
         try:
             return compute(part)
         except Exception as error:
-            if not (is_out_of_memory(error) if parallel is None else parallel.ran_out(error)):
+            ran_out = is_out_of_memory(error) if parallel is None else parallel.ran_out(error)
+            if is_shared or not ran_out:
                 raise
             return None  # not the error: its traceback holds the activations
 

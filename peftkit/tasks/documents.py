@@ -210,9 +210,11 @@ class RolloutTask(DocumentTask):
     def _rolled_out(self, prompts: Sequence[Any], seeds: Sequence[int] | None, run: Run) -> Rollout:
         """Have prompts answered; leave the generators as they were."""
         before = rng.capture(run.world.device)
-        with evaluating(run.model):
-            rollout = self.roll_out(prompts, seeds, self.sampler(run.model))
-        rng.restore(before, run.world.device)
+        try:
+            with evaluating(run.model):
+                rollout = self.roll_out(prompts, seeds, self.sampler(run.model))
+        finally:
+            rng.restore(before, run.world.device)
         return rollout
 
     def _count_empty(self, figures: Mapping[str, float]) -> None:

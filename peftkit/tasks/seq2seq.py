@@ -25,8 +25,9 @@ from peftkit.data.pack import padded_rows, tokens_of_each
 from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, StoredRows, tokenizer_key
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, Progress, ignore
+from peftkit.model.blocks import is_sharded
 from peftkit.tasks.base import Task
-from peftkit.tasks.batches import BATCH_SIZE, equal_parts
+from peftkit.tasks.batches import BATCH_SIZE, NO_ROOM, batches_that_fit, equal_parts
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.loss import in_dtype_of, unwrapped
 from peftkit.tasks.metrics import rouge_l
@@ -172,38 +173,58 @@ class EncoderDecoder(TokenTask):
         *,
         max_new_tokens: int | None = None,
         on_event: Listener = ignore,
+        on_fewer: Callable[[int], None] = lambda number: None,
     ) -> list[str]:
-        """Return the greedily generated answer to each row."""
-        from transformers import GenerationMixin  # slow to import
+        """Return the greedily generated answer to each row.
 
+        Args:
+            on_fewer: Called with the rows at once when memory has run out.
+
+        Raises:
+            RunError: A row does not fit into memory.
+        """
         bare, answers = unwrapped(model), [""] * len(rows)
         groups: dict[tuple[int, ...], list[int]] = {}
         for number in tokens_of_each(rows).sort(stable=True).indices.tolist():
             groups.setdefault(self.decoder_prefix(rows[number]), []).append(number)
-        parts = [
-            (prefix, part)
-            for prefix, group in groups.items()
-            for part in equal_parts(group, BATCH_SIZE)
-        ]
         done, longest = 0, max_new_tokens or self.max_target
         with generation_config_aside(bare) as config:
-            for prefix, part in parts:
-                on_event(Progress("Answering", done, len(rows)))
-                prefixes = torch.tensor([prefix] * len(part))
-                batch = self.encoder_batch([rows[n] for n in part])
-                batch = in_dtype_of(bare, {**batch, "decoder_input_ids": prefixes})
-                inputs: dict[str, Any] = {n: tensor.to(bare.device) for n, tensor in batch.items()}
+            for prefix, group in groups.items():
                 room = max(min(longest, self.max_positions - len(prefix)), 1)
-                # not Whisper's own, which cuts long audio and guesses languages
-                ids = GenerationMixin.generate(
-                    bare,
-                    generation_config=self._greedy(config, room),
-                    **inputs,
-                )
-                for n, answer in zip(part, ids[:, len(prefix) :].tolist(), strict=True):
-                    answers[n] = self.text(answer, special=False).strip()
-                done += len(part)
+                greedy = self._greedy(config, room)
+
+                def generated(part: Sequence[int]) -> list[str]:
+                    some = [rows[number] for number in part]
+                    return self._generated(bare, greedy, prefix, some)  # noqa: B023 - called here
+
+                for part, texts, _ in batches_that_fit(
+                    group,
+                    BATCH_SIZE,
+                    equal_parts,
+                    generated,
+                    fix=NO_ROOM,
+                    on_fewer=on_fewer,
+                    is_shared=is_sharded(model),
+                ):
+                    on_event(Progress("Answering", done, len(rows)))
+                    for number, text in zip(part, texts, strict=True):
+                        answers[number] = text
+                    done += len(part)
         return answers
+
+    def _generated(
+        self, bare: Any, greedy: Any, prefix: Sequence[int], rows: Sequence[Any]
+    ) -> list[str]:
+        """Return the answers of a batch, each generated after the same prefix."""
+        from transformers import GenerationMixin  # slow to import
+
+        prefixes = torch.tensor([prefix] * len(rows))
+        batch = self.encoder_batch(rows)
+        batch = in_dtype_of(bare, {**batch, "decoder_input_ids": prefixes})
+        inputs: dict[str, Any] = {n: tensor.to(bare.device) for n, tensor in batch.items()}
+        # not Whisper's own, which cuts long audio and guesses languages
+        ids = GenerationMixin.generate(bare, generation_config=greedy, **inputs)
+        return [self.text(one, special=False).strip() for one in ids[:, len(prefix) :].tolist()]
 
     def _greedy(self, config: Any, max_new_tokens: int) -> Any:
         """Return greedy generation; of the model's own config the end and suppressed tokens."""

@@ -18,6 +18,7 @@ from peftkit.adapter import prepared_for_training, refresh_copies
 from peftkit.errors import PeftkitError
 from peftkit.events import Listener, Notice, RunDone, StepDone, ignore
 from peftkit.execution import rng
+from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.execution.signals import Interrupted, stop_requests
 from peftkit.execution.state import Result, StepFacts
 from peftkit.formats.folders import set_aside
@@ -26,6 +27,7 @@ from peftkit.kernels.fused import TRITON
 from peftkit.model.modes import begin_training, modes_kept
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Run, Task
+from peftkit.tasks.batches import RowTooLarge
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.checkpoint import Saver, TrainableWeights, Weights, identity_of
 from peftkit.train.diagnosis import NonFiniteError, written_error
@@ -244,13 +246,9 @@ class Loop:
         """Take the optimizer steps that the task makes of rows, possibly none."""
         run, step = self.run, self.run.state.step
         run.figures = {}
-        try:
-            with self.trainer.blocks.eagerly():
-                batches = run.task.before_step(rows, run)
-        except PeftkitError:  # of a reward function: save the progress
-            if step and self.saver.last_step != step:
-                self.saver.save()
-            raise
+        # of a reward function, say
+        with self._saving_on(PeftkitError), self.trainer.blocks.eagerly():
+            batches = run.task.before_step(rows, run)
         if not batches:
             signum = self.world.max(run.stop.signum)
             return StepFacts(0.0, run.figures, 0.0, num_tokens=0, stop=signum, notice="")
@@ -259,11 +257,28 @@ class Loop:
         # if `before_step` makes rows, the next ones do not exist yet
         if self.trainer.prefetcher.is_ahead and batches[0] is rows:
             coming = [run.rows[index] for index in self._indices(step + 1)]
-        for batch in batches:
+        with self._saving_on(RowTooLarge):
+            facts = self.trainer.step(batches[0], rate, coming)
+        for batch in batches[1:]:
             facts = self.trainer.step(batch, rate, coming)
         if run.figures:
             run.figures["learn_seconds"] = time.perf_counter() - began
         return replace(facts, figures={**run.figures, **facts.figures})
+
+    @contextmanager
+    def _saving_on(self, *errors: type[Exception]) -> Iterator[None]:
+        """Save the completed steps before one of these errors, or a lack of memory, ends the run.
+
+        Of several processes all have to raise the error, because they save together.
+        """
+        try:
+            yield
+        except Exception as error:
+            step, is_alone = self.run.state.step, self.world.world_size == 1
+            is_reason = isinstance(error, errors) or (is_alone and is_out_of_memory(error))
+            if is_reason and step and self.saver.last_step != step:
+                self.saver.save()
+            raise
 
     def _record(self, facts: StepFacts, rate: float, seconds: float) -> None:
         """Count a completed step, and report it."""
@@ -292,11 +307,12 @@ class Loop:
         """Evaluate, sample, save and stop, if due."""
         run, state = self.run, self.run.state
         due = self._is_due(self.config.eval_every) and state.evaluated_step != state.step
-        if due and run.eval_rows and not self._stopping:
-            self._evaluate()
-        every = self.config.sample_every
-        if every is not None and self._is_due(every) and not self._stopping:
-            self.validation.sample()
+        with self._saving_on(*[PeftkitError] * (self.world.world_size == 1)):
+            if due and run.eval_rows and not self._stopping:
+                self._evaluate()
+            every = self.config.sample_every
+            if every is not None and self._is_due(every) and not self._stopping:
+                self.validation.sample()
         is_best = state.best_step == state.step
         if not (is_best or self._is_due(self.config.save_every) or self._stopping):
             return  # a signal from here on counts in the next step

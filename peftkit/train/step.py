@@ -24,7 +24,7 @@ from peftkit.execution.out_of_memory import (
 from peftkit.execution.plan import ExecutionPlan, smaller
 from peftkit.execution.state import State, StepFacts
 from peftkit.tasks.base import Run
-from peftkit.tasks.batches import OnDevice, too_large
+from peftkit.tasks.batches import OnDevice, RowTooLarge, too_large
 from peftkit.train.batches import BatchPrefetcher, on_device
 from peftkit.train.blocks import Blocks
 from peftkit.train.diagnosis import Diagnosis, NonFiniteError, diagnose, sources
@@ -244,7 +244,8 @@ class Trainer:
             self.use(plan)
             return
         if not ran_out:
-            raise RunError("one row alone does not fit into the memory of another process")
+            rng.restore(start, self.world.device)
+            raise RowTooLarge("one row alone does not fit into the memory of another process")
         one = torch.ones((), device=self.world.device)
         longest = max(rows, key=lambda row: self.task.num_positions([row]))
 
@@ -252,7 +253,9 @@ class Trainer:
             (batch,) = self.prefetcher.batches([[row]])
             return self._gradients([(batch, True)], one, start) is not None
 
-        raise too_large(longest, rows, fits)
+        error = too_large(longest, rows, fits)
+        rng.restore(start, self.world.device)  # the loop saves what was reached
+        raise error
 
     def _reduce(
         self, sums: Tensor | None, total: Tensor, rows: Sequence[Any]

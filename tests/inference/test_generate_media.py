@@ -40,6 +40,7 @@ from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.media_text import ImageTextConfig
 from peftkit.train.loop import fit
 from peftkit_cli import app
+from tests.inference.test_short_of_memory import short_of_memory
 from tests.listening import EACH, FAMILIES, HEARING, write_rows
 from tests.speech import encoded, tones
 from tests.tasks.test_media_text import model_of, processor_of, task_of
@@ -234,6 +235,10 @@ def test_generation_is_the_likeliest_token_again_and_again(name: str, tmp_path: 
         assert answer == new[: len(answer)]
         assert len(answer) == 4 or new[len(answer)] in task.encoder.stop_ids(task.prompt_style)
         assert row.media
+    told: list[int] = []
+    short_of_memory(model, 1)
+    assert complete(model, task, prompts, max_new_tokens=4, on_fewer=told.append) == answers
+    assert told[-1] == 1
 
 
 @IMAGES

@@ -30,6 +30,7 @@ from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig
 from peftkit.train.loop import fit
 from tests.conftest import use_small_chunks
 from tests.families import ARCHITECTURES, EOS, PAD
+from tests.inference.test_short_of_memory import short_of_memory
 from tests.tasks.classifiers import write_rows as write
 
 Tokenizer = PreTrainedTokenizerFast
@@ -165,6 +166,19 @@ def test_a_model_must_say_what_its_decoder_starts_with(tokenizer: Tokenizer) -> 
     model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = None
     with pytest.raises(BaseError, match="decoder_start_token_id"):
         task_on(model, tokenizer)
+
+
+def test_rows_are_answered_fewer_at_a_time_where_memory_runs_out(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    model = ARCHITECTURES["t5"]().eval()
+    task = task_on(model, tokenizer)
+    rows = task.load(write(tmp_path / "a.jsonl", ROWS))
+    expected = task.answers(model, rows, max_new_tokens=6)
+    short_of_memory(model.get_encoder(), 1)
+    told: list[int] = []
+    assert task.answers(model, rows, max_new_tokens=6, on_fewer=told.append) == expected
+    assert told[-1] == 1
 
 
 @pytest.mark.slow

@@ -366,3 +366,66 @@ def test_a_kernel_that_does_not_launch_is_an_error_of_the_compiler() -> None:
     assert is_compile_error(launch("shared memory"))
     assert is_compile_error(RuntimeError("Triton Error [CUDA]: invalid argument"))
     assert not is_compile_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+class RunsOut(ToyTask):
+    """Memory runs out in one of the phases of step 4, for one row too."""
+
+    def __init__(self, phase: str, error: BaseException) -> None:
+        self.phase, self.error, self.step = phase, error, 0
+
+    def before_step(self, rows: Any, run: Any) -> Any:
+        self.step = run.state.step
+        self._fail("before")
+        return super().before_step(rows, run)
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        torch.rand(())  # as dropout draws
+        self._fail("training" if model.training else "eval")
+        return super().loss(model, batch)
+
+    def _fail(self, phase: str) -> None:
+        if phase == self.phase and self.step == (4 if phase == "eval" else 3):
+            raise self.error
+
+
+@pytest.mark.parametrize("phase", ["before", "training", "eval"])
+@pytest.mark.parametrize("error", [RuntimeError(CUDA), MemoryError()])
+def test_a_run_that_cannot_go_on_saves_what_it_has(
+    tmp_path: Path, phase: str, error: BaseException
+) -> None:
+    dropout = 0.0 if phase == "training" else 0.3  # a resumed run keeps the smaller batches
+    how: dict[str, Any] = {"save_every": 50, "eval_every": 4}
+    run = play(tmp_path, model=Toy(dropout=dropout), task=RunsOut(phase, error), **how)
+    assert run.error is error or isinstance(run.error, RunError)
+    assert run.saved == ["step-4" if phase == "eval" else "step-3"]
+    task = RunsOut("", error)
+    resumed = play(tmp_path, model=Toy(dropout=dropout), task=task, resume=True, **how)
+    whole = play(tmp_path / "b", model=Toy(dropout=dropout), task=task, **how)
+    assert resumed.error is None
+    close = {"atol": 1e-6, "rtol": 1e-5} if phase == "training" else {"atol": 0.0, "rtol": 0.0}
+    for name, value in whole.weights.items():
+        torch.testing.assert_close(resumed.weights[name], value, **close)
+
+
+def test_memory_that_runs_out_in_the_optimizer_saves_no_half_step(tmp_path: Path) -> None:
+    def fail(event: Any) -> None:
+        if isinstance(event, StepDone) and event.step == 3:
+            optimizers[0].register_step_pre_hook(refuse)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError(CUDA)
+
+    optimizers: list[Any] = []
+    plain = torch.optim.Optimizer.__init__
+
+    with pytest.MonkeyPatch.context() as patch:
+
+        def seen(self: Any, *args: Any, **named: Any) -> None:
+            plain(self, *args, **named)
+            optimizers.append(self)
+
+        patch.setattr(torch.optim.Optimizer, "__init__", seen)
+        run = play(tmp_path, save_every=50, eval_every=None, on_event=fail)
+    assert isinstance(run.error, RunError)
+    assert not run.saved

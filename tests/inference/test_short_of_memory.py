@@ -1,0 +1,139 @@
+"""Where memory runs out answers go on, fewer at a time, from the tokens that they have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from peftkit.inference.cached_engine import CachedEngine
+from peftkit.inference.engine import AnswerTooLarge, Limits, Request
+from peftkit.inference.generate import ModelSampler, generate_ids
+from peftkit.inference.open_engine import open_engine, why_plain
+from peftkit.inference.sampling import Sampling
+from peftkit.serve.worker import Worker
+from tests.families import EOS, FAMILIES
+from tests.inference.test_engine import MODELS
+from tests.serve.test_worker import Asked
+from tests.simulated_gpu.simulation import simulated
+
+PROMPTS = [[7 + n, 8, 9 + n] for n in range(9)]
+SETTINGS = [Sampling(9 + n, 0.0 if n % 2 else 1.0, seed=n) for n in range(9)]
+SIGN = "CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+def short_of_memory(model: Any, rows: int, tokens: int = 1 << 30, after: int = 0) -> None:
+    """Have a model fail for more rows or tokens at once, after some passes."""
+    passes = 0
+
+    def refuse(_: object, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+        nonlocal passes
+        passes += 1
+        ids = inputs["input_ids"]
+        if passes > after and (len(ids) > rows or ids.numel() > tokens):
+            raise torch.OutOfMemoryError(SIGN)
+
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+
+
+def streamed_answers(model: Any, tokenizer: Any, told: list[int]) -> list[list[int]]:
+    """Return the tokens of each answer as they were streamed."""
+    pieces: list[list[int]] = [[] for _ in PROMPTS]
+    with open_engine(model, tokenizer, on_fewer=told.append) as engine:
+        completions = [
+            engine.submit(
+                Request(ids, one, number, on_token=lambda c, n=number: pieces[n].extend(c.ids[-1:]))
+            )
+            for number, (ids, one) in enumerate(zip(PROMPTS, SETTINGS, strict=True))
+        ]
+        engine.run()
+    assert all(one.ended_by in ("stop", "length") for one in completions)
+    assert [one.ids for one in completions] == [
+        of[: len(one.ids)] for of, one in zip(pieces, completions, strict=True)
+    ]
+    return [one.ids for one in completions]
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("jamba", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("after", [0, 6])
+def test_answers_are_those_of_enough_memory(tokenizer: Any, name: str, after: int) -> None:
+    model, told = MODELS[name]().eval(), list[int]()
+    expected = streamed_answers(model, tokenizer, told)
+    assert not told
+    short_of_memory(model, 2, after=after)
+    assert streamed_answers(model, tokenizer, told) == expected
+    assert told[-1] == 2
+    again: list[int] = []
+    assert streamed_answers(model, tokenizer, again) == expected
+    assert again == []  # the next engine begins with as many
+
+
+def test_prompts_are_computed_in_shorter_passes(llama: Any, tokenizer: Any) -> None:
+    prompt = [5 + n for n in range(200)]
+    expected = generate_ids(llama, tokenizer, [prompt], max_new_tokens=4)
+    short_of_memory(llama, 64, tokens=150)
+    assert generate_ids(llama, tokenizer, [prompt], max_new_tokens=4) == expected
+
+
+def test_an_answer_that_does_not_fit_by_itself_is_named_and_the_others_go_on(
+    llama: Any, tokenizer: Any
+) -> None:
+    assert why_plain(llama, tokenizer) is None
+    short_of_memory(llama, 64, tokens=100)
+    long, short = Request([5] * 201, Sampling(5)), Request([7, 8], Sampling(5))
+    with CachedEngine(llama, tokenizer, Limits(rows=1)) as engine:
+        engine.submit(long)
+        other = engine.submit(short)
+        with pytest.raises(AnswerTooLarge, match=r"It has 201 tokens, and up to 5 follow\."):
+            engine.run()
+        engine.run()
+    assert len(other.ids) == 5
+
+
+def test_a_server_answers_the_others(llama: Any, tokenizer: Any) -> None:
+    from peftkit.inference.bank import AdapterBank
+    from tests.inference.test_bank import a_base
+
+    bank = AdapterBank(a_base(llama, tokenizer))
+    bank.engine()  # which tries how the model takes it
+    short_of_memory(llama, 64, tokens=100)
+    worker = Worker(bank)
+    long, short = Asked(None, [5] * 201), Asked(None, [7, 8])
+    worker.submit([long.job, short.job])
+    worker.start()
+    try:
+        assert isinstance(long.end(), AnswerTooLarge)
+        assert short.end().num_tokens == 4
+    finally:
+        worker.stop()
+
+
+def test_rollouts_go_on(llama: Any, tokenizer: Any) -> None:
+    sampler = ModelSampler(llama, tokenizer, 64)
+
+    def answers() -> list[list[Any]]:
+        seeds = [[10 * n + k for k in range(4)] for n in range(3)]
+        return sampler.answers(PROMPTS[:3], seeds, max_new_tokens=8, stops=())
+
+    expected = answers()
+    short_of_memory(llama, 3, after=4)
+    assert answers() == expected
+
+
+def test_a_card_that_runs_out_answers_all() -> None:
+    tokenizer: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
+    prompts = [[7 + n] * 30 for n in range(6)]
+    with simulated() as card:
+        model: Any = FAMILIES["llama"]().eval().to("cuda")
+        assert why_plain(model, tokenizer) is None
+        told: list[int] = []
+        with CachedEngine(model, tokenizer, on_fewer=told.append) as engine:
+            engine.recorder = None
+            expected = engine.answers(prompts, Sampling(6))
+        card.memory = card.allocated + 60_000
+        with CachedEngine(model, tokenizer, on_fewer=told.append) as engine:
+            engine.recorder = None
+            answers = engine.answers(prompts, Sampling(6))
+    assert told
+    assert [one.ids for (one,) in answers] == [one.ids for (one,) in expected]
