@@ -8,6 +8,7 @@ once, when the tokens of all rows are read.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.execution.plan import plan_of
 from peftkit.inference.cache import (
     MIN_READ,
@@ -48,6 +50,8 @@ EAGER_STEPS = 4
 """Calls before a step is recorded, which rarer shapes are not worth."""
 
 _LOG = logging.getLogger(__name__)
+_unrecordable: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Models of which no step could be recorded; later engines do not try again."""
 
 
 class CachedEngine(Engine):
@@ -61,7 +65,8 @@ class CachedEngine(Engine):
         plan = plan_of(self.model)
         # their blocks wait for another process or for main memory, which no graph records
         waits = is_sharded(self.model) or hasattr(self.model, STREAMED)
-        self.recorder = Recorder() if plan.records_decoding and not waits else None
+        records = plan.records_decoding and not waits and self.model not in _unrecordable
+        self.recorder = Recorder(self.model) if records else None
         self._steps: dict[Any, _Step] = {}
         self._prefixes = Prefixes(self.limits.prefix_tokens)
         self._recent: deque[Completion] = deque(maxlen=32 if self.limits.prefix_tokens else 0)
@@ -440,13 +445,17 @@ class _Batch:
 class Recorder:
     """Records the decoding steps of one engine as CUDA graphs, which share one memory pool.
 
+    Args:
+        model: The engine's; remembered where recording fails for another reason than memory.
+
     Attributes:
         num_recorded: Number of graphs.
         is_able: False once a step could not be recorded: it waited for the host, say.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any) -> None:
         self.num_recorded, self.is_able = 0, True
+        self._model = model
         self._pool: Any = None
 
     def step(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -474,12 +483,17 @@ class Recorder:
         """Return a graph and the tensor that it writes; None if recording fails."""
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
+        # a capture that fails raises at its end too, and torch leaves the thread on its stream
+        before = torch.cuda.stream(torch.cuda.current_stream())
+        # other threads may use the device meanwhile
+        capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
         try:
-            # other threads may use the device meanwhile
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with before, capture:
                 out = run()
         except RuntimeError as problem:
             self.is_able = False
+            if not is_out_of_memory(problem):
+                _unrecordable.add(self._model)
             _LOG.warning("Steps of decoding are not recorded: %s", str(problem).splitlines()[0])
             return None
         self.num_recorded += 1

@@ -240,7 +240,7 @@ class Engine(ABC):
         self._stack = ExitStack()
 
     def __enter__(self: AnEngine) -> AnEngine:
-        with ExitStack() as stack:
+        with on_device(self.model.device), ExitStack() as stack:
             stack.enter_context(evaluating(self.model))
             stack.enter_context(ready_for_tokens(self.model))
             self._prepare(stack)
@@ -266,7 +266,9 @@ class Engine(ABC):
             AnswerTooLarge: Memory ran out for one answer by itself.
         """
         try:
-            self._advance()
+            # a thread begins on the first card, and kernels are launched on the current one
+            with on_device(self.model.device):
+                self._advance()
         except Exception as error:
             # processes that share a base would have to take fewer rows together
             if not is_out_of_memory(error) or is_sharded(self.model):
@@ -398,6 +400,11 @@ def room_left(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int)
             fix="Shorten it.",
         )
     return min(max_new_tokens, int(limit) - longest)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which a CUDA device is this thread's current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager

@@ -44,6 +44,7 @@ from peftkit.inference.engine import (
     Request,
     Use,
     masked,
+    on_device,
     table_of,
 )
 from peftkit.inference.sampling import Sampling
@@ -170,7 +171,7 @@ def _by_trying(model: Any, tokenizer: Any, config: Any) -> str | None:
         return f"attention of its own ({type(problem).__name__}: {problem})"
     for ids, completion in zip(prompts, answers, strict=True):
         for number, chosen in enumerate(completion.chosen):
-            with evaluating(model):
+            with on_device(model.device), evaluating(model):
                 so_far = torch.tensor([[*ids, *completion.ids[:number]]], device=model.device)
                 logits = model(input_ids=so_far, use_cache=False).logits[0, -1].float()
             expected = logits.log_softmax(-1).tolist()

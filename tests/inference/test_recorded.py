@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import threading
 from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Completion, Request
+from peftkit.inference.generate import stream
 from peftkit.inference.open_engine import why_plain
 from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
@@ -18,6 +21,17 @@ from tests.families import EOS, FAMILIES
 from tests.inference.test_bank import a_base, write
 from tests.inference.test_engine import MODELS
 from tests.simulated_gpu.simulation import simulated
+from tests.simulated_gpu.tensors import Card
+
+
+class Words:
+    """A tokenizer of numbers."""
+
+    eos_token_id, pad_token_id = EOS, 0
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return " ".join(map(str, ids))
+
 
 TOKENIZER: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})
 LENGTHS = (12, 18, 9, 14, 16, 7, 11)
@@ -106,6 +120,64 @@ def test_a_model_that_waits_for_the_host_is_not_recorded(
         assert (engine.recorder.is_able, engine.recorder.num_recorded) == (False, 0)
     (record,) = caplog.records
     assert "not recorded: CUDA error" in record.message
+
+
+class Capture:
+    """A capture as torch makes it: its end raises, and the thread stays on its stream."""
+
+    def __init__(self, graph: Any, **_: Any) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def __enter__(self) -> None:
+        self._stream.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+def test_a_recording_that_fails_leaves_the_thread_on_its_stream(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = FAMILIES["llama"]().eval()
+    with CachedEngine(model, TOKENIZER) as engine:
+        expected = answers(engine)
+    with simulated():
+        before = torch.cuda.current_stream()
+        monkeypatch.setattr(torch.cuda, "graph", Capture)
+        with on_card(model) as engine, caplog.at_level(logging.WARNING):
+            assert answers(engine) == expected
+        assert torch.cuda.current_stream() is before
+        with CachedEngine(model, TOKENIZER) as engine:
+            assert engine.recorder is None  # it is not tried again
+            assert answers(engine) == expected
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "jamba"])
+def test_a_thread_computes_on_the_card_of_the_model(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Place(threading.local):
+        current = 0
+
+    place, places = Place(), list[int]()
+
+    class At:
+        def __init__(self, device: torch.device) -> None:
+            self._device, self._before = device, 0
+
+        def __enter__(self) -> None:
+            self._before, place.current = place.current, int(self._device.index)
+
+        def __exit__(self, *_: object) -> None:
+            place.current = self._before
+
+    with simulated(Card(count=2)):
+        monkeypatch.setattr(torch.cuda, "device", At)
+        model: Any = MODELS[name]().eval().to("cuda:1")
+        model.register_forward_pre_hook(lambda *_: places.append(place.current))
+        assert "".join(stream(model, Words(), [7, 8, 9], max_new_tokens=4))
+    assert set(places) == {1}
 
 
 @pytest.mark.slow
