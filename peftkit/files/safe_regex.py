@@ -30,6 +30,12 @@ matcher = re.compile(pattern)
 json.dump([name for name in names if matcher.fullmatch(name)], sys.stdout)
 """
 
+_SEARCHING_CHILD = """
+import json, re, sys
+pairs, flags = json.load(sys.stdin)
+json.dump([re.search(*pair, flags) is not None for pair in pairs], sys.stdout)
+"""
+
 
 def is_simple(pattern: str) -> bool:
     """True if matching takes at most about the cube of the text's length."""
@@ -85,3 +91,31 @@ def fullmatches(pattern: str, names: Sequence[str]) -> list[str]:
         raise AdapterError(message, found=problem.stderr.strip().rpartition("\n")[2]) from None
     matching = set(json.loads(done.stdout))
     return [name for name in names if name in matching]
+
+
+def searched(pairs: Sequence[tuple[str, str]], seconds: float, *, flags: int = 0) -> list[bool]:
+    """Tell for each pattern and text whether the pattern is found in it, in a subprocess.
+
+    Python's engine holds the interpreter's lock, so that no thread can end a search.
+
+    Raises:
+        TimeoutError: It takes longer than so many seconds.
+        ValueError: A pattern is invalid.
+    """
+    if not pairs:
+        return []
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _SEARCHING_CHILD],
+            input=json.dumps([list(pairs), int(flags)]),
+            capture_output=True,
+            check=True,
+            text=True,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"regular expressions took more than {seconds:g} seconds") from None
+    except subprocess.CalledProcessError as problem:
+        raise ValueError(problem.stderr.strip().rpartition("\n")[2]) from None
+    found: list[bool] = json.loads(done.stdout)
+    return found

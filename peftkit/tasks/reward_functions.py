@@ -27,6 +27,8 @@ from pydantic import Field, model_validator
 from peftkit.config.schema import Config
 from peftkit.errors import ConfigError, RunError
 from peftkit.files.disk import read_json
+from peftkit.files.safe_regex import searched
+from peftkit.tasks.json_schema import all_matches, is_same
 
 BuiltIn = Literal["exact_match", "json_fields", "json_schema", "regex", "length", "adapter"]
 Judge = Callable[..., Any]
@@ -109,7 +111,7 @@ class Rewards:
             name if names.count(name) == 1 else f"{name}_{number}"
             for number, name in enumerate(names, 1)
         ]
-        self._judges = [None if term.adapter else _judge(term) for term in terms]
+        self._judges = [None if term.adapter else _judge(term, timeout) for term in terms]
 
     def judge(
         self,
@@ -169,7 +171,7 @@ class Rewards:
         thread.start()
         thread.join(self.timeout)
         rows = f"It was called for answers to {sources[0]} to {sources[-1]}."
-        if thread.is_alive():
+        if thread.is_alive() or isinstance(box.get("error"), TimeoutError):
             raise RunError(
                 f"the reward {term.use} took longer than {self.timeout:g} seconds",
                 found=rows,
@@ -247,16 +249,18 @@ def _function(term: RewardTerm) -> Judge:
     return function
 
 
-def _judge(term: RewardTerm) -> Judge:
+def _judge(term: RewardTerm, timeout: float) -> Judge:
     if term.is_function:
         return _function(term)
     if term.use == "regex":
-        pattern = re.compile(term.pattern or "", re.S)
-        return _each(lambda text, _: float(pattern.search(text) is not None))
+        pattern = re.compile(term.pattern or "", re.S).pattern
+        return _of_texts(
+            lambda texts: searched([(pattern, text) for text in texts], timeout, flags=re.S)
+        )
     if term.use == "json_schema":
         assert term.schema_file is not None
         schema = read_json(term.schema_file, error=ConfigError)
-        return _each(lambda text, _: float(_is_json(text) and matches(_json(text), schema)))
+        return _of_texts(lambda texts: _are_of(texts, schema, timeout))
     if term.use == "length":
         most = term.max_chars or 1
         return _each(lambda text, _: min(1.0, max(0.0, 2 - len(text) / most)))
@@ -281,6 +285,21 @@ def _each(judge: Callable[[str, str | None], float | None]) -> Judge:
     return function
 
 
+def _of_texts(judge: Callable[[list[str]], list[bool]]) -> Judge:
+    """Return a reward function of a judge of all answers."""
+
+    def function(completions: Sequence[Any], **_: Any) -> list[float]:
+        return [float(is_right) for is_right in judge([_text(one) for one in completions])]
+
+    return function
+
+
+def _are_of(texts: Sequence[str], schema: Mapping[str, Any], timeout: float) -> list[bool]:
+    """Tell which texts are JSON of a schema."""
+    right = iter(all_matches([_json(text) for text in texts if _is_json(text)], schema, timeout))
+    return [_is_json(text) and next(right) for text in texts]
+
+
 def _share_of_fields(text: str, right: str | None) -> float | None:
     wanted, made = _json(right or ""), _json(text)
     if not isinstance(wanted, dict) or not wanted:
@@ -289,17 +308,8 @@ def _share_of_fields(text: str, right: str | None) -> float | None:
         return 0.0
     names = wanted.keys() | made.keys()
     in_both = wanted.keys() & made.keys()
-    same = sum(_is_same(made[name], wanted[name]) for name in in_both)
+    same = sum(is_same(made[name], wanted[name]) for name in in_both)
     return 0.2 + 0.8 * same / len(names)
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    """Return whether two JSON values are equal; to Python, True is 1 and False is 0."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_is_same(a[name], b[name]) for name in a)
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_is_same, a, b))
-    return isinstance(a, bool) is isinstance(b, bool) and bool(a == b)
 
 
 def _is_equal(text: str, right: str | None) -> float | None:
@@ -315,85 +325,3 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-# JSON schemas, for the keywords that describe what a model is to write.
-
-
-TYPES: dict[str, tuple[type, ...]] = {
-    "object": (dict,),
-    "array": (list,),
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "null": (type(None),),
-}
-SUPPORTED = {
-    *("type", "properties", "required", "additionalProperties", "items", "enum", "const"),
-    *("minimum", "maximum", "minItems", "maxItems", "minLength", "maxLength", "pattern", "anyOf"),
-}
-ANNOTATIONS = {"$schema", "$id", "title", "description", "default", "examples"}
-"""Keywords without constraints."""
-
-
-def matches(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Tell whether a value is of a schema.
-
-    Raises:
-        ConfigError: The schema has keywords that are not known here.
-    """
-    if unknown := schema.keys() - SUPPORTED - ANNOTATIONS:
-        raise ConfigError(
-            f"the JSON schema uses {', '.join(sorted(unknown))}",
-            found=f"Supported: {', '.join(sorted(SUPPORTED))}.",
-            fix="Write a reward function for it: FILE.py:FUNCTION.",
-        )
-    if "anyOf" in schema and not any(matches(value, one) for one in schema["anyOf"]):
-        return False
-    if "enum" in schema and not any(_is_same(value, one) for one in schema["enum"]):
-        return False
-    if "const" in schema and not _is_same(value, schema["const"]):
-        return False
-    if "type" in schema and not _is_of(value, schema["type"]):
-        return False
-    return _in_bounds(value, schema) and _inside(value, schema)
-
-
-def _is_of(value: Any, names: Any) -> bool:
-    types = [names] if isinstance(names, str) else names
-    if isinstance(value, bool):
-        return "boolean" in types
-    return any(isinstance(value, TYPES[name]) for name in types)
-
-
-def _in_bounds(value: Any, schema: Mapping[str, Any]) -> bool:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        low, high = schema.get("minimum"), schema.get("maximum")
-    elif isinstance(value, str):
-        low, high = schema.get("minLength"), schema.get("maxLength")
-        if "pattern" in schema and re.search(schema["pattern"], value) is None:
-            return False
-        value = len(value)
-    elif isinstance(value, list):
-        low, high, value = schema.get("minItems"), schema.get("maxItems"), len(value)
-    else:
-        return True
-    return (low is None or value >= low) and (high is None or value <= high)
-
-
-def _inside(value: Any, schema: Mapping[str, Any]) -> bool:
-    if isinstance(value, list):
-        return all(matches(item, schema.get("items", {})) for item in value)
-    if not isinstance(value, dict):
-        return True
-    known, other = schema.get("properties", {}), schema.get("additionalProperties", True)
-    if not set(schema.get("required", ())) <= value.keys():
-        return False
-    for name, item in value.items():
-        if name in known:
-            if not matches(item, known[name]):
-                return False
-        elif other is False or (isinstance(other, dict) and not matches(item, other)):
-            return False
-    return True

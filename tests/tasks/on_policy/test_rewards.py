@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from peftkit.errors import ConfigError
-from peftkit.tasks.reward_functions import Rewards, RewardTerm, matches
+from peftkit.errors import ConfigError, RunError
+from peftkit.tasks.json_schema import all_matches, matches
+from peftkit.tasks.reward_functions import Rewards, RewardTerm
 
 RIGHT = '{"item": "tea", "size": "L"}'
 
@@ -85,3 +87,32 @@ def test_a_json_schema(value: Any, schema: dict[str, Any], fits: bool) -> None:
 def test_a_keyword_that_is_not_known_is_named() -> None:
     with pytest.raises(ConfigError, match=r"uses \$ref, oneOf"):
         matches(1, {"oneOf": [], "$ref": "#"})
+
+
+SLOW = "(a+)+b"
+"""Takes minutes on thirty letters, and holds the interpreter's lock."""
+
+
+@pytest.mark.parametrize("use", ["regex", "json_schema"])
+def test_a_pattern_that_takes_too_long_ends_at_the_timeout(tmp_path: Path, use: Any) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps({"type": "string", "pattern": SLOW}))
+    term = (
+        RewardTerm(use="regex", pattern=SLOW)
+        if use == "regex"
+        else RewardTerm(use="json_schema", schema_file=schema)
+    )
+    text = "a" * 26
+    answer = text if use == "regex" else json.dumps(text)
+    began = time.perf_counter()
+    with pytest.raises(RunError, match=rf"the reward {use} took longer than 0.4 seconds"):
+        Rewards([term], 0.4).judge(["p"], [answer], {"references": [None]}, ["a.jsonl:1"])
+    assert time.perf_counter() - began < 2
+
+
+def test_patterns_of_all_branches_are_searched() -> None:
+    schema = {"anyOf": [{"pattern": "^a"}, {"pattern": "b$", "minLength": 2}]}
+    values = ["ax", "xb", "b", "x", 3, "ab"]
+    expected = [matches(value, schema) for value in values]
+    assert all_matches(values, schema, 30.0) == expected
+    assert expected == [True, True, False, False, True, True]
