@@ -22,6 +22,13 @@ Base = Annotated[
 Force = Annotated[
     bool, typer.Option("--force", help="Use the adapter even if it was trained on another base.")
 ]
+System = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help='System prompt instead of the one that all rows of the training had; "": none.',
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show notices and errors only.")]
 Overrides = Annotated[

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import typer
 
-from peftkit.data.encode import Style, prompt_ids, stop_ids
+from peftkit.data.chat import shortened
+from peftkit.data.encode import Style, prompt_ids, stop_ids, style_with_system
 from peftkit.data.media import KINDS, Media
-from peftkit.errors import PeftkitError, did_you_mean
+from peftkit.errors import DataError, PeftkitError, did_you_mean
 from peftkit.formats.open_adapter import Opened
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.generate import stream
 from peftkit.inference.predict import MediaPrompt, inputs_of, media_task
 from peftkit.tasks.media_text import MediaTextConfig
 from peftkit_cli.arguments import note
+from peftkit_cli.terminal import edit_several_lines
 
 BASE = "base"
 """Name of the bare base; no adapter of a conversation may have it."""
+FENCE = '"""'
+"""Begins and ends a message of several lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +69,27 @@ class Conversation:
         "/image": "/image FILE: show it with the next message, if the adapter reads images",
         "/audio": "/audio FILE: likewise, audio",
         "/video": "/video FILE: likewise",
+        "/system": "/system TEXT: say this to the model before the conversation; alone: show it; "
+        '/system "": say nothing',
         "/reset": "forget the conversation",
+        "/save": "/save FILE: append the conversation to FILE, as a row to train on",
         "/help": "show this list",
         "/quit": "leave; Ctrl-D does too, and Ctrl-C stops an answer",
+        FENCE: "begins and ends a message of several lines; pasted lines are one message",
     }
 
-    def __init__(self, source: Opened | AdapterBank, **settings: Any) -> None:
-        """Begin it; `settings` are fields of `peftkit.inference.sampling.Sampling`."""
+    def __init__(
+        self, source: Opened | AdapterBank, *, system: str | None = None, **settings: Any
+    ) -> None:
+        """Begin it.
+
+        Args:
+            system: System prompt in place of that of the training; "": none.
+            settings: Fields of `peftkit.inference.sampling.Sampling`.
+
+        Raises:
+            DataError: The adapter, or its chat template, takes no system prompt.
+        """
         self.base, self.voices = source.base, voices_of(source)
         self._settings = settings
         self.history: list[dict[str, Any]] = []
@@ -81,35 +101,78 @@ class Conversation:
         alone = [n for n, v in self.voices.items() if v.style.kind != "chat" and n != BASE]
         if alone:
             who = "This adapter" if isinstance(source, Opened) else ", ".join(alone)
-            note(f"{who} was trained on single prompts: each line is answered on its own.")
+            note(f"{who} was trained on single prompts: each message is answered on its own.")
+        if system is not None:
+            self.set_system(system)
+        elif said := self.systems():
+            note(f"System prompt, as in training: {said}")
+
+    def systems(self) -> str:
+        """Return the beginning of the system prompt, or of those of the voices, for a line."""
+        systems = {n: v.style.system for n, v in self.voices.items() if v.style.system}
+        if len(set(systems.values())) == 1:
+            return shortened(next(iter(systems.values())))
+        return ", ".join(f"{name}: {shortened(system)}" for name, system in systems.items())
+
+    def set_system(self, system: str) -> None:
+        """Begin the conversation with another system prompt; "" for none.
+
+        Raises:
+            DataError: The current voice, or its chat template, takes none.
+        """
+        changed = {}
+        for name, voice in self.voices.items():
+            if self._media_task is not None and voice.style.kind == "chat":
+                changed[name] = replace(voice, style=replace(voice.style, system=system or None))
+            elif voice.style.kind == "chat" or name == self.current:
+                style = style_with_system(self.base.tokenizer, voice.style, system)
+                changed[name] = replace(voice, style=style)
+        self.voices |= changed
 
     def lines(self) -> Iterator[str]:
-        """Yield the user's lines until the end of input."""
-        if not self.on_terminal:
-            yield from sys.stdin
-            return
-        with suppress(ImportError):  # Windows has none
-            import readline  # noqa: F401 - its import gives input() line editing and history
+        """Yield the user's messages and commands until the end of input."""
+        if self.on_terminal:
+            edit_several_lines()
+        while (line := self._line(f"{self.current}> ")) is not None:
+            if not line.startswith(FENCE):
+                yield line
+                continue
+            lines = [line.removeprefix(FENCE)]
+            while not lines[-1].rstrip().endswith(FENCE):
+                if (more := self._line("... ")) is None:
+                    break
+                lines.append(more)
+            # a leading space: what is fenced is a message, even if it begins with a slash
+            yield " " + "\n".join(lines).rstrip().removesuffix(FENCE)
 
-        while True:
-            try:
-                yield input(f"{self.current}> ")
-            except EOFError:
-                note("")
-                return
+    def _line(self, prompt: str) -> str | None:
+        """Return what is typed, pasted or piped next; None at the end of input."""
+        if not self.on_terminal:
+            line = sys.stdin.readline()
+            return line.removesuffix("\n") if line else None
+        try:
+            return input(prompt)
+        except EOFError:
+            note("")
+            return None
 
     def take(self, line: str) -> bool:
         """Answer a line or execute a command; return False to quit."""
         text = line.rstrip("\n")
-        if not text.startswith("/"):  # a leading space sends a slash as it is
+        command, _, rest = text.strip().partition(" ")
+        is_message = "\n" in text and command not in self.COMMANDS
+        if not text.startswith("/") or is_message:  # a leading space sends a slash as it is
             if text.strip():
                 self.answer(text.strip())
             return True
-        command, _, rest = text.strip().partition(" ")
         if command == "/adapter":
             self._switch(rest.strip() or self._adapter)
         elif command == "/compare":
             self.compare(rest.strip())
+        elif command == "/system":
+            self._change_system(rest.strip())
+        elif command == "/save":
+            self.save(rest.strip())
         elif kind := next((kind for kind in KINDS if command == f"/{kind.name}"), None):
             self.show(kind, rest.strip())
         elif rest:
@@ -122,7 +185,7 @@ class Conversation:
             note("The conversation is forgotten.")
         elif command == "/help":
             for name, meaning in self.COMMANDS.items():
-                note(f"{name:9} {meaning}")
+                note(textwrap.fill(f"{name:9} {meaning}", 79, subsequent_indent=" " * 10))
         elif command != "/quit":
             hint = did_you_mean(command, self.COMMANDS) or "/help lists them."
             note(f"There is no command {command}. {hint}")
@@ -151,6 +214,33 @@ class Conversation:
             if text and name == self.current:
                 self.history = [*messages, {"role": "assistant", "content": reply}]
 
+    def _change_system(self, text: str) -> None:
+        if text:
+            try:
+                self.set_system("" if text == '""' else text)
+            except DataError as error:
+                note(str(error))
+                return
+        note(f"System prompt: {self.systems() or 'none'}")
+
+    def save(self, name: str) -> None:
+        """Append the conversation to a file of JSON lines, as a row of messages."""
+        if not self.history or not name:
+            note("There is no conversation yet." if name else "Name a file: /save FILE")
+            return
+        if any("media" in message for message in self.history):
+            note("A conversation with images, audio or videos cannot be saved.")
+            return
+        style, path = self.voices[self.current].style, Path(name).expanduser()
+        row = {"messages": style.opened(self.history)}
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        except OSError as error:
+            note(f"Cannot write {path}: {error.strerror}.")
+            return
+        note(f"{path} has the conversation now: {len(self.history)} messages, as its last row.")
+
     def show(self, kind: type[Media], name: str) -> None:
         """Read an image, audio or a video to go with the next message."""
         if self._media_task is None:
@@ -175,7 +265,7 @@ class Conversation:
         content = "".join(one.mark for one in media) + text
         return {"role": "user", "content": content, "media": media}
 
-    def _prompt(self, messages: Sequence[dict[str, Any]], style: Style) -> Any:
+    def prompt(self, messages: Sequence[dict[str, Any]], style: Style) -> Any:
         """Return the tokens of a prompt, or all inputs if media may be in it."""
         prompt: Any = list(messages) if style.kind == "chat" else messages[-1]["content"]
         if self._media_task is None:
@@ -212,7 +302,7 @@ class Conversation:
                 for piece in stream(
                     self.base.model,
                     tokenizer,
-                    self._prompt(messages, style),
+                    self.prompt(messages, style),
                     stops=self._stops(style),
                     **self._settings,
                 ):

@@ -127,6 +127,7 @@ def adapter_facts(folder: Path) -> tuple[dict[str, Any], list[Group]]:
         "base_fingerprint": origin.fingerprint,
         "base_loading": dict(origin.loading),
         "prompt_style": origin.prompt_style.kind if origin.prompt_style else None,
+        "system_prompt": origin.prompt_style.system if origin.prompt_style else None,
         "made_by": "peftkit" if file.made_here else "another tool, in PEFT's format",
         "num_parameters": sum(math.prod(entry.shape) for entry in tensors.values()),
         "num_tensors": len(tensors),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from peftkit_cli.arguments import Base, Force, note
-from peftkit_cli.talk import MaxNewTokens, Temperature, named_adapters
+from peftkit_cli.talk import MaxNewTokens, Temperature, named_adapters, note_system
 
 if TYPE_CHECKING:
     from peftkit.inference.bank import AdapterBank
@@ -62,6 +62,8 @@ def serve(
         typer.echo(f"{url}/v1")
         models = ", ".join([*bank.names, "base"])
         note(f"Models: {models}. Ctrl-C ends it. Also there: {url}/health")
+        for name in bank.names:
+            note_system(bank.style(name), f"{name}: ")
         if (why := why_plain(bank.base.model, bank.base.tokenizer)) is not None:
             note(f"Requests are answered batch by batch (this model has {why}).")
         if command := vllm_command(bank):

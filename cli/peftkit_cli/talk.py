@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,9 +14,10 @@ import typer
 from peftkit.errors import AdapterError, DataError, neighbours
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.folders import is_hub_id
-from peftkit_cli.arguments import Adapter, Base, Force, Json, note
+from peftkit_cli.arguments import Adapter, Base, Force, Json, System, note
 
 if TYPE_CHECKING:
+    from peftkit.data.encode import Style
     from peftkit.formats.open_adapter import Opened
     from peftkit.inference.bank import AdapterBank
 
@@ -44,6 +45,7 @@ def generate(
     video: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="A video, likewise. Repeatable.")
     ] = None,
+    system: System = None,
     base: Base = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
@@ -51,7 +53,7 @@ def generate(
     force: Force = False,
 ) -> None:
     """Complete a prompt, or transcribe audio. Prints the text and nothing else."""
-    if audio and prompt is None:
+    if audio and prompt is None and system is None:
         opened = _open(adapter, base, force)
         from peftkit.inference.predict import transcribe
 
@@ -62,6 +64,7 @@ def generate(
     if not text:
         raise DataError("the prompt is empty.", fix="Give at least one word with --prompt.")
     opened = _open(adapter, base, force)
+    from peftkit.data.encode import style_with_system
     from peftkit.data.media import KINDS
     from peftkit.inference.generate import generate as generate_text
     from peftkit.inference.predict import generate_with_media
@@ -74,11 +77,17 @@ def generate(
     }
     given = {"image": image, "audio": audio, "video": video}
     media = [kind(path, str(path)) for kind in KINDS for path in given[kind.name] or ()]
+    style, tokenizer = opened.style, opened.base.tokenizer
+    if system is None:
+        note_system(style)
     if media or isinstance(opened.task, MediaTextConfig):
-        typer.echo(generate_with_media(opened, text, media, **settings))
+        if system is not None:
+            style = replace(style, system=system or None)
+        typer.echo(generate_with_media(opened, text, media, style=style, **settings))
         return
-    base_model, tokenizer = opened.base.model, opened.base.tokenizer
-    (answer,) = generate_text(base_model, tokenizer, text, style=opened.style, **settings)
+    if system is not None:
+        style = style_with_system(tokenizer, style, system)
+    (answer,) = generate_text(opened.base.model, tokenizer, text, style=style, **settings)
     typer.echo(answer)
 
 
@@ -245,13 +254,15 @@ def chat(
     max_new_tokens: MaxNewTokens = 1024,
     temperature: Temperature = 0.0,
     seed: Seed = None,
+    system: System = None,
     force: Force = False,
 ) -> None:
     """Chat with adapters: /adapter and /base switch, /compare asks all of them."""
     source = _open_all(adapter, named, base, force)
     from peftkit_cli.conversation import Conversation
 
-    talk = Conversation(source, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    talk = Conversation(source, system=system, **settings)
     if talk.on_terminal:
         who = ", ".join(named) if named else adapter
         note(f"{who} on {source.base.name}. /help lists the commands.")
@@ -305,6 +316,14 @@ def named_adapters(texts: Sequence[str]) -> dict[str, Path]:
             )
         folders[name] = folder
     return folders
+
+
+def note_system(style: Style, who: str = "") -> None:
+    """Say which system prompt a style begins a conversation with, if it has one."""
+    from peftkit.data.chat import shortened
+
+    if style.system:
+        note(f"{who}System prompt, as in training: {shortened(style.system)}")
 
 
 def _open(adapter: str, base: str | None, force: bool) -> Opened:

@@ -118,6 +118,29 @@ def own_template(tokenizer: Any) -> str:
     return ""
 
 
+def system_of(messages: Sequence[Message]) -> str:
+    """Return the system prompt that a conversation begins with, "" if it has none."""
+    is_system = bool(messages) and messages[0]["role"] in ("system", "developer")
+    return str(messages[0].get("content") or "") if is_system else ""
+
+
+def shortened(text: str, length: int = 44) -> str:
+    """Return the beginning of a text, in quotes and on one line."""
+    line = " ".join(text.split())
+    return f'"{line if len(line) <= length else line[: length - 3] + "..."}"'
+
+
+def with_system(template: str, system: str) -> str:
+    """Return a template that begins a conversation without a system turn with this one."""
+    # "developer" is not spelt out: `Chat` asks whether the template itself reads that role
+    line = (
+        "{%- if messages[0].role[:6] not in ('system', 'develo') -%}"
+        "{%- set messages = [{'role': 'system', 'content': SYSTEM}] + (messages | list) -%}"
+        "{%- endif -%}\n"
+    )
+    return line.replace("SYSTEM", json.dumps(system, ensure_ascii=False)) + template
+
+
 def _named_template(choice: str | None) -> str | None:
     if choice is None:
         return None

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
-from peftkit.data.chat import Chat, Rendered, Span, special_texts
+from peftkit.data.chat import (
+    Chat,
+    Rendered,
+    Span,
+    own_template,
+    special_texts,
+    system_of,
+    with_system,
+)
 from peftkit.data.format import (
     Completion,
     Conversation,
@@ -55,11 +63,19 @@ class Style:
         kind: chat: by a chat template; alpaca: by Alpaca's prompts; plain: unchanged.
         chat_template: The template's text; None: the tokenizer's own.
         reasoning: See `DataConfig.reasoning`.
+        system: The system prompt that all rows had; a conversation without one begins with it.
     """
 
     kind: StyleName
     chat_template: str | None = None
     reasoning: str = "learn"
+    system: str | None = None
+
+    def opened(self, messages: Sequence[Message]) -> list[Message]:
+        """Return a conversation with its system turn: its own, or that of the style."""
+        if not self.system or system_of(messages):
+            return list(messages)
+        return [{"role": "system", "content": self.system}, *messages]
 
 
 def default_style(tokenizer: Any) -> Style:
@@ -87,7 +103,8 @@ def prompt_ids(
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         require_template(tokenizer, style.chat_template)
         chat = Chat(tokenizer, style.chat_template)
-        text = chat.render(messages, tools, "the prompt", generation=True, variables=variables)
+        turns = style.opened(messages)
+        text = chat.render(turns, tools, "the prompt", generation=True, variables=variables)
         return tokens(tokenizer, text)
     if not isinstance(prompt, str):
         raise DataError(
@@ -96,6 +113,30 @@ def prompt_ids(
             fix="Give one prompt as text.",
         )
     return with_bos(tokenizer, ALPACA.format(prompt) if style.kind == "alpaca" else prompt)
+
+
+def template_of(tokenizer: Any, style: Style) -> str | None:
+    """Return the template that renders as a style says; None: the tokenizer's own."""
+    if style.kind != "chat" or not style.system:
+        return style.chat_template
+    return with_system(style.chat_template or own_template(tokenizer), style.system)
+
+
+def style_with_system(tokenizer: Any, style: Style, system: str) -> Style:
+    """Return a style with another system prompt; "": none.
+
+    Raises:
+        DataError: The style is of single prompts, or its chat template leaves the text out.
+    """
+    asked = "Cannot use a system prompt here."
+    if style.kind != "chat":
+        found = f"The adapter was trained on single prompts (style '{style.kind}')."
+        raise DataError(asked, found=found, fix="Write it into the prompt.")
+    bare, changed = replace(style, system=None), replace(style, system=system or None)
+    if system and prompt_ids(tokenizer, "Hello", bare) == prompt_ids(tokenizer, "Hello", changed):
+        found = "The chat template leaves it out."
+        raise DataError(asked, found=found, fix="Write it into the first message.")
+    return changed
 
 
 def stop_ids(tokenizer: Any, style: Style) -> list[int]:
@@ -401,11 +442,20 @@ class DocumentEncoder(RowEncoder):
             rows.append(cut)
         counts.update(encoder.counts)
         style: str = encoder.style(read.examples[0]).kind
-        return EncodedRows(rows, {"format": str(read.format), "style": style}, counts, read.unused)
+        agreed, shared = {"format": str(read.format), "style": style}, shared_system(read.examples)
+        return EncodedRows(rows, agreed, counts, read.unused, shared)
+
+
+def shared_system(examples: Iterable[object]) -> dict[str, str]:
+    """Return the system prompt that all examples have, for `EncodedRows.shared`; else nothing."""
+    systems = {system_of(getattr(example, "messages", ())) for example in examples}
+    return {"system": systems.pop()} if len(systems) == 1 and "" not in systems else {}
 
 
 def agreed_style(first: Style | None, style: Style, where: str) -> Style:
-    """Check that rows have the style of all rows before; return it.
+    """Check that rows have the style of all rows before; return that of all.
+
+    Their system prompts may differ: the style of all then has none.
 
     Args:
         first: Of the rows before, or of the adapter; None: these are the first rows.
@@ -413,10 +463,10 @@ def agreed_style(first: Style | None, style: Style, where: str) -> Style:
     Raises:
         DataError: These rows have another style.
     """
-    if first is not None and first != style:
+    if first is not None and replace(first, system=style.system) != style:
         raise DataError(
             f"Cannot use {where} here.",
             found=f"Its rows have the prompt style '{style.kind}', the others have '{first.kind}'.",
             fix="Give rows of one format, or set data.format and data.chat_template.",
         )
-    return style
+    return style if first is None or first.system == style.system else replace(style, system=None)

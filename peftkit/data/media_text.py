@@ -36,6 +36,7 @@ from peftkit.data.encode import (
     agreed_style,
     require_template,
     row_of,
+    shared_system,
     special_tokens_around,
 )
 from peftkit.data.format import (
@@ -389,7 +390,8 @@ class MediaEncoder(RowEncoder):
                 for one, number in zip(row.media, row.media_tokens, strict=True):
                     counts.update({f"{one.kind}s": 1, f"tokens of {one.kind}s": number})
         agreed = {"format": str(parsed.format), "style": str(style.kind)}
-        return EncodedRows(rows, agreed, Counter(counts), parsed.unused)
+        shared = shared_system(parsed.examples)
+        return EncodedRows(rows, agreed, Counter(counts), parsed.unused, shared)
 
     def _cut(self, row: MediaRow, counts: Counter[str]) -> MediaRow | Dropped:
         """Cut a row to max_length tokens; drop it where that loses media."""
@@ -459,7 +461,7 @@ class MediaEncoder(RowEncoder):
             return self._begun(prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         require_template(self._processor, self._template.chat_template)
-        return self._chat.render(messages, (), "the prompt", generation=True)
+        return self._chat.render(style.opened(messages), (), "the prompt", generation=True)
 
     def prompt_row(self, prompt: str, style: Style, source: str) -> MediaRow:
         """Return a prompt without media as a row without targets."""

@@ -82,6 +82,7 @@ class EncodedRows:
     Attributes:
         rows: In the order of the records: rows, and `Dropped` for records that became none.
         agreed: Values that all rows of a file must share, by name: their format.
+        shared: Values that are kept if all rows of a file share them, by name: a system prompt.
         counts: Added up over the file, by name.
         unused: Fields that none of the records used.
     """
@@ -90,6 +91,7 @@ class EncodedRows:
     agreed: dict[str, str] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     unused: tuple[str, ...] = ()
+    shared: dict[str, str] = field(default_factory=dict)
 
 
 class RowEncoder(ABC):
@@ -294,6 +296,7 @@ def _write(
     import pyarrow as pa
 
     agreed: dict[str, str] = {}
+    shared: dict[str, str] | None = None
     counts: Counter[str] = Counter()
     is_used: dict[str, bool] = {}
     num_read = num_rows = 0
@@ -305,6 +308,9 @@ def _write(
         for block in blocks(where, encoder, processes):
             agreed = agreed or block.agreed
             _check_agreed(agreed, block, where)
+            shared = dict(
+                block.shared.items() & (block.shared if shared is None else shared).items()
+            )
             counts.update(block.counts)
             for name, used in block.fields.items():
                 is_used[name] = used or is_used.get(name, False)
@@ -318,6 +324,7 @@ def _write(
         raise DataError(f"Cannot use {where}.", found="It holds no rows.")
     facts = {
         "agreed": agreed,
+        "shared": shared,
         "counts": dict(counts),
         "unused": [name for name, used in is_used.items() if not used],
         "num_read": num_read,
@@ -357,7 +364,7 @@ class Block:
         num_read: Records.
         first, last: Sources of the first and the last record.
         fields: Of the records, and whether one of these needed it.
-        agreed, counts: See `EncodedRows`.
+        agreed, shared, counts: See `EncodedRows`.
     """
 
     batch: Any
@@ -366,6 +373,7 @@ class Block:
     last: str
     fields: dict[str, bool]
     agreed: dict[str, str]
+    shared: dict[str, str]
     counts: Counter[str]
 
 
@@ -447,6 +455,7 @@ def _part_blocks(part: Part, where: str, encoder: RowEncoder) -> Iterator[Block]
             last=chunk[-1].source,
             fields={name: name not in unused for record in chunk for name in record.fields},
             agreed=rows.agreed,
+            shared=rows.shared,
             counts=rows.counts,
         )
 
@@ -665,7 +674,7 @@ class StoredRows(LazyRows):
         digests: Of each row (rows,), equal for rows of equal content.
         num_read: Records of the file.
         num_dropped: Records without a row.
-        counts, agreed, unused: See `EncodedRows`.
+        counts, agreed, shared, unused: See `EncodedRows`.
 
     Raises:
         One of DAMAGED: The folder does not hold what `_write` writes, or is damaged.
@@ -698,6 +707,7 @@ class StoredRows(LazyRows):
         self.num_read: int = facts["num_read"]
         self.counts: dict[str, int] = Counter(facts["counts"])
         self.agreed: dict[str, str] = facts["agreed"]
+        self.shared: dict[str, str] = facts["shared"]
         self.unused: list[str] = facts["unused"]
         super().__init__(_numbers(table.column("tokens"))[self._kept], self.digests)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from peftkit.data.encode import Style
 from peftkit.data.load import read_records
 from peftkit.data.media import Media
 from peftkit.errors import AdapterError, DataError
@@ -125,11 +126,17 @@ class MediaPrompt:
 
 
 def generate_with_media(
-    opened: Opened, prompt: str, media: Sequence[Media] = (), **settings: Any
+    opened: Opened,
+    prompt: str,
+    media: Sequence[Media] = (),
+    *,
+    style: Style | None = None,
+    **settings: Any,
 ) -> str:
     """Return the completion of media followed by a prompt.
 
     Args:
+        style: The prompt format; by default the adapter's.
         settings: max_new_tokens, temperature, top_p, top_k, seed, as in `Sampling`.
 
     Raises:
@@ -138,7 +145,8 @@ def generate_with_media(
     """
     task = media_task(opened)
     task.encoder.media_processor.check(media, "the prompt")
-    text = task.encoder.prompt("".join(one.mark for one in media) + prompt, opened.style)
+    text = "".join(one.mark for one in media) + prompt
+    text = task.encoder.prompt(text, style or opened.style)
     (ids,) = complete(opened.base.model, task, [MediaPrompt(text, tuple(media))], **settings)
     return decoded(task.tokenizer, ids)
 

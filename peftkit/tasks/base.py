@@ -10,15 +10,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from peftkit.data.chat import choose_template
-from peftkit.data.encode import STYLES, Style, agreed_style
+from peftkit.data.chat import choose_template, shortened
+from peftkit.data.encode import STYLES, Style, agreed_style, template_of
 from peftkit.data.load import Record
 from peftkit.data.pack import LazyRows, View, padded, tokens_of_each, weighted
 from peftkit.data.rows import RowEncoder, StoredRows, encoded
@@ -33,7 +33,14 @@ from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.attention import training_attention
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, split_micro_batches
 from peftkit.tasks.loss import unwrapped
-from peftkit.tasks.rows import NO_TEMPLATE, check_dropped, check_vocabulary, named, off_prompt
+from peftkit.tasks.rows import (
+    LEARNT_SYSTEM,
+    NO_TEMPLATE,
+    check_dropped,
+    check_vocabulary,
+    named,
+    off_prompt,
+)
 
 if TYPE_CHECKING:
     from peftkit.model.modes import SideAdapter
@@ -146,6 +153,10 @@ class Task(ABC):
         self._read: list[StoredRows] = []
         if style is not None and style.kind == "chat":
             self.template, self.reasoning = style.chat_template, style.reasoning
+            if style.system and processor is self.tokenizer:
+                self.template = template_of(processor, style)
+                self._style = replace(style, chat_template=self.template)
+                on_event(Notice(LEARNT_SYSTEM.format(shortened(style.system))))
         else:
             self.reasoning = data.reasoning
             self.template = choose_template(
@@ -220,7 +231,9 @@ class Task(ABC):
         sources, share = data.sources, data.eval
         if isinstance(share, str) or share is None:
             trained = [(self.load(source.path), source.weight) for source in sources]
+            style = self._style
             held = [self.load(share)] if share else []
+            self._style = style  # its system prompt is that of the rows that are learnt
         else:
             parts = [self.split(source.path, share) for source in sources]
             trained = [
@@ -271,6 +284,8 @@ class Task(ABC):
         if self.data.chat_template_kwargs and "style" in rows.agreed:
             pairs = self.data.chat_template_kwargs.items()
             yield "chat template", ", ".join(f"{name}: {value}" for name, value in pairs)
+        if "system" in rows.shared:
+            yield "system prompt of all rows", shortened(rows.shared["system"])
         if rows.counts["thoughts"]:
             yield f"turns with reasoning ({self.reasoning})", f"{rows.counts['thoughts']:,}"
         if rows.counts["unwritten"]:
@@ -300,7 +315,8 @@ class Task(ABC):
         if "style" in rows.agreed:
             kind = next(one for one in STYLES if one == rows.agreed["style"])
             is_chat = kind == "chat"
-            style = Style(kind, self.template, self.reasoning) if is_chat else Style(kind)
+            system = rows.shared.get("system")
+            style = Style(kind, self.template, self.reasoning, system) if is_chat else Style(kind)
             if self._style is None and kind == "alpaca":
                 self._on_event(Notice(NO_TEMPLATE))
             self._style = agreed_style(self._style, style, rows.where)

@@ -18,6 +18,7 @@ from peftkit.data.encode import (
     Style,
     prompt_ids,
     require_template,
+    shared_system,
 )
 from peftkit.data.format import Conversation, Message, ParsedRow, WrongField, parse_messages
 from peftkit.data.load import Record
@@ -216,7 +217,7 @@ class DistillEncoder(RowEncoder):
                 for who, length in zip(("student", "teacher"), row.lengths, strict=True):
                     counts[f"{who}_prompts"] += length - targets
         agreed = {"format": str(parsed.format), "style": self.style.kind}
-        return EncodedRows(rows, agreed, counts, parsed.unused)
+        return EncodedRows(rows, agreed, counts, parsed.unused, shared_system(asked))
 
     def _row(self, asked: PromptExample, counts: Counter[str]) -> Distilled | Dropped:
         student, teacher = (

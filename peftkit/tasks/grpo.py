@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from peftkit.data.encode import Encoder, Style, prompt_ids, stop_ids
+from peftkit.data.encode import Encoder, Style, prompt_ids, shared_system, stop_ids
 from peftkit.data.format import Completion, Conversation, Example
 from peftkit.data.load import Record
 from peftkit.data.pack import IGNORE, Row, padded_rows
@@ -485,4 +485,5 @@ class PromptEncoder(RowEncoder):
             else:
                 prompt = json.dumps(one.prompt, default=str)
                 rows.append(Prompt(ids, prompt, one.reference, fields, one.source))
-        return EncodedRows(rows, {"style": self._style.kind}, Counter())
+        agreed, shared = {"style": self._style.kind}, shared_system(one for one, _ in read)
+        return EncodedRows(rows, agreed, Counter(), shared=shared)

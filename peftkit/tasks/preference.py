@@ -17,6 +17,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from peftkit.data.encode import shared_system
 from peftkit.data.load import Record
 from peftkit.data.pack import IGNORE, LazyRows, Row, cut_document, labelled_segments
 from peftkit.data.preferences import Pair, Verdict, check_both_labels, read_pairs_of, read_verdicts
@@ -150,7 +151,8 @@ class ComparedEncoder(AnswerEncoder):
             if row is not None:
                 counts.update(cut=row.is_cut, targets=row.num_targets, common=row.common)
         agreed = next((self.agreed(pair.chosen) for pair in pairs if isinstance(pair, Pair)), {})
-        return EncodedRows(rows, agreed, counts, unused)
+        shared = shared_system(pair.chosen for pair in pairs if isinstance(pair, Pair))
+        return EncodedRows(rows, agreed, counts, unused, shared)
 
 
 class PreferencePairs(Preference):
@@ -248,9 +250,9 @@ class JudgedEncoder(AnswerEncoder):
             rows.append(
                 Judged(row.input_ids, row.labels, start, is_cut, verdict.wanted, verdict.source)
             )
-        return EncodedRows(
-            rows, {**self.agreed(verdicts[0].example), "format": name}, counts, unused
-        )
+        agreed = {**self.agreed(verdicts[0].example), "format": name}
+        shared = shared_system(verdict.example for verdict in verdicts)
+        return EncodedRows(rows, agreed, counts, unused, shared)
 
 
 class WithOtherAnswers(LazyRows):

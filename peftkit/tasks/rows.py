@@ -18,6 +18,7 @@ NO_TEMPLATE = (
     "The base has no chat template: prompts become '### Instruction: ...', as Stanford Alpaca's. "
     "data.chat_template: chatml, or a .jinja file, gives it one."
 )
+LEARNT_SYSTEM = "Rows without a system turn are read with that of training: {}."
 
 
 def check_dropped(rows: StoredRows, data: DataConfig, drops: Mapping[str, str]) -> None:
