@@ -485,5 +485,5 @@ class PromptEncoder(RowEncoder):
             else:
                 prompt = json.dumps(one.prompt, default=str)
                 rows.append(Prompt(ids, prompt, one.reference, fields, one.source))
-        agreed, shared = {"style": self._style.kind}, shared_system(one for one, _ in read)
+        agreed, shared = {"style": str(self._style.kind)}, shared_system(one for one, _ in read)
         return EncodedRows(rows, agreed, Counter(), shared=shared)
