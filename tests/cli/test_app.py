@@ -30,12 +30,12 @@ COMMANDS: dict[str, list[str]] = {
     ],
     "plan": ["RECIPE|MODEL", "--memory", "--ranks", "--link", "--set", "--json"],
     "generate": [
-        "ADAPTER", "--prompt", "--image", "--audio", "--video", "--base", "--max-new-tokens",
-        "--temperature", "--seed", "--force",
+        "ADAPTER", "--prompt", "--image", "--audio", "--video", "--system", "--base",
+        "--max-new-tokens", "--temperature", "--seed", "--force",
     ],
     "chat": [
         "[ADAPTER]", "--adapter", "--base", "--max-new-tokens", "--temperature", "--seed",
-        "--force",
+        "--system", "--force",
     ],
     "predict": ["ADAPTER", "--text", "--data", "--out", "--base", "--force", "--json"],
     "eval": [
