@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+RECENT_STEPS = 10
+LOSS = f"loss (mean of the last {RECENT_STEPS} steps)"
+"""What a table calls the training loss of a run."""
+
+
+def recent_mean(losses: Sequence[float]) -> float | None:
+    """Return a run's training loss: the mean of its last RECENT_STEPS steps; None without any."""
+    recent = losses[-RECENT_STEPS:]
+    return sum(recent) / len(recent) if recent else None
+
 
 def count(value: float) -> str:
     """Return a count as a text: 4.88M, 135.2M."""

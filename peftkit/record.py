@@ -168,13 +168,21 @@ class RunRecord:
         card = training_card(
             self.base,
             self.adapter,
-            data=f"{recipe.data.train_name}, {len(self.train):,} rows after packing and filtering",
-            steps=result.step,
+            data=f"{recipe.data.train_name}, {rows_in_words(self.train)}",
+            steps=f"{result.step:,} ({result.metrics['epochs']:.2f} epochs)",
             metrics=result.metrics,
             recipe=schema.dump_yaml(recipe),
             usage=usage,
         )
         return render_card(card)
+
+
+def rows_in_words(rows: Sequence[Any]) -> str:
+    """Return "180 rows", or "180 rows, packed into 6"."""
+    documents = getattr(rows, "document_lengths", None)
+    if documents is None:
+        return f"{len(rows):,} rows"
+    return f"{len(documents):,} rows, packed into {len(rows):,}"
 
 
 def length_histogram(rows: Sequence[Any]) -> tuple[tuple[int, int], ...]:

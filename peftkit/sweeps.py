@@ -45,6 +45,7 @@ from peftkit.events import (
 from peftkit.execution.environment import world_size
 from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.signals import Interrupted, stopping_at_once
+from peftkit.figures import LOSS, duration, recent_mean
 from peftkit.files.disk import new_folder, read_json, writable_folder, write_json
 from peftkit.planning.resolve import resolve_plan
 from peftkit.recipe import Recipe, check_settings, load
@@ -80,7 +81,7 @@ class Outcome:
 
     Attributes:
         state: "waiting", "done" or "failed".
-        loss: Of the last step.
+        loss: Of the last steps (`recent_mean`).
         eval_loss: Of the last evaluation, or None.
         error: Why it failed.
     """
@@ -190,7 +191,7 @@ def sweep(
         resume: Continue the sweep in that folder. Members that failed are tried again.
 
     Returns:
-        The members, the best first: by eval loss, or by the last loss without eval rows.
+        The members, the best first: by eval loss, or by the training loss without eval rows.
 
     Raises:
         ConfigError: The members do not have one base.
@@ -310,12 +311,14 @@ def _train(
 ) -> None:
     """Run one member, and record its outcome."""
     outcome, began = outcomes[member.name], time.perf_counter()
+    losses = list[float]()
 
     def record(event: Event) -> None:
         if isinstance(event, RunStarted):
             _write(out, outcomes)  # from here on there is something to resume
         elif isinstance(event, StepDone):
-            outcome.steps, outcome.loss = event.step, event.loss
+            losses.append(event.loss)
+            outcome.steps, outcome.loss = event.step, recent_mean(losses)
         elif isinstance(event, EvalDone):
             outcome.eval_loss = event.metrics.get("loss")
         on_event(event)
@@ -407,13 +410,13 @@ def _table(ranked: Sequence[Outcome]) -> Table:
             "-" if outcome.eval_loss is None else f"{outcome.eval_loss:.4f}",
             "-" if outcome.loss is None else f"{outcome.loss:.4f}",
             str(outcome.steps),
-            f"{outcome.seconds:.0f} s",
+            duration(outcome.seconds),
             outcome.state,
         )
         for outcome in ranked
     )
     names = [key.rpartition(".")[2] for key in keys]
-    columns = ("member", *names, "eval loss", "loss", "steps", "time", "state")
+    columns = ("member", *names, "eval loss, last", LOSS, "steps", "time", "state")
     return Table("The sweep, best first", columns, rows)
 
 

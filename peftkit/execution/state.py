@@ -10,7 +10,7 @@ from typing import Any
 from peftkit.errors import CheckpointError
 from peftkit.execution.plan import ExecutionPlan, plan_from
 
-RETIRED = ("empty_steps", "is_sure")
+RETIRED = ("empty_steps", "is_sure", "loss")
 """Fields of earlier versions, which a checkpoint may have."""
 
 
@@ -22,7 +22,7 @@ class State:
         step: Optimizer steps done.
         plan: How rows go through the model now.
         measured: Whether the plan is refined by the run's own rows (train/memory.py).
-        loss: Of the last step.
+        recent_losses: Of the last RECENT_STEPS steps.
         num_tokens: Trained on so far, on all processes.
         seconds: Wall-clock time of the run, including the parts before a resume.
         step_seconds: Time in optimizer steps.
@@ -38,7 +38,7 @@ class State:
     plan: ExecutionPlan
     measured: bool = False
     step: int = 0
-    loss: float = 0.0
+    recent_losses: tuple[float, ...] = ()
     num_tokens: int = 0
     seconds: float = 0.0
     step_seconds: float = 0.0
@@ -80,8 +80,8 @@ class Result:
     Attributes:
         step: Optimizer steps, including those before a resume.
         seconds: Wall-clock time, likewise.
-        metrics: loss (of the last step), num_tokens, tokens_per_second, peak_bytes; with eval rows
-            eval_loss, best_eval_loss and, of a task that predicts tokens, eval_perplexity.
+        metrics: loss (`recent_mean`), epochs, num_tokens, tokens_per_second, peak_bytes; with eval
+            rows eval_loss, best_eval_loss and, of a task that predicts tokens, eval_perplexity.
         checkpoint: The last one; the model has its weights.
         best_step: The step with the lowest eval loss.
         best_checkpoint: Its checkpoint.
@@ -111,4 +111,5 @@ def state_from_json(values: Mapping[str, Any]) -> State:
             "cannot resume: state.json is not of this version", found=", ".join(sorted(values))
         )
     current = {"is_ended": values.get("is_sure", False)} | {name: values[name] for name in names}
-    return State(**{**current, "plan": plan_from(values["plan"])})
+    losses = tuple(current.get("recent_losses", ()))
+    return State(**{**current, "recent_losses": losses, "plan": plan_from(values["plan"])})

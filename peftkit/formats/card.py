@@ -13,6 +13,7 @@ from peftkit.adapter import Adapter
 from peftkit.base.load import Base
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.events import Table
+from peftkit.figures import LOSS
 from peftkit.files.disk import write_text
 from peftkit.formats.folders import CARD
 from peftkit.formats.peft.targets import refused_by_peft
@@ -101,7 +102,8 @@ def render_card(card: Card) -> str:
         lines += [note, ""]
     if card.metrics:
         lines += ["## Measured", "", "| metric | value |", "|---|---|"]
-        lines += [f"| {name} | {value:.4g} |" for name, value in card.metrics.items()] + [""]
+        named = {LOSS if name == "loss" else name: value for name, value in card.metrics.items()}
+        lines += [f"| {name} | {value:.4g} |" for name, value in named.items()] + [""]
     if card.usage:
         lines += ["## Use", ""]
         for heading, language, code in card.usage:
@@ -171,7 +173,7 @@ def training_card(
     adapter: Adapter,
     *,
     data: str,
-    steps: int,
+    steps: str,
     metrics: Mapping[str, float],
     recipe: str,
     usage: Sequence[tuple[str, str, str]],
@@ -194,7 +196,7 @@ def training_card(
             "method": adapter.method.type,
             "trained values": f"{adapter.num_trainable:,} ({share:.2%} of the base)",
             "data": data,
-            "steps": str(steps),
+            "steps": steps,
         },
         metrics=metrics,
         recipe=recipe,

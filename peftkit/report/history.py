@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from peftkit.config.schema import flat
 from peftkit.errors import DataError, first_few
 from peftkit.events import Table
+from peftkit.figures import recent_mean
 
 METRICS, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
 FACTS, TASKS = "run.json", "tasks.json"
@@ -69,6 +70,7 @@ class History:
         started: The newest RunStarted line. end: The RunDone or RunStopped line after it, if any.
         samples: Lines of samples.jsonl. scores: Entries of tasks.json.
         answers: By step, the lines of answers.jsonl with the highest and the lowest reward.
+        epoch: How often the rows were seen, on average.
         changed: When metrics.jsonl was last written, in seconds since 1970.
     """
 
@@ -84,6 +86,7 @@ class History:
     scores: list[dict[str, Any]] = field(default_factory=list)
     answers: dict[int, tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=dict)
     num_tokens: int = 0
+    epoch: float = 0.0
     began: float = 0.0
     changed: float = 0.0
 
@@ -124,7 +127,7 @@ class History:
         elif event == "StepDone" and isinstance(step, int):
             self._add_values(step, {name: line.get(name) for name in CURVES})
             self._add_values(step, line.get("figures", {}), prefix="train/")
-            self.num_tokens = line.get("num_tokens", 0)
+            self.num_tokens, self.epoch = line.get("num_tokens", 0), line.get("epoch", 0.0)
         elif event == "EvalDone" and isinstance(step, int):
             self._add_values(step, line.get("metrics", {}), prefix="eval/")
         elif event in ("RunDone", "RunStopped"):
@@ -243,7 +246,7 @@ class RunRow:
     """A run in one row of a table.
 
     Attributes:
-        loss: Of the last steps, smoothed. best_eval_loss, best_step: The minimum, and where.
+        loss: Of the last steps (`recent_mean`). best_eval_loss, best_step: The minimum, and where.
         changed: When it last wrote, in seconds since 1970.
         differs: The settings in which not all runs of the table agree.
     """
@@ -263,14 +266,14 @@ class RunRow:
 
 def row_of(run: History, differs: dict[str, str] | None = None) -> RunRow:
     """Return the row of a run."""
-    losses, evals = list(smoothed(run.curves["loss"]).values()), run.curves["eval/loss"]
+    losses, evals = list(run.curves["loss"].values()), run.curves["eval/loss"]
     best_step = min(evals, key=evals.__getitem__, default=None)
     return RunRow(
         run=run.name,
         state=run.state(),
         step=run.step,
         num_steps=run.num_steps,
-        loss=losses[-1] if losses else None,
+        loss=recent_mean(losses),
         eval_loss=evals[next(reversed(evals))] if evals else None,
         best_eval_loss=None if best_step is None else evals[best_step],
         best_step=best_step,

@@ -17,7 +17,7 @@ from shlex import quote
 from typing import Any
 
 from peftkit.events import EvalDone, Event, Listener, Notice, RunStopped, Sampled, Saved, StepDone
-from peftkit.figures import count, duration, short, size
+from peftkit.figures import LOSS, count, duration, short, size
 from peftkit.files.disk import write_text
 from peftkit.report.chart import charts, drawn
 from peftkit.report.history import History, as_texts, differing, read_histories, row_of
@@ -146,7 +146,7 @@ def _several(runs: Sequence[History]) -> str:
         row = row_of(run)
         losses = map(short, (row.loss, row.best_eval_loss, row.eval_loss))
         rows.append((row.run, row.state, f"{row.step:,}", *losses, duration(row.seconds)))
-    columns = ("run", "state", "steps", "loss", "eval loss, best", "eval loss, last", "time")
+    columns = ("run", "state", "steps", LOSS, "eval loss, best", "eval loss, last", "time")
     sections = [("What differs", _differences(runs)), ("Curves", _curves(runs))]
     sections += [(run.name, _end(run) + _next_commands(run)) for run in runs]
     return f"<h1>{len(runs)} runs</h1>{table(columns, rows, numbers=True)}{_joined(sections)}"
@@ -180,10 +180,10 @@ def _tiles(run: History) -> str:
     tiles = {
         "steps": f"{run.step:,} of {run.num_steps:,}" if run.num_steps else "",
         "time": duration(run.seconds) if run.step else "",
-        "loss": short(row.loss),
+        LOSS: short(row.loss),
         f"best eval, step {row.best_step}": short(row.best_eval_loss),
         "trained": f"{count(trainable)} ({100 * trainable / total:.2f}\u202f%)" if total else "",
-        "rows": f"{run.started['num_rows']:,}" if "num_rows" in run.started else "",
+        "rows": _rows(run),
         "tokens": count(run.num_tokens) if run.num_tokens else "",
         "peak memory": size(peak) if peak else "",
         "device": run.started.get("device", ""),
@@ -194,6 +194,14 @@ def _tiles(run: History) -> str:
         if b not in ("", "-")
     )
     return f'<div class="tiles">{"".join(shown)}</div>'
+
+
+def _rows(run: History) -> str:
+    """Return the number of training rows, and how often they were seen."""
+    if "num_rows" not in run.started:
+        return ""
+    epochs = f", {run.epoch:.2f} epochs" if run.step else ""
+    return f"{run.started['num_rows']:,}{epochs}"
 
 
 def _curves(runs: Sequence[History]) -> str:

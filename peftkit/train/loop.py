@@ -21,6 +21,7 @@ from peftkit.execution import rng
 from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.execution.signals import Interrupted, stop_requests
 from peftkit.execution.state import Result, StepFacts
+from peftkit.figures import RECENT_STEPS, recent_mean
 from peftkit.formats.folders import set_aside
 from peftkit.kernels.device import gpu_of, keep_freed_memory, trim_malloc
 from peftkit.kernels.fused import TRITON
@@ -286,7 +287,7 @@ class Loop:
         state.step += 1
         if state.step % GIVE_BACK_EVERY == 0:
             self._give_back()
-        state.loss = facts.loss
+        state.recent_losses = (*state.recent_losses, facts.loss)[-RECENT_STEPS:]
         state.num_tokens += facts.num_tokens
         state.step_seconds += seconds
         self._agreed_stop = facts.stop
@@ -363,7 +364,8 @@ class Loop:
         seconds = time.perf_counter() - self._began
         state, folder = self.run.state, self.saver.checkpoints.folder
         metrics = {
-            "loss": state.loss,
+            "loss": recent_mean(state.recent_losses) or 0.0,
+            "epochs": state.step / self.sampler.steps_per_epoch,
             "num_tokens": float(state.num_tokens),
             "tokens_per_second": state.num_tokens / max(state.step_seconds, 1e-9),
             "peak_bytes": float(peak_bytes(self.world.device)),

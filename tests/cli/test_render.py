@@ -64,7 +64,7 @@ def test_a_log_tells_every_fact_in_one_line_each() -> None:
     assert "Training 4.88M of 139.4M parameters (3.50 %) on cpu: 1,500 rows, 100 steps" in lines
     assert "eval at step 50: eval_loss 0.51, num_rows 64 (best so far)" in lines
     assert "saved checkpoint: runs/demo/checkpoints/step-50" in lines
-    assert lines[-1] == "Done: 100 steps in 1:15; loss 0.02"
+    assert lines[-1] == "Done: 100 steps in 1:15; loss 0.02 (mean of the last 10 steps)"
 
 
 def test_a_log_holds_the_first_and_last_step_and_few_between() -> None:

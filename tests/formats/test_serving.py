@@ -32,7 +32,7 @@ def test_a_card_names_the_hub_id_and_the_rank(
     base = replace(load_base(str(model_folder)), name="tiny", hub_id="org/tiny")
     adapter = attach(base.model, LoRA(rank=12))
     usage = adapter_usage("org/tiny", "run", rank=served_rank(adapter.method))
-    card = training_card(base, adapter, data="rows", steps=1, metrics={}, recipe="", usage=usage)
+    card = training_card(base, adapter, data="rows", steps="1", metrics={}, recipe="", usage=usage)
     text = render_card(card)
     assert "base_model: org/tiny" in text
     assert "vllm serve org/tiny --enable-lora --max-lora-rank 16 " in text

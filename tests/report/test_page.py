@@ -88,7 +88,7 @@ def test_it_tells_all_that_the_files_do(tmp_path: Path) -> None:
         "<span>steps</span><b>40 of 40</b>",
         "<span>time</span><b>42 s</b>",
         "<span>best eval, step 40</span><b>0.05</b>",
-        "<span>rows</span><b>640</b>",
+        "<span>rows</span><b>640, 1.00 epochs</b>",
         "Eval: exact match",
         "<td>rows read</td><td>650</td>",
         "20 yes",

@@ -77,6 +77,7 @@ def test_the_best_evaluation_is_remembered(tmp_path: Path) -> None:
     assert rest.result is not None
     assert whole.result is not None
     assert rest.result.best_step == whole.result.best_step
+    assert rest.result.metrics["loss"] == whole.result.metrics["loss"]
     assert rest.result.best_checkpoint is not None
     assert rest.result.best_checkpoint.is_dir()
 
