@@ -397,7 +397,8 @@ class DocumentEncoder(RowEncoder):
 
     Args:
         template, reasoning: See `Encoder`.
-        fields: Names of the fields with prompt and completion, whatever the format.
+        fields: Names of the fields with prompt and completion. With the format "auto" and a
+            template they are a user's message and its answer.
     """
 
     kind: ClassVar[type[Row]] = Row
@@ -424,7 +425,11 @@ class DocumentEncoder(RowEncoder):
         return (*tokenizer_key(self._tokenizer), *settings)
 
     def read(self, records: Sequence[Record], where: str) -> ParsedRow:
-        return parse(records, self._format, where=where, fields=self._fields)
+        parsed = parse(records, self._format, where=where, fields=self._fields)
+        if self._fields is None or self._format != "auto" or not self._encoder.has_template:
+            return parsed
+        turns = (e.conversation if isinstance(e, Completion) else e for e in parsed.examples)
+        return replace(parsed, examples=tuple(turns))
 
     def rows(self, read: ParsedRow) -> EncodedRows:
         encoder, counts = self._encoder, Counter[str]()

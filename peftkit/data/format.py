@@ -81,6 +81,11 @@ class Completion:
     completion: str
     source: str
 
+    @property
+    def conversation(self) -> Conversation:
+        """The same as two turns, for a chat template."""
+        return Instruction(self.prompt, "", self.completion, self.source).conversation
+
 
 @dataclass(frozen=True, slots=True)
 class Text:

@@ -18,6 +18,11 @@ NO_TEMPLATE = (
     "The base has no chat template: prompts become '### Instruction: ...', as Stanford Alpaca's. "
     "data.chat_template: chatml, or a .jinja file, gives it one."
 )
+PLAIN_PROMPTS = (
+    "Rows of prompt and completion are learnt as plain text, without the base's chat template. "
+    "For a chat set task: {type: causal_lm, prompt: prompt, completion: completion}; data.format: "
+    "prompt_completion leaves this notice out."
+)
 LEARNT_SYSTEM = "Rows without a system turn are read with that of training: {}."
 
 

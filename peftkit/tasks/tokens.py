@@ -27,6 +27,7 @@ from peftkit.data.pack import (
     labelled_segments,
     padded,
 )
+from peftkit.data.rows import StoredRows
 from peftkit.defaults import is_worth_packing
 from peftkit.errors import PeftkitError
 from peftkit.events import Listener, Notice, ignore
@@ -46,7 +47,7 @@ from peftkit.tasks.one_row import (
     num_positions,
     unpadded,
 )
-from peftkit.tasks.rows import exact_length
+from peftkit.tasks.rows import PLAIN_PROMPTS, exact_length
 
 
 class TokenTask(Task):
@@ -227,14 +228,23 @@ class CausalLM(TokenTask):
         self._check_packing(model)
         if self.data.packing:  # elsewhere the model would look for documents in the positions
             self.input_names = ("input_ids", "position_ids")
+        is_plain = self._style is not None and self._style.kind == "plain"
         self.row_encoder = DocumentEncoder(
             self.tokenizer,
             self.template,
-            self.data.format,
+            "prompt_completion" if is_plain and self.config.fields else self.data.format,
             self.max_length,
             self.config.fields,
             self.reasoning,
         )
+
+    def check(self, rows: StoredRows) -> None:
+        is_first = self._style is None
+        super().check(rows)
+        is_plain = rows.agreed["style"] == "plain" and rows.agreed["format"] == "prompt_completion"
+        has_template = self.template is not None or self.tokenizer.chat_template
+        if is_first and is_plain and has_template and self.data.format == "auto":
+            self._on_event(Notice(PLAIN_PROMPTS))
 
     def _check_packing(self, model: nn.Module) -> None:
         """Leave packing out where it is only the default, and the model cannot do it."""
@@ -293,9 +303,10 @@ class CausalLMConfig(AnswerConfig):
     type: Literal["causal_lm"] = "causal_lm"
 
     prompt: str | None = None
-    """Field with the prompt, as text; null: as data.format says."""
+    """Field with the prompt, as text; null: as data.format says. On a base with a chat template it
+    is a user's message, unless data.format is prompt_completion."""
     completion: str | None = None
-    """Field with what completes it; set both or neither."""
+    """Field with what completes it, or answers the message; set both or neither."""
 
     @model_validator(mode="after")
     def _both(self) -> CausalLMConfig:
