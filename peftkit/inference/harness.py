@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peftkit.data.encode import template_of
 from peftkit.errors import ConfigError, did_you_mean
 from peftkit.events import Listener, Notice, Stage, Table, ignore
 from peftkit.formats.open_adapter import Opened, require_causal
@@ -116,8 +117,8 @@ def with_template(opened: Opened, on_event: Listener = ignore) -> Any:
     """
     style, folder = opened.style, opened.file.folder
     tokenizer = copy.copy(opened.base.tokenizer)
-    if style.chat_template is not None:
-        tokenizer.chat_template = style.chat_template
+    if (template := template_of(tokenizer, style)) is not None:
+        tokenizer.chat_template = template
     if not tokenizer.chat_template:
         raise ConfigError(
             "--chat-template needs a chat template.",

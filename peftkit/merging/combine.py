@@ -207,6 +207,9 @@ def _origin(sources: Sequence[_Source], on_event: Listener) -> Provenance:
     loadings = [o.loading for o in origins if o.loading]
     styles = [o.prompt_style for o in origins if o.prompt_style]
     same_loading = all(loading == loadings[0] for loading in loadings)
+    if len({style.system for style in styles}) > 1:
+        styles = [replace(style, system=None) for style in styles]
+        on_event(Notice("The adapters have different system prompts; the new one records none."))
     same_style = all(style == styles[0] for style in styles)
     differ = [] if same_loading else ["loading settings"]
     if differ := differ + ([] if same_style else ["prompt styles"]):

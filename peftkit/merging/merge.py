@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -25,6 +25,7 @@ from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.request import DTYPES, fits_device
 from peftkit.base.skeleton import read_config, skeleton, weight_bytes
 from peftkit.config.schema import from_dict
+from peftkit.data.encode import Style
 from peftkit.errors import MergeError, OutputError, first_few
 from peftkit.events import Listener, Notice, Saved, Stage, Table, ignore
 from peftkit.execution.environment import free_now
@@ -151,7 +152,7 @@ def merge(
             agreed = verified(folder, purpose, reference, tally, prompts, effect)
         config = skeleton(str(folder), purpose=purpose).config
         task_of(file).write_beside(folder, config, local_folder(name, revision))
-        write_template(file.provenance.prompt_style, folder)
+        write_template(_style(file), folder)
         kind = _quantized_as(file)
         other_precision = "" if is_quantized or kind == "none" else kind
         merged = Merged(out, name, tally, effect, agreed, other_precision)
@@ -296,7 +297,15 @@ def _precision_note(kind: str) -> str:
 
 def _prompt_note(file: AdapterFile) -> str:
     """Return how a model that completes prompts is prompted without a chat template, or ""."""
-    return prompt_note(file.provenance.prompt_style) if task_of(file).generates else ""
+    return prompt_note(_style(file)) if task_of(file).generates else ""
+
+
+def _style(file: AdapterFile) -> Style | None:
+    """Return the prompt style of an adapter; templates of media cannot hold its system prompt."""
+    style = file.provenance.prompt_style
+    if style is None or task_of(file).processor == "tokenizer":
+        return style
+    return replace(style, system=None)
 
 
 def _facts(merged: Merged) -> dict[str, str]:

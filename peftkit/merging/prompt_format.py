@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+from peftkit.data.chat import own_template, shortened, with_system
 from peftkit.data.encode import ALPACA, ALPACA_INPUT, Style
 from peftkit.errors import BaseError
 from peftkit.files import disk
@@ -21,12 +23,15 @@ def write_template(style: Style | None, folder: Path) -> None:
     """Write the chat template of training into a model's folder, replacing the base's.
 
     Args:
-        style: The adapter's; without a template of its own nothing changes.
+        style: The adapter's; without a template or a system prompt of its own nothing changes.
 
     Raises:
         BaseError: A config of the tokenizer is damaged.
     """
-    if style is None or style.chat_template is None:
+    template = None if style is None else style.chat_template
+    if style is not None and style.system and (whole := template or _template_in(folder)):
+        template = with_system(whole, style.system)
+    if template is None:
         return
     for name in OTHER_TEMPLATES:
         path = folder / name
@@ -39,13 +44,32 @@ def write_template(style: Style | None, folder: Path) -> None:
         config = disk.read_json(folder / name, max_bytes=MAX_CONFIG_BYTES, error=BaseError)
         if config.pop("chat_template", None) is not None:
             disk.write_json(config, folder / name)
-    disk.write_text(style.chat_template, folder / TEMPLATE)
+    disk.write_text(template, folder / TEMPLATE)
+
+
+def _template_in(folder: Path) -> str:
+    """Return the chat template that a model's folder has, "" if none."""
+    if (folder / TEMPLATE).is_file():
+        return (folder / TEMPLATE).read_text(encoding="utf-8")
+    path = folder / CONFIGS[0]
+    if not path.is_file():
+        return ""
+    config = disk.read_json(path, max_bytes=MAX_CONFIG_BYTES, error=BaseError)
+    templates = config.get("chat_template")
+    if isinstance(templates, list):  # several, by name
+        templates = {one["name"]: one["template"] for one in templates}
+    return own_template(SimpleNamespace(chat_template=templates))
 
 
 def prompt_note(style: Style | None) -> str:
-    """Return how to prompt a merged model whose prompts need no chat template; "" for others."""
+    """Return what a merged model's prompts need that its chat template does not show, or ""."""
     if style is None or style.kind == "chat":
-        return ""
+        if style is None or not style.system:
+            return ""
+        return (
+            "Its chat template begins a conversation without a system turn with the one that all "
+            f"rows of the training had: {shortened(style.system)}."
+        )
     if style.kind == "alpaca":
         return (
             "Trained on Alpaca's prompts (style alpaca), which no file of a model can hold: put "

@@ -48,6 +48,32 @@ def test_the_template_of_training_is_that_of_the_merged_model(
     assert OTHER not in (saved.out / "tokenizer_config.json").read_text()
 
 
+@pytest.mark.parametrize("in_config", [False, True])
+def test_a_merged_model_begins_with_the_system_prompt_of_training(
+    saved: Saver,  # noqa: F811
+    in_config: bool,
+) -> None:
+    saved()
+    if in_config:
+        (saved.base / "chat_template.jinja").unlink(missing_ok=True)
+        config = saved.base / "tokenizer_config.json"
+        named = [{"name": "default", "template": CHATML}]
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": named}))
+    style = Style("chat", system='Sell "foxes" {{ 1 }}.\nBe short. 🦊')
+    set_style(saved, style)
+    events: list[Event] = []
+    merge(saved.adapter, saved.out, verify=False, on_event=events.append)
+    trained, merged = (AutoTokenizer.from_pretrained(path) for path in (saved.base, saved.out))
+    turns = [{"role": "user", "content": "the quick fox"}]
+    ids = merged.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    assert ids == prompt_ids(trained, "the quick fox", style)
+    assert merged.decode(ids).startswith("<|im_start|>system\nSell")
+    other = [{"role": "system", "content": "Be kind."}, *turns]
+    text = merged.apply_chat_template(other, tokenize=False)
+    assert "foxes" not in text
+    assert 'Sell "foxes" {{ 1 }}. Be short.' in (saved.out / "README.md").read_text()
+
+
 def test_files_that_transformers_prefers_do_not_hide_the_template(tmp_path: Path) -> None:
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": OTHER}))
     (tmp_path / "additional_chat_templates").mkdir()
