@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 RECENT_STEPS = 10
-LOSS = f"loss (mean of the last {RECENT_STEPS} steps)"
-"""What a table calls the training loss of a run."""
+
+
+def loss_name(steps: int = RECENT_STEPS) -> str:
+    """Return what a table calls the training loss of a run of so many steps; see `recent_mean`."""
+    number = min(steps, RECENT_STEPS)
+    return f"loss (mean of the last {number} steps)" if number > 1 else "loss (of one step)"
 
 
 def recent_mean(losses: Sequence[float]) -> float | None:

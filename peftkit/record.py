@@ -27,6 +27,7 @@ from peftkit.data.pack import tokens_of_each
 from peftkit.events import Event, Listener, Notice, RunStarted, Saved, Table, ignore
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.state import Result
+from peftkit.figures import loss_name
 from peftkit.files.disk import write_text
 from peftkit.formats.folders import CARD, forget_overwritten
 from peftkit.formats.peft.folder import AdapterFolder
@@ -170,7 +171,10 @@ class RunRecord:
             self.adapter,
             data=f"{recipe.data.train_name}, {rows_in_words(self.train)}",
             steps=f"{result.step:,} ({result.metrics['epochs']:.2f} epochs)",
-            metrics=result.metrics,
+            metrics={
+                loss_name(result.step) if name == "loss" else name: value
+                for name, value in result.metrics.items()
+            },
             recipe=schema.dump_yaml(recipe),
             usage=usage,
         )

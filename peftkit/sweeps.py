@@ -45,7 +45,7 @@ from peftkit.events import (
 from peftkit.execution.environment import world_size
 from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.signals import Interrupted, stopping_at_once
-from peftkit.figures import LOSS, duration, recent_mean
+from peftkit.figures import duration, loss_name, recent_mean
 from peftkit.files.disk import new_folder, read_json, writable_folder, write_json
 from peftkit.planning.resolve import resolve_plan
 from peftkit.recipe import Recipe, check_settings, load
@@ -416,7 +416,7 @@ def _table(ranked: Sequence[Outcome]) -> Table:
         for outcome in ranked
     )
     names = [key.rpartition(".")[2] for key in keys]
-    columns = ("member", *names, "eval loss, last", LOSS, "steps", "time", "state")
+    columns = ("member", *names, "eval loss, last", loss_name(), "steps", "time", "state")
     return Table("The sweep, best first", columns, rows)
 
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from peftkit import events
 from peftkit.events import Event, Listener
-from peftkit.figures import RECENT_STEPS, count, duration, metric, size
+from peftkit.figures import count, duration, loss_name, metric, size
 
 SHOWN = ("accuracy", "margin", "reward", "entropy")  # of a task's; metrics.jsonl has all
 PLAIN_LINES = 40  # about as many lines of steps as a log should hold
@@ -281,7 +281,7 @@ def describe(event: Event) -> str | None:
             return f"saved {kind}: {path}"
         case events.RunDone(step, seconds, metrics):
             took = f"Done: {step:,} steps in {duration(seconds)}"
-            means = f" (mean of the last {RECENT_STEPS} steps)"
+            means = loss_name(step).removeprefix("loss")
             parts = (f"{metrics_line({n: v})}{means * (n == 'loss')}" for n, v in metrics.items())
             return f"{took}; {', '.join(parts)}" if metrics else took
     return None

@@ -101,7 +101,7 @@ def runs(
     if as_json:
         typer.echo(json.dumps([asdict(run) for run in listed], indent=2))
         return
-    from peftkit.figures import LOSS, duration, short
+    from peftkit.figures import RECENT_STEPS, duration, short
     from peftkit_cli.render import print_table
 
     settings = list(dict.fromkeys(key for run in listed for key in run.differs))
@@ -120,6 +120,7 @@ def runs(
         for run in listed
     ]
     print_table("", (*columns, *shown), rows)
-    note(f"{LOSS}; eval: loss of the last evaluation; best: of the best, at its step.")
+    means = f"loss: mean of the last {RECENT_STEPS} steps"
+    note(f"{means}; eval: of the last evaluation; best: the lowest.")
     if more:
         note(f"They also differ in {', '.join(more)}: see --json, or peftkit report RUN RUN.")

@@ -13,7 +13,6 @@ from peftkit.adapter import Adapter
 from peftkit.base.load import Base
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.events import Table
-from peftkit.figures import LOSS
 from peftkit.files.disk import write_text
 from peftkit.formats.folders import CARD
 from peftkit.formats.peft.targets import refused_by_peft
@@ -102,8 +101,7 @@ def render_card(card: Card) -> str:
         lines += [note, ""]
     if card.metrics:
         lines += ["## Measured", "", "| metric | value |", "|---|---|"]
-        named = {LOSS if name == "loss" else name: value for name, value in card.metrics.items()}
-        lines += [f"| {name} | {value:.4g} |" for name, value in named.items()] + [""]
+        lines += [f"| {name} | {value:.4g} |" for name, value in card.metrics.items()] + [""]
     if card.usage:
         lines += ["## Use", ""]
         for heading, language, code in card.usage:

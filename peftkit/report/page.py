@@ -17,7 +17,7 @@ from shlex import quote
 from typing import Any
 
 from peftkit.events import EvalDone, Event, Listener, Notice, RunStopped, Sampled, Saved, StepDone
-from peftkit.figures import LOSS, count, duration, short, size
+from peftkit.figures import count, duration, loss_name, short, size
 from peftkit.files.disk import write_text
 from peftkit.report.chart import charts, drawn
 from peftkit.report.history import History, as_texts, differing, read_histories, row_of
@@ -146,7 +146,7 @@ def _several(runs: Sequence[History]) -> str:
         row = row_of(run)
         losses = map(short, (row.loss, row.best_eval_loss, row.eval_loss))
         rows.append((row.run, row.state, f"{row.step:,}", *losses, duration(row.seconds)))
-    columns = ("run", "state", "steps", LOSS, "eval loss, best", "eval loss, last", "time")
+    columns = ("run", "state", "steps", loss_name(), "eval loss, best", "eval loss, last", "time")
     sections = [("What differs", _differences(runs)), ("Curves", _curves(runs))]
     sections += [(run.name, _end(run) + _next_commands(run)) for run in runs]
     return f"<h1>{len(runs)} runs</h1>{table(columns, rows, numbers=True)}{_joined(sections)}"
@@ -180,7 +180,7 @@ def _tiles(run: History) -> str:
     tiles = {
         "steps": f"{run.step:,} of {run.num_steps:,}" if run.num_steps else "",
         "time": duration(run.seconds) if run.step else "",
-        LOSS: short(row.loss),
+        loss_name(run.step): short(row.loss),
         f"best eval, step {row.best_step}": short(row.best_eval_loss),
         "trained": f"{count(trainable)} ({100 * trainable / total:.2f}\u202f%)" if total else "",
         "rows": _rows(run),

@@ -24,19 +24,19 @@ def test_the_loss_and_the_time_of_a_run_are_told_alike_everywhere(
     assert mean != f"{losses[-1]:.4g}"
 
     end = next(line for line in Path("err.txt").read_text().splitlines() if "Done: " in line)
-    assert f"loss {mean} (mean of the last 10 steps)" in end
+    assert f"loss {mean} (mean of the last 8 steps)" in end
     done = peftkit("runs")
     demo = next(line.split() for line in done.out.splitlines() if "demo" in line)
     assert mean in demo
-    assert "loss (mean of the last 10 steps); eval: loss of the last evaluation" in done.err
+    assert "loss: mean of the last 10 steps; eval: of the last evaluation" in done.err
     duration = re.search(r"steps in ([\d: ]*\d(?: s)?);", end)
     assert duration
     assert " ".join(demo).endswith(duration[1])
 
     html = page([read_history("runs/demo")])
-    assert f"<span>loss (mean of the last 10 steps)</span><b>{mean}</b>" in html
+    assert f"<span>loss (mean of the last 8 steps)</span><b>{mean}</b>" in html
     assert (
-        f"| loss (mean of the last 10 steps) | {mean} |" in Path("runs/demo/README.md").read_text()
+        f"| loss (mean of the last 8 steps) | {mean} |" in Path("runs/demo/README.md").read_text()
     )
 
 
