@@ -41,7 +41,7 @@ def test_pasted_lines_are_one_text_and_alt_enter_begins_a_line() -> None:
             output += os.read(terminal, 4096)
 
     try:
-        read_until(b"> ")
+        read_until(b"\x1b[?2004h> ")  # the terminal is asked to mark what is pasted
         os.write(terminal, b"\x1b[200~one\ntwo\x1b[201~ three\r")
         read_until(b"read 'one\\ntwo three'")
         os.write(terminal, b"a\x1b\rb\r")
