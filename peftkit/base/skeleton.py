@@ -55,7 +55,8 @@ def skeleton(model: str, *, revision: str | None = None, purpose: Purpose = CAUS
 def hollow(model: nn.Module) -> nn.Module:
     """Give a model on the meta device weights on the CPU, all of them zero, that take no memory.
 
-    An adapter loads onto it as onto any model. Tied weights stay tied.
+    An adapter loads onto it as onto any model. Tied weights stay tied. Buffers are zero as well, so
+    that a token can go through it, which shows the sizes of its key-value cache.
     """
     zeros: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -64,6 +65,9 @@ def hollow(model: nn.Module) -> nn.Module:
                 values = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
                 zeros[parameter] = nn.Parameter(values, requires_grad=False)
             module._parameters[name] = None if parameter is None else zeros[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
     return model
 
 

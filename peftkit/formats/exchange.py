@@ -225,13 +225,14 @@ def recognise(path: Path) -> Foreign:
     _refuse(names, message)
     if any(name.endswith((".lora_a", ".lora_b")) for name in names):
         foreign = Foreign("mlx", file.parent, file)
-    elif (file.parent / NOTES).is_file() or any(".lora_" in name for name in names):
+    elif _is_of_peft(file.parent) or any(".lora_" in name for name in names):
         foreign = Foreign("peft", file.parent, file)
         _refuse_experts(file.parent, names)
     else:
         raise AdapterError(
             message,
-            found=f"{file.name} holds no tensors of a LoRA, as {names[0]}",
+            found=f"{file.name} holds no tensors of a LoRA, as {names[0]}, and no {CONFIG} next to "
+            "it names a peft_type",
             fix="Give an adapter of PEFT, mlx-lm or llama.cpp.",
         )
     if not (file.parent / CONFIG).is_file():
@@ -241,6 +242,14 @@ def recognise(path: Path) -> Foreign:
             fix=f"Get {CONFIG} from the source of the tensors.",
         )
     return foreign
+
+
+def _is_of_peft(folder: Path) -> bool:
+    """Return whether a folder is written by peftkit, or has a config of PEFT, of any method."""
+    if (folder / NOTES).is_file():
+        return True
+    config = folder / CONFIG
+    return config.is_file() and "peft_type" in read_json(config)
 
 
 def _only_file(folder: Path, message: str) -> Path:

@@ -13,10 +13,23 @@ from peftkit.errors import AdapterError
 from peftkit.formats.exchange import import_adapter, recognise
 from peftkit.formats.peft.folder import PREFIX, load_adapter, plain_name, save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
+from peftkit.methods.base import Method
+from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
+from peftkit.methods.own_parameters import LNTuning
+from peftkit.methods.prefix import PrefixTuning
+from peftkit.methods.prompt import PromptTuning
+from peftkit.methods.vera import VeRA
 from tests.formats.test_mlx import base_folder, logits, trained
 
 TWO = torch.ones(2, 2)
+METHODS: dict[str, Method] = {
+    "ia3": IA3(),
+    "vera": VeRA(rank=4, targets=("q", "v")),
+    "ln_tuning": LNTuning(),
+    "prompt_tuning": PromptTuning(num_virtual_tokens=3),
+    "prefix_tuning": PrefixTuning(num_virtual_tokens=3),
+}
 
 
 @pytest.mark.parametrize(
@@ -152,3 +165,28 @@ def test_a_module_trained_in_full_is_imported_with_its_adapter(tmp_path: Path) -
     import_adapter(source, tmp_path / "two", base=base_folder("llama", tmp_path / "base"))
     load_adapter(model, tmp_path / "two")
     assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("by_peft", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_folders_of_other_methods_than_lora_compute_the_same(
+    name: str, by_peft: bool, tmp_path: Path
+) -> None:
+    model, adapter = trained("llama", METHODS[name])
+    expected = logits(model)
+    source = save_adapter(adapter, tmp_path / "one")
+    adapter.detach()
+    if by_peft:
+        (source / "peftkit.json").unlink()
+    base = base_folder("llama", tmp_path / "base")
+    assert import_adapter(source, tmp_path / "two", base=base).source == "peft"
+    load_adapter(model, tmp_path / "two")
+    assert torch.equal(logits(model), expected)
+
+
+def test_a_method_of_peft_that_is_not_read_is_named(tmp_path: Path) -> None:
+    save_file({"base_model.model.q_proj.oft_R.weight": TWO}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "OFT"}))
+    base = base_folder("llama", tmp_path / "base")
+    with pytest.raises(AdapterError, match=r"type 'OFT'(.|\n)*PREFIX_TUNING"):
+        import_adapter(tmp_path, tmp_path / "two", base=base)
