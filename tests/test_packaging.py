@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import pytest
@@ -55,6 +57,20 @@ def test_the_container_has_all_that_the_package_is_built_from(pyproject: dict[st
     assert copied == {"peftkit", *tops, "constraints.txt", "pyproject.toml", "README.md", "LICENSE"}
     (extras,) = (line.partition("=")[2] for line in lines if line.startswith("ARG EXTRAS"))
     assert set(extras.split(",")) <= set(pyproject["project"]["optional-dependencies"])
+
+
+def test_the_container_compiles_what_triton_compiles(tmp_path: Path) -> None:
+    if which("gcc") is None:
+        pytest.skip("there is no C compiler")
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    (line,) = (line for line in text.splitlines() if "Python.h" in line and line[:3] == "RUN")
+    assert "apt-get install -y --no-install-recommends g++" in line
+    # without the packages, which this machine has
+    command = line[line.index("echo ") :].replace("/tmp/", f"{tmp_path}/")
+    script = command.replace(" && rm ", " && ls ").replace("python3 -c", f"{sys.executable} -c")
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "helper.so").is_file()
 
 
 def test_run_time_dependencies_are_the_agreed_ones(pyproject: dict[str, Any]) -> None:
