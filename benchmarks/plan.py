@@ -97,6 +97,17 @@ class Measured:
         if kept:
             keep_copies(self.model, sys.maxsize)
         attach(self.model, LoRA(rank=16))
+        self._hold(device)
+
+    @classmethod
+    def around(cls, model: Any, device: torch.device | str) -> Measured:
+        """Return what measures the steps of a model with an adapter, which is on a device."""
+        measured = cls.__new__(cls)
+        measured.model = model
+        measured._hold(device)
+        return measured
+
+    def _hold(self, device: torch.device | str) -> None:
         data = DataConfig(train="", packing=False, max_length=max(LENGTHS))
         self.task = CausalLM(self.model, shapes.tokenizer(), data)
         self.parameters = trainable_parameters(self.model)

@@ -249,6 +249,7 @@ def _answers(card: Card) -> dict[str, Any]:
         "reset_peak_memory_stats": forget_peak,
         "memory_stats": lambda *_, **__: {"num_alloc_retries": card.retries},
         "set_per_process_memory_fraction": cap,
+        "host_memory_stats": lambda: {"allocated_bytes.current": card.pinned.held},
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "manual_seed": nothing,

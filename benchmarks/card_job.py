@@ -1,0 +1,186 @@
+"""What the parts of benchmarks.card work with: a job, models of random weights, judgement."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import shapes
+from peftkit.adapter import attach
+from peftkit.data.pack import Row
+from peftkit.events import Event, Notice, RunStarted, StepDone
+from peftkit.execution.out_of_memory import release_memory
+from peftkit.kernels.device import gpu_of
+from peftkit.methods.lora import LoRA
+from peftkit.quant.quantize import quantize_model
+from peftkit.settings import DataConfig, TrainConfig
+from peftkit.tasks.tokens import CausalLM
+from peftkit.train.loop import fit
+
+LIMITS = {torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+"""Largest difference, as a share of the largest value: float32 products may round to TF32's 10
+bits, and the others round a few times to 10 and to 7 bits."""
+
+Line = Sequence[str]
+"""A row of a part's table; "NO" in it says that something is not well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the parts work with.
+
+    Attributes:
+        model: Name of a shape. layers: Blocks of small models.
+        length: Tokens of the longest row of small models.
+        large, large_layers, large_lengths: Shape, blocks and lengths of rows of the part `large`.
+        caps: GB of the part `caps`.
+    """
+
+    device: torch.device
+    model: str
+    layers: int
+    length: int
+    large: str = "llama-3.1-8b"
+    large_layers: int | None = None
+    large_lengths: tuple[int, ...] = (1024, 4096, 16384)
+    caps: tuple[float, ...] = (24, 16, 12, 8)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The one in which the device multiplies fastest: bf16, or fp16 on old cards."""
+        gpu = gpu_of(self.device)
+        return torch.bfloat16 if gpu is None else gpu.fast_dtype()
+
+
+def made(
+    job: Job,
+    device: torch.device | str,
+    quantize: str = "none",
+    dtype: torch.dtype = torch.float32,
+    *,
+    rank: int = 8,
+) -> Any:
+    """Return a small model with random weights and a LoRA; the same on every device."""
+    torch.manual_seed(0)
+    model = shapes.build(shapes.SHAPES[job.model], num_hidden_layers=job.layers).to(dtype)
+    model.requires_grad_(False).to(device)
+    if quantize != "none":
+        quantize_model(model, quantize, compute_dtype=dtype)
+    attach(model, LoRA(rank=rank))
+    return model
+
+
+def made_large(job: Job, quantize: str = "nf4") -> Any:
+    """Return a model of a released shape, each block quantised as soon as it is there."""
+
+    def packed(block: Any) -> None:
+        block.requires_grad_(False)
+        quantize_model(block, quantize, compute_dtype=job.dtype)
+
+    changes = {} if job.large_layers is None else {"num_hidden_layers": job.large_layers}
+    shape = shapes.SHAPES[job.large]
+    model = shapes.build(
+        shape, dtype=job.dtype, device=job.device, each_block=packed, **changes
+    ).requires_grad_(False)
+    attach(model, LoRA(rank=16))
+    return model
+
+
+def random_rows(lengths: Sequence[int], vocab: int = 300) -> list[Row]:
+    """Return rows of these lengths."""
+    generator, rows = torch.Generator().manual_seed(1), []
+    for number, size in enumerate(lengths):
+        ids = tuple(torch.randint(5, vocab, (size,), generator=generator).tolist())
+        rows.append(Row(ids, (-100, *ids[1:]), (size,), f"row {number + 1}"))
+    return rows
+
+
+def rows_of(job: Job, count: int = 8) -> list[Row]:
+    """Return rows of several lengths."""
+    return random_rows([max(job.length * (number % 4 + 1) // 4, 8) for number in range(count)])
+
+
+def apart(values: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest value."""
+    values, expected = (x.detach().cpu().double() for x in (values, expected))
+    return float((values - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+
+
+def verdict(is_well: bool) -> str:
+    """Return what the last column says."""
+    return "yes" if is_well else "NO"
+
+
+def judged(difference: float, limit: float) -> tuple[str, str]:
+    """Return a difference and whether it is within a limit; NaN is not."""
+    return f"{difference:.2g}", verdict(difference <= limit)
+
+
+@dataclass(slots=True)
+class Heard:
+    """What a run said."""
+
+    losses: list[float] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    plan: str = ""
+    paths: str = ""
+
+    def __call__(self, event: Event) -> None:
+        """Listen."""
+        if isinstance(event, StepDone):
+            self.losses.append(event.loss)
+            self.speeds.append(event.tokens_per_second)
+        elif isinstance(event, Notice):
+            self.notices.append(event.text)
+        elif isinstance(event, RunStarted):
+            self.plan, self.paths = event.plan, event.paths
+
+
+def train(model: Any, rows: Sequence[Row], **settings: Any) -> Heard:
+    """Train a few steps."""
+    longest = max(len(row.input_ids) for row in rows)
+    data = DataConfig(train="", packing=False, max_length=longest)
+    heard = Heard()
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"max_steps": 3, "batch_size": 4, "compile": False, "eval_every": None, **settings}
+        config = TrainConfig(output_dir=Path(folder), save_every=None, **given)
+        task = CausalLM(model, shapes.tokenizer(), data)
+        fit(model, task, rows, (), config, on_event=heard)
+    return heard
+
+
+@contextmanager
+def capped(device: torch.device, num_bytes: float | None) -> Iterator[None]:
+    """Let this process have so many bytes of a CUDA card within the context."""
+    gpu = gpu_of(device)
+    if num_bytes is None or gpu is None:
+        yield
+        return
+    share = min(num_bytes / gpu.total(device), 1.0)
+    torch.cuda.set_per_process_memory_fraction(share, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+@contextmanager
+def left_clean() -> Iterator[None]:
+    """Free what the context leaves behind."""
+    try:
+        yield
+    finally:
+        gc.collect()
+        release_memory()
+
+
+Part = Callable[[Job], Iterator[Line]]

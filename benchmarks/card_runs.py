@@ -1,0 +1,336 @@
+"""Runs on a card: training, answers, rows of changing lengths, a released shape, caps of memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.card_job import (
+    LIMITS,
+    Heard,
+    Job,
+    Line,
+    apart,
+    capped,
+    judged,
+    left_clean,
+    made,
+    made_large,
+    random_rows,
+    rows_of,
+    train,
+    verdict,
+)
+from benchmarks.gpu import PEAKS, share_of_peak
+from benchmarks.plan import Measured, planned, reckoner_of
+from benchmarks.report import versions
+from peftkit.execution.environment import ALLOCATOR_VARIABLES, free_now
+from peftkit.execution.plan import Activations, ExecutionPlan
+from peftkit.inference.cached_engine import CachedEngine
+from peftkit.inference.engine import Limits
+from peftkit.inference.open_engine import open_engine
+from peftkit.inference.sampling import Sampling
+from peftkit.kernels.device import gpu_of
+from peftkit.train.blocks import Blocks
+
+LOSS_CLOSE = 2e-3
+"""Relative, in float32: other kernels sum in another order."""
+LOSS_CLOSE_16_BIT = 2e-2
+MODES: tuple[Activations, ...] = ("keep", "recompute", "offload")
+ANSWER_ROWS = (1, 8, 64)
+NO_END = SimpleNamespace(eos_token_id=None, pad_token_id=0)
+SUITE_SECONDS = 540
+GB = 1e9
+
+
+def environment(job: Job) -> Iterator[Line]:
+    """What is here, and what follows from it."""
+    gpu, here = gpu_of(job.device), free_now(job.device)
+    yield "what", "is"
+    yield "device", str(job.device) if gpu is None else gpu.name(job.device)
+    if job.device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(job.device)
+        yield "compute capability", f"{major}.{minor}"
+        yield "CUDA of torch", str(torch.version.cuda)
+    yield "free for tensors", f"{here.usable / GB:.1f} GB"
+    yield "fastest dtype", str(job.dtype).removeprefix("torch.")
+    for name in ALLOCATOR_VARIABLES:
+        yield name, os.environ.get(name, "")
+    plan = ExecutionPlan(device=job.device.type)
+    yield "LoRA layers grouped, kernels fused", f"{plan.lora_grouped}, {plan.fused_kernels}"
+    yield from versions().items()
+
+
+def _gradients(model: Any, rows: Sequence[Tensor]) -> list[Tensor]:
+    model.zero_grad(set_to_none=True)
+    for ids in rows:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+
+def activations(job: Job) -> Iterator[Line]:
+    """Gradients of rows of changing lengths: activations kept, recomputed and offloaded."""
+    yield "activations", "base", "dtype", "largest difference", "peak MB", "MB after", "well"
+    gpu = gpu_of(job.device)
+    sizes = [job.length, max(job.length // 3, 5), max(job.length - 1, 4), max(job.length // 2, 6)]
+    for quantize, dtype in (("none", torch.float32), ("none", job.dtype), ("nf4", job.dtype)):
+        with left_clean():
+            model = made(job, job.device, quantize, dtype).train()
+            rows = [torch.arange(size, device=job.device)[None] % 300 for size in sizes]
+            kept: list[Tensor] = []
+            for mode in MODES:
+                blocks = Blocks(model)
+                blocks.set_activations(mode)
+                if gpu is not None:
+                    gpu.restart(job.device)
+                gradients = _gradients(model, rows)
+                blocks.restore()
+                kept = kept or gradients
+                worst = max(apart(a, b) for a, b in zip(gradients, kept, strict=True))
+                peak = 0 if gpu is None else gpu.peak(job.device)
+                after = 0 if gpu is None else gpu.used(job.device)
+                shown, well = judged(worst, LIMITS[dtype])
+                figures = (shown, f"{peak / 1e6:.1f}", f"{after / 1e6:.1f}", well)
+                yield mode, quantize, str(dtype).removeprefix("torch."), *figures
+            del model, kept, gradients
+
+
+def losses_on_cpu(job: Job, quantize: str, dtype: torch.dtype = torch.float32) -> list[float]:
+    """Return the losses that a short run has on the CPU."""
+    return train(made(job, "cpu", quantize, dtype), rows_of(job)).losses
+
+
+def training(job: Job) -> Iterator[Line]:
+    """A short run here and on the CPU: the same losses."""
+    yield "base", "dtype", "losses here", "on the CPU", "computed by", "well"
+    bases = [("none", job.dtype), ("nf4", job.dtype)]
+    for quantize, dtype in [*bases, *((kind, torch.float32) for kind in ("none", "nf4", "int8"))]:
+        with left_clean():
+            heard = train(made(job, job.device, quantize, dtype), rows_of(job))
+            there = losses_on_cpu(job, quantize, dtype)
+            limit = LOSS_CLOSE if dtype == torch.float32 else LOSS_CLOSE_16_BIT
+            shown = [" ".join(f"{loss:.4f}" for loss in each) for each in (heard.losses, there)]
+            well = verdict(_apart(heard.losses, there) <= limit)
+            yield quantize, str(dtype).removeprefix("torch."), *shown, heard.paths[:60], well
+
+
+def _apart(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the largest relative difference of two curves; infinity of unequal lengths."""
+    if len(losses) != len(expected):
+        return float("inf")
+    return max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
+
+
+def compiled(job: Job) -> Iterator[Line]:
+    """Compiled blocks against plain ones: the same losses."""
+    yield "blocks", "losses", "notices", "well"
+    curves: dict[str, Heard] = {}
+    for name, compile_them in (("plain", False), ("compiled", True)):
+        asked = "auto" if job.device.type == "cpu" else compile_them
+        with left_clean():
+            curves[name] = train(made(job, job.device), rows_of(job), compile=asked)
+    difference = _apart(curves["compiled"].losses, curves["plain"].losses)
+    for name, heard in curves.items():
+        losses = " ".join(f"{loss:.4f}" for loss in heard.losses)
+        yield name, losses, " ".join(heard.notices)[:60], verdict(difference <= LOSS_CLOSE)
+
+
+@contextmanager
+def _engine(model: Any, rows: int, *, records: bool) -> Iterator[CachedEngine]:
+    with open_engine(model, NO_END, Limits(rows=rows)) as engine:
+        assert isinstance(engine, CachedEngine)
+        if not records:
+            engine.recorder = None
+        yield engine
+
+
+def _answers(engine: CachedEngine, prompts: Sequence[Sequence[int]], new: Sequence[int]) -> Any:
+    settings = [Sampling(max_new_tokens=number) for number in new]
+    answers = engine.answers(prompts, settings, log_probs=False)
+    return [one.ids for (one,) in answers]
+
+
+def decoding(job: Job) -> Iterator[Line]:
+    """Answers of many lengths, which join and leave: as without recorded graphs, and how fast."""
+    yield "answers at once", "tokens/s eager", "recorded", "graphs", "alike", "cache MB", "well"
+    model = made(job, job.device, "none", job.dtype).eval()
+    gpu = gpu_of(job.device)
+    for rows in ANSWER_ROWS:
+        count = 2 * rows
+        prompts = [row.input_ids for row in random_rows([8 + 5 * (n % 7) for n in range(count)])]
+        new = [4 + 3 * (n % 9) for n in range(count)]
+        texts, speeds, graphs = [], [], 0
+        held = 0 if gpu is None else gpu.used(job.device)
+        if gpu is not None:
+            gpu.restart(job.device)
+        for records in (False, True):
+            with left_clean(), _engine(model, rows, records=records) as engine:
+                _answers(engine, prompts[:2], [2, 2])
+                began = time.perf_counter()
+                texts.append(_answers(engine, prompts, new))
+                speeds.append(sum(new) / (time.perf_counter() - began))
+                graphs = 0 if engine.recorder is None else engine.recorder.num_recorded
+        pairs = [
+            a == b
+            for one, other in zip(*texts, strict=True)
+            for a, b in zip(one, other, strict=True)
+        ]
+        alike = sum(pairs) / len(pairs)
+        cache = 0 if gpu is None else max(gpu.peak(job.device) - held, 0)
+        # in 16 bits sums in another order choose another token here and there
+        well = alike == 1 if job.dtype == torch.float32 else alike > 0.8
+        shown = (*(f"{speed:.0f}" for speed in speeds), str(graphs), f"{alike:.1%}")
+        yield str(rows), *shown, f"{cache / 1e6:.1f}", verdict(well)
+
+
+def _pinned_bytes() -> int:
+    """Return the main memory that torch holds pinned; 0 before torch 2.9 or without CUDA."""
+    if not hasattr(torch.cuda, "host_memory_stats"):
+        return 0
+    try:
+        return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+    except RuntimeError:
+        return 0
+
+
+def large(job: Job) -> Iterator[Line]:
+    """A released shape in nf4, one row a step: speed, share of the peak, memory beside the plan."""
+    columns = ("activations", "tokens", "tokens/s", "of the peak", "allocated GB", "plan GB")
+    yield *columns, "reserved GB", "pinned GB", "loss", "well"
+    gpu = gpu_of(job.device)
+    if gpu is None:
+        yield ("-", "needs a GPU", *[""] * 7, "yes")
+        return
+    model = made_large(job)
+    name = gpu.name(job.device)
+    rate = next((rate for part, rate in PEAKS.items() if part in name), None)
+    steps = reckoner_of(model.config, "nf4", on_gpu=True)
+    measured, first = Measured.around(model, job.device), dict[int, float]()
+    for mode in MODES:
+        for length in job.large_lengths:
+            shown = (mode, f"{length:,}")
+            plan = planned(steps, mode, length)
+            if plan > 0.9 * gpu.total(job.device):
+                yield (*shown, "not tried", "", "", f"{plan / GB:.2f}", *[""] * 3, "yes")
+                continue
+            with left_clean(), measured.steps(mode, length) as step:
+                gpu.restart(job.device)
+                losses, seconds = _timed(step)
+                peak, reserved = gpu.peak(job.device), _reserved_bytes(job.device)
+            speed = length / min(seconds)
+            share = f"{share_of_peak(job.large, length, 16, speed, rate):.0%}" if rate else ""
+            # kept activations are compared with the others': the same loss of the same row
+            first = first if length in first else {**first, length: losses[0]}
+            alike = _apart(losses[:1], [first[length]]) <= LOSS_CLOSE_16_BIT
+            well = alike and 0.8 < plan / peak < 1.25
+            memory = (f"{peak / GB:.2f}", f"{plan / GB:.2f}", f"{reserved / GB:.2f}")
+            pinned = f"{_pinned_bytes() / GB:.2f}"
+            loss = f"{losses[-1]:.3f}"
+            yield (*shown, f"{speed:.0f}", share, *memory, pinned, loss, verdict(well))
+
+
+def _timed(step: Callable[[], Any]) -> tuple[list[float], list[float]]:
+    """Return losses and seconds of some steps, each of which waits for the device."""
+    losses, seconds = [], []
+    for _ in range(3):
+        began = time.perf_counter()
+        losses.append(float(step().loss))
+        seconds.append(time.perf_counter() - began)
+    return losses, seconds
+
+
+def _reserved_bytes(device: torch.device) -> int:
+    """Return the most that torch has reserved."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+
+
+def memory(job: Job) -> Iterator[Line]:
+    """The same run under smaller and smaller caps, memory left to it: how it ends."""
+    yield "cap MB", "plan", "notices", "retries", "MB after", "ended", "well"
+    gpu = gpu_of(job.device)
+    if job.device.type != "cuda" or gpu is None:
+        yield "-", "only CUDA's memory can be capped", "", "", "", "-", "yes"
+        return
+    with left_clean():
+        before = gpu.used(job.device)
+        model = made(job, job.device)
+        weights = gpu.used(job.device) - before
+        gpu.restart(job.device)
+        whole = train(model, rows_of(job), gradient_checkpointing=False)
+        rest = gpu.peak(job.device) - weights
+        del model
+    before = gpu.used(job.device)
+    for share in (1.2, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4):
+        heard, ended = Heard(), "well"
+        cap = weights + share * rest
+        with capped(job.device, cap):
+            try:
+                with left_clean():
+                    heard = train(made(job, job.device), rows_of(job))
+            except Exception as error:
+                ended = f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
+        gc.collect()
+        after = gpu.used(job.device)
+        # it learns the same, or says in words of ours that not even one row fits
+        same = ended == "well" and _apart(heard.losses, whole.losses) <= LOSS_CLOSE
+        well = (same or "RunError" in ended) and after <= before + (1 << 25)
+        facts = (f"{gpu.retries(job.device)}", f"{after / 1e6:.1f}", ended, verdict(well))
+        yield f"{cap / 1e6:.1f}", heard.plan, " ".join(heard.notices)[:60], *facts
+
+
+def caps(job: Job) -> Iterator[Line]:
+    """The released shape in nf4 under the memory of smaller cards, as a run plans for itself."""
+    yield "card GB", "tokens", "plan", "notices", "allocated GB", "ended", "well"
+    gpu = gpu_of(job.device)
+    if job.device.type != "cuda" or gpu is None:
+        yield "-", "", "only CUDA's memory can be capped", "", "", "-", "yes"
+        return
+    for cap in job.caps:
+        if cap * GB > gpu.total(job.device):
+            continue
+        length = job.large_lengths[0]
+        ended, heard, peak = "well", Heard(), 0
+        with capped(job.device, cap * GB):
+            try:
+                with left_clean():
+                    gpu.restart(job.device)
+                    rows = random_rows([length, length // 2, length // 3])
+                    heard = train(made_large(job), rows, batch_size=1)
+                    peak = gpu.peak(job.device)
+            except Exception as error:
+                ended = f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
+        told = (heard.plan, " ".join(heard.notices)[:60], f"{peak / GB:.2f}", ended)
+        yield f"{cap:g}", f"{length:,}", *told, verdict(ended == "well" and peak <= cap * GB)
+
+
+def suite(job: Job) -> Iterator[Line]:
+    """The simulated card's tests on this one: streaming, resume, merging, rewards, serving."""
+    yield "tests of tests/simulated_gpu", "well"
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PEFTKIT_REAL_CARD": "1"}
+    try:
+        done = subprocess.run(
+            [*command, "-m", "not slow", "tests/simulated_gpu"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=SUITE_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        yield f"stopped after {SUITE_SECONDS} seconds", verdict(False)
+        return
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    for line in lines:
+        yield line[:100], verdict(False)
+    last = (done.stdout.strip() or done.stderr.strip() or "nothing was printed").splitlines()[-1]
+    yield last[:100], verdict(done.returncode == 0)
