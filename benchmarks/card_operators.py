@@ -25,7 +25,8 @@ ROWS = (1, 5, 8, 64, 512, 2048)
 """Rows of a product with packed weights: other kernels take few of them."""
 NEAR_TIES = 1e-3
 """Share of codes that may differ from the CPU's: values halfway between two."""
-DOCUMENTS = (37, 5, 64, 1)
+DOCUMENTS = (64, 37, 5, 1)
+"""Tokens of packed documents, which are numbered from the longest on."""
 
 
 class Case(NamedTuple):
