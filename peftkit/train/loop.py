@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from peftkit.inference.evaluate import TextWatch
 
 GIVE_BACK_EVERY = 16
-"""On a CPU, steps between calls that return free memory to the system."""
+"""Steps between calls that return a CPU's free memory to the system, or watch a GPU's allocator."""
 
 
 def fit(
@@ -152,6 +152,8 @@ class Loop:
         self.validation = Validation(self.trainer, self.num_steps, watch)
         self.saver = Saver(self.trainer, self.sampler, weights, identity_of(run, identity))
         self._agreed_stop = 0
+        self._num_retries: int | None = None  # of the allocator; None: not counted yet
+        self._is_crowded = False
         self._began = time.perf_counter()  # minus the seconds before a resume
         self._resumed = (0, 0.0)  # steps and seconds before a resume
 
@@ -219,6 +221,27 @@ class Loop:
     def _give_back(self) -> None:
         if not self.trainer.plan.on_gpu:
             trim_malloc()
+        elif not self._is_crowded and self.run.state.step:
+            self._watch_allocator()
+
+    def _watch_allocator(self) -> None:
+        """Say once that the allocator releases its cache step after step.
+
+        Not of the first steps, in which a smaller plan may have been looked for.
+        """
+        device = self.world.device
+        gpu = gpu_of(device)
+        before, self._num_retries = self._num_retries, 0 if gpu is None else gpu.retries(device)
+        more = 0 if before is None else self._num_retries - before
+        if more < GIVE_BACK_EVERY:
+            return
+        self._is_crowded = True
+        text = (
+            f"The GPU's memory is nearly full: in {GIVE_BACK_EVERY} steps torch released its cache "
+            f"{more} times, and waits for the GPU each time. A lower train.tokens_per_batch or "
+            "train.gradient_checkpointing: true may be faster."
+        )
+        self.run.say(Notice(text))
 
     def _step(self) -> None:
         run = self.run

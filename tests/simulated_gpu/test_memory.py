@@ -12,9 +12,10 @@ from torch import Tensor
 
 from benchmarks.plan import Measured, planned, reckoner_of
 from peftkit.execution.plan import Activations
-from peftkit.train import offload
+from peftkit.train import loop, offload
 from peftkit.train.blocks import Blocks
 from peftkit.train.offload import Offload
+from peftkit.train.step import Trainer
 from tests.planning.test_step_estimator import llama
 from tests.simulated_gpu.same import make_model, train
 from tests.simulated_gpu.simulation import on_cpu, simulated
@@ -163,6 +164,26 @@ def test_main_memory_that_is_not_pinned_is_not_a_card_that_is_full(tmp_path: Pat
         assert bool(on_cpu(leaf.grad).isfinite().all())
     assert found.notices == []
     assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+
+
+@pytest.mark.parametrize(("in_a_step", "num_notices"), [(1, 1), (0, 0)])
+def test_a_card_that_is_nearly_full_is_told_once(
+    in_a_step: int, num_notices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is right and slow: torch releases its cache to serve an allocation."""
+    real = Trainer.step
+
+    def step(*args: Any) -> Any:
+        card.retries += in_a_step
+        return real(*args)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    monkeypatch.setattr(loop, "GIVE_BACK_EVERY", 3)
+    with simulated() as card:
+        card.retries = 50  # of looking for a plan
+        found, _ = train("cuda", tmp_path, max_steps=9)
+    told = [text for text in found.notices if "released its cache 3 times" in text]
+    assert len(told) == len(found.notices) == num_notices
 
 
 @pytest.mark.parametrize("way", ["recompute", "offload"])
