@@ -17,6 +17,7 @@ a lock around `use` if requests come in on several threads.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torch import nn
 from peftkit.base.load import Base
 from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
 from peftkit.errors import AdapterError, DataError, did_you_mean
-from peftkit.events import Listener, Stage, ignore
+from peftkit.events import Listener, Notice, Stage, ignore
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.open_adapter import base_of, require_causal, task_of
 from peftkit.formats.peft.folder import AdapterFile, check_weights, read_adapter
@@ -41,6 +42,8 @@ from peftkit.model.places import unwrap_adapter
 
 NAME = re.compile(r"\w[\w.-]*")
 """Allowed names of adapters; `..` is refused too."""
+QUANTISED = ("quantize", "double_quant", "quantize_embeddings", "quantize_towers", "rope_scaling")
+"""What a base is loaded with that changes what it computes, besides its dtype."""
 
 
 class AdapterBank:
@@ -69,6 +72,7 @@ class AdapterBank:
         """
         self.base = base
         self._active: list[Routing] = []
+        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._layers: dict[str, BankLinear] = {}
         self._files: dict[str, AdapterFile] = {}
         if any(unwrap_adapter(module) is not module for module in base.model.modules()):
@@ -132,6 +136,10 @@ class AdapterBank:
             raise AdapterError(
                 f"the adapter '{name}' is in use", fix="Leave the `with bank.use(...)` block first."
             )
+        if any(engine.uses(name) for engine in self._engines):
+            raise AdapterError(f"the adapter '{name}' is in use", fix="Wait until its answers end.")
+        for engine in self._engines:
+            engine.forget(name)
         del self._files[name]
         for path, layer in list(self._layers.items()):
             layer.updates.pop(name, None)
@@ -216,7 +224,9 @@ class AdapterBank:
 
     def engine(self, limits: Limits | None = None) -> Engine:
         """Return an engine, to be entered, whose requests name their adapters."""
-        return open_engine(self.base.model, self.base.tokenizer, limits, self.use)
+        engine = open_engine(self.base.model, self.base.tokenizer, limits, self.use)
+        self._engines.add(engine)
+        return engine
 
     def _require(self, name: str) -> None:
         if name not in self._files:
@@ -253,6 +263,8 @@ def open_bank(
 ) -> AdapterBank:
     """Load the base that the first adapter names, as for its training, with all adapters.
 
+    An adapter that was trained over the base in other bits is told by a notice.
+
     Args:
         adapters: Name to folder; at least one.
         base: Where the base is, if elsewhere than recorded.
@@ -269,8 +281,18 @@ def open_bank(
         require_causal(task_of(file), file.folder, media=False)
     naming = next((file for file in files if file.provenance.base), files[0])
     loaded = base_of(naming, base, on_event=on_event)
+    for name, file in zip(adapters, files, strict=True):
+        if other := _other_base(file, naming):
+            on_event(Notice(f"'{name}' was trained over a base with {other}: answers may differ."))
     on_event(Stage(f"Loading {len(files)} adapters"))
     return AdapterBank(loaded, adapters, force=force)
+
+
+def _other_base(file: AdapterFile, naming: AdapterFile) -> str:
+    """Return how an adapter's base was quantised and how it is here, where that differs."""
+    there, here = file.provenance.loading, naming.provenance.loading
+    names = [name for name in QUANTISED if there and there.get(name) != here.get(name)]
+    return ", ".join(f"{name}: {there.get(name)}, here {here.get(name)}" for name in names)
 
 
 def check_name(name: str) -> None:

@@ -294,3 +294,7 @@ class Prefixes:
     def drop(self) -> None:
         """Drop all prefixes that nobody reads."""
         self._spans = [span for span in self._spans if span.num_users or not span.is_ready]
+
+    def forget(self, adapter: str) -> None:
+        """Drop an adapter's prefixes, which nobody reads."""
+        self._spans = [span for span in self._spans if span.adapter != adapter]

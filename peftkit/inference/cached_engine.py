@@ -80,7 +80,18 @@ class CachedEngine(Engine):
 
     @property
     def num_running(self) -> int:
-        return len(self._growing()) + sum(one is not None for one in self._prompts.values())
+        return len(self._running())
+
+    def _running(self) -> list[Completion]:
+        prompts = [one for one in self._prompts.values() if one is not None]
+        return [*(row.owner for row in self._growing()), *prompts]
+
+    def forget(self, adapter: str) -> None:
+        self._batch, self._steps = None, {}
+        self._prompts = {
+            span: one for span, one in self._prompts.items() if span.adapter != adapter
+        }
+        self._prefixes.forget(adapter)
 
     @torch.no_grad()
     def _advance(self) -> None:
@@ -97,8 +108,7 @@ class CachedEngine(Engine):
         self._prefixes.trim(one.request.ids for one in self._waiting)
 
     def _take_back(self) -> list[Completion]:
-        running = [row.owner for row in self._growing()]
-        running += [one for one in self._prompts.values() if one is not None]
+        running = self._running()
         self._prompts, self._arenas, self._batch, self._steps = {}, {}, None, {}
         self._prefixes = Prefixes(self.limits.prefix_tokens)
         return [one for one in running if one.ended_by is None]

@@ -313,6 +313,18 @@ class Engine(ABC):
     def _prepare(self, stack: ExitStack) -> None:
         """Prepare the model until the stack is closed."""
 
+    def uses(self, adapter: str) -> bool:
+        """Whether an answer that waits or grows is an adapter's."""
+        return any(one.request.adapter == adapter for one in (*self._waiting, *self._running()))
+
+    @abstractmethod
+    def forget(self, adapter: str) -> None:
+        """Drop what was computed with an adapter that no answer uses, since it changes."""
+
+    @abstractmethod
+    def _running(self) -> list[Completion]:
+        """Return the answers that grow or whose prompts are being computed."""
+
     @property
     def is_idle(self) -> bool:
         return not (self._waiting or self.num_running)

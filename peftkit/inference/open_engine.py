@@ -196,6 +196,12 @@ class PlainEngine(Engine):
     def num_running(self) -> int:
         return len(self._batch)
 
+    def _running(self) -> list[Completion]:
+        return list(self._batch)
+
+    def forget(self, adapter: str) -> None:
+        """Nothing is kept from batch to batch."""
+
     def _take_back(self) -> list[Completion]:
         return [one for one in self._begun if one.ended_by is None]
 

@@ -96,7 +96,8 @@ class Chosen(NamedTuple):
     Attributes:
         log_prob: Of the token, by softmax(logits / temperature), before top_p and top_k; of greedy
             answers by softmax(logits).
-        top: The likeliest tokens with their log-probabilities, if requested.
+        top: The likeliest tokens with their log-probabilities, if requested; fewer where a
+            constraint allows no more.
     """
 
     token: int
@@ -196,7 +197,9 @@ class SamplingTable:
 
 
 def _pairs(ids: Sequence[float], log_probs: Sequence[float]) -> list[tuple[int, float]]:
-    return [(int(token), value) for token, value in zip(ids, log_probs, strict=True)]
+    """Return tokens with log-probabilities, without those that a constraint rules out."""
+    pairs = zip(ids, log_probs, strict=True)
+    return [(int(token), value) for token, value in pairs if value > -math.inf]
 
 
 def uniform(seeds: Tensor, counts: Tensor) -> Tensor:

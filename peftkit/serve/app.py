@@ -6,7 +6,8 @@ import asyncio
 import hmac
 import ipaddress
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -88,6 +89,7 @@ def make_app(
         try:
             yield
         finally:
+            service.close()
             await asyncio.to_thread(worker.stop)
 
     app = Starlette(
@@ -106,12 +108,22 @@ def make_app(
     return app
 
 
+_Read = tuple[Body, str | None, list[list[int]]]
+"""A request's fields, its adapter, and its prompts as tokens."""
+
+
 class _Service:
     def __init__(self, bank: AdapterBank, worker: Worker, limits: Limits) -> None:
         self._bank, self._worker, self._limits = bank, worker, limits
         self._began = time.time()
         self._grammars: dict[tuple[int, ...], JsonGrammars] = {}
         self._stops = cache(lambda style: tuple(stop_ids(bank.base.tokenizer, style)))
+        # prompts and grammars take a while; one thread, because tokenizers are not for several
+        self._thread = ThreadPoolExecutor(1, "peftkit-requests")
+
+    def close(self) -> None:
+        """Drop requests that are not read yet."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def health(self, request: Request) -> Response:
         alive = self._worker.is_alive
@@ -127,7 +139,13 @@ class _Service:
         return JSONResponse(self._described(name))
 
     async def chat(self, request: Request) -> Response:
-        body = read_body(await self._body(request), ChatBody)
+        return await self._respond(request, self._chat_prompts)
+
+    async def complete(self, request: Request) -> Response:
+        return await self._respond(request, self._text_prompts)
+
+    def _chat_prompts(self, data: bytes) -> _Read:
+        body = read_body(data, ChatBody)
         assert isinstance(body, ChatBody)
         adapter = self._adapter(body.model)
         style = self._bank.style(adapter)
@@ -135,22 +153,22 @@ class _Service:
         single = style.kind != "chat" and [turn["role"] for turn in turns] == ["user"]
         prompt = turns[0]["content"] if single else turns
         tokenizer, variables = self._bank.base.tokenizer, body.chat_template_kwargs
-        ids = prompt_ids(tokenizer, prompt, style, variables=variables)
-        return await self._respond(request, body, adapter, [ids])
+        return body, adapter, [prompt_ids(tokenizer, prompt, style, variables=variables)]
 
-    async def complete(self, request: Request) -> Response:
-        body = read_body(await self._body(request), TextBody)
+    def _text_prompts(self, data: bytes) -> _Read:
+        body = read_body(data, TextBody)
         assert isinstance(body, TextBody)
-        adapter = self._adapter(body.model)
-        return await self._respond(
-            request, body, adapter, [self._ids(prompt) for prompt in body.prompts()]
-        )
+        return body, self._adapter(body.model), [self._ids(prompt) for prompt in body.prompts()]
 
-    async def _respond(
-        self, request: Request, body: Body, adapter: str | None, prompts: Sequence[list[int]]
-    ) -> Response:
+    async def _respond(self, request: Request, read: Callable[[bytes], _Read]) -> Response:
+        data, loop = await self._body(request), asyncio.get_running_loop()
         queue: PieceQueue = asyncio.Queue()
-        jobs = self._jobs(body, adapter, prompts, queue)
+
+        def prepared() -> tuple[Body, list[list[int]], list[Job]]:
+            body, adapter, prompts = read(data)
+            return body, prompts, self._jobs(body, adapter, prompts, queue, loop)
+
+        body, prompts, jobs = await loop.run_in_executor(self._thread, prepared)
         form = ReplyFormat(isinstance(body, ChatBody), body.model, self._token_text, body.num_top)
         num_prompt = sum(map(len, prompts))
         self._worker.submit(jobs)
@@ -161,7 +179,12 @@ class _Service:
         return JSONResponse(form.whole(answers, num_prompt))
 
     def _jobs(
-        self, body: Body, adapter: str | None, prompts: Sequence[list[int]], queue: PieceQueue
+        self,
+        body: Body,
+        adapter: str | None,
+        prompts: Sequence[list[int]],
+        queue: PieceQueue,
+        loop: asyncio.AbstractEventLoop,
     ) -> list[Job]:
         copies = body.n or 1
         if not 0 < len(prompts) * copies <= self._limits.max_batch:
@@ -170,7 +193,6 @@ class _Service:
                 fix=f"Ask for 1 to {self._limits.max_batch} at once.",
                 param="n" if copies > 1 else "prompt",
             )
-        loop = asyncio.get_running_loop()
         length = body.max_new_tokens or self._limits.max_new_tokens
         jobs: list[Job] = []
         for index in range(len(prompts) * copies):

@@ -26,7 +26,7 @@ class Piece:
         chosen: Its tokens with their log-probabilities, if requested.
         reason: Why the answer ended, in the last piece. stop: an end token or a stop text; length:
             its maximum, or the model's context.
-        num_tokens: Tokens of the whole answer, in the last piece.
+        num_tokens: Tokens of the whole answer with its end token, in the last piece.
     """
 
     text: str
@@ -194,7 +194,7 @@ class Worker:
             if completion.ended_by in ("stop", "length"):
                 job.is_done = True
                 reason = "stop" if text.is_stopped else completion.ended_by
-                job.send(Piece(new, chosen, reason, number))
+                job.send(Piece(new, chosen, reason, len(completion.chosen)))
             elif new or chosen:
                 job.send(Piece(new, chosen))
 

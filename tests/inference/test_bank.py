@@ -18,11 +18,12 @@ from peftkit.base.fingerprint import fingerprint
 from peftkit.base.load import Base, load_base
 from peftkit.data.encode import Style
 from peftkit.errors import AdapterError
+from peftkit.events import Notice
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.notes import Provenance
-from peftkit.inference.bank import AdapterBank
+from peftkit.inference.bank import AdapterBank, open_bank
 from peftkit.inference.bank_layer import BankLinear
-from peftkit.inference.engine import Limits
+from peftkit.inference.engine import Limits, Request
 from peftkit.inference.generate import generate, generate_ids
 from peftkit.inference.sampling import Sampling
 from peftkit.kernels import by_row
@@ -352,3 +353,41 @@ def test_what_does_not_fit_is_listed_and_leaves_the_base_bare(
     assert "no such layer: transformer.h.0.attn.c_attn" in message
     assert "no such layer: transformer.h.1.mlp.c_proj" in message
     assert list(model.modules()) == modules
+
+
+def test_an_adapter_of_a_name_that_was_dropped_answers_as_itself(
+    llama: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    paths = [write(llama, LoRA(rank=4, alpha=64), tmp_path / f"a{n}", n) for n in (1, 2)]
+    prompt = [5 + n % 30 for n in range(140)]  # long enough to be kept for later
+    bank = AdapterBank(a_base(llama, tokenizer), {"one": paths[1]})
+    with bank.engine() as engine:
+        ((right,),) = engine.answers([prompt], Sampling(6), adapters=["one"])
+    bank.drop("one")
+    bank.add("one", paths[0])
+    with bank.engine(Limits(prefix_tokens=1000)) as engine:
+        before = engine.answers([prompt] * 2, Sampling(6), adapters=["one"] * 2)
+        engine.submit(Request(prompt, Sampling(6), adapter="one"))
+        with pytest.raises(AdapterError, match="'one' is in use"):
+            bank.drop("one")
+        engine.run()
+        bank.drop("one")
+        bank.add("one", paths[1])
+        after = engine.answers([prompt] * 2, Sampling(6), adapters=["one"] * 2)
+    assert [one.ids for (one,) in after] == [right.ids] * 2
+    assert before[0][0].ids != right.ids
+
+
+def test_an_adapter_that_learnt_over_other_bits_is_told(
+    llama: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = {}
+    for name, quantize in (("a", "none"), ("b", "nf4")):
+        loading = {"quantize": quantize, "dtype": "fp32"}
+        paths[name] = write(llama, LoRA(rank=4), tmp_path / name, 1, loading=loading)
+    base = a_base(llama, tokenizer)
+    monkeypatch.setattr("peftkit.inference.bank.base_of", lambda *_, **__: base)
+    events: list[Any] = []
+    open_bank(paths, force=True, on_event=events.append)
+    (notice,) = [event.text for event in events if isinstance(event, Notice)]
+    assert notice.startswith("'b' was trained over a base with quantize: nf4, here none")

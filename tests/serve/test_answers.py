@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,12 @@ from peftkit.data.encode import Style
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.generate import generate, generate_ids
 from peftkit.inference.sampling import Sampling
+
+pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
+from starlette.testclient import TestClient
+
+from peftkit.serve import app
+from tests.serve.conftest import HERE
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -200,6 +208,59 @@ def test_an_answer_is_held_to_json(response_format: Any, client: Any) -> None:
             assert choice["message"]["content"].lstrip().startswith("{")
     if response_format["type"] == "json_schema":
         assert [text["size"] in ("small", "large") for text in texts] == [True, True]
+
+
+def test_tokens_that_a_format_rules_out_are_not_among_the_likeliest(client: Any) -> None:
+    pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
+    body = chat("one", "the fox", response_format={"type": "json_object"}, max_tokens=6)
+    answer = client.post(CHAT, json={**body, "logprobs": True, "top_logprobs": 20})
+    assert answer.status_code == 200
+    content = answer.json()["choices"][0]["logprobs"]["content"]
+    assert all(one["top_logprobs"] for one in content)
+    assert all(math.isfinite(top["logprob"]) for one in content for top in one["top_logprobs"])
+    assert len(content[0]["top_logprobs"]) < 20  # an object begins with one of a few tokens
+
+
+def test_the_end_token_counts_as_one_of_the_answer(client: Any, bank: AdapterBank) -> None:
+    ids = bank.base.tokenizer("the quick")["input_ids"]
+    with bank.engine() as engine:
+        ((free,),) = engine.answers([ids], Sampling(max_new_tokens=6))
+    bank.base.model.generation_config.eos_token_id = free.ids[3]  # as a base that ends there
+    first = free.ids.index(free.ids[3])
+    body = {"model": "base", "prompt": ids, "max_tokens": 6}
+    with TestClient(app.make_app(bank), base_url=HERE) as other:
+        answer = other.post(TEXT, json=body).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == first + 1
+
+
+def test_others_are_answered_while_a_prompt_is_read(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go_on = threading.Event(), threading.Event()
+    plain = app.prompt_ids
+
+    def slow(*args: Any, **named: Any) -> Any:
+        began.set()
+        assert go_on.wait(20)
+        return plain(*args, **named)
+
+    monkeypatch.setattr(app, "prompt_ids", slow)
+    answers: list[Any] = []
+    body = chat("one", "the fox", max_tokens=2)
+    asking = threading.Thread(target=lambda: answers.append(client.post(CHAT, json=body)))
+    asking.start()
+    assert began.wait(20)
+    healths: list[Any] = []
+    watching = threading.Thread(target=lambda: healths.append(client.get("/health")))
+    watching.start()
+    watching.join(5)
+    has_waited = watching.is_alive()
+    go_on.set()
+    watching.join()
+    asking.join()
+    assert [one.status_code for one in (*healths, *answers)] == [200, 200]
+    assert not has_waited
 
 
 def test_models_are_the_adapters_and_the_base(client: Any) -> None:
