@@ -32,16 +32,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "torch": ("",),
     "bitsandbytes": ("quant/", "train/optim"),
-    "numpy": (
-        "execution/rng",
-    ),  # comes with transformers; a checkpoint holds its generator's state
+    # comes with transformers: a checkpoint holds its generator's state, gguf reads arrays of it
+    "numpy": ("execution/rng", "base/gguf_file"),
     "triton": ("kernels/",),
     "accelerate": ("execution/world", "train/metrics"),
     "datasets": ("data/load",),
     "pyarrow": ("data/rows",),  # datasets brings it; imported when rows are encoded
     "filelock": ("files/disk",),  # likewise
     "transformers": ("base/", "tasks/", "methods/prefix", "inference/"),
-    "gguf": ("formats/gguf/", "base/gguf"),  # the optional extra; imported when called
+    "gguf": ("formats/gguf/", "base/gguf_file"),  # the optional extra; imported when called
     "huggingface_hub": ("formats/hub",),
     "tqdm": ("base/pretrained",),  # what the hub tells of a download by; transformers brings it
     "safetensors": ("files/tensors", "formats/", "merging/", "base/store"),
@@ -102,6 +101,7 @@ LEAVES = (
     *(
         "base/published/",
         "base/gguf",
+        "base/gguf_file",
         "base/new_tokens",
         "base/processors",
         "base/sharding",

@@ -101,6 +101,7 @@ LOADERS = LazyTable[PackingLoader](
         "safetensors": "peftkit.base.pack:PackingLoader",
         "gguf": "peftkit.base.gguf:GGUFLoader",
         "codes": "peftkit.base.published.loader:CodesLoader",
+        "gguf blocks": "peftkit.base.published.gguf_blocks:BlocksLoader",
     }
 )
 """The loader of each kind of files."""
@@ -115,7 +116,10 @@ def _loader_of(
         checkpoint.check(request.location.name, request.settings.quantize)
         if checkpoint.is_bitsandbytes:
             return None
-        kind = "codes"
+        if not checkpoint.is_gguf:
+            kind = "codes"
+        elif request.settings.quantize == "none":
+            kind = "gguf blocks"
     return LOADERS[kind](request, put=put, on_event=on_event)
 
 

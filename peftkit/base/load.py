@@ -250,7 +250,7 @@ def _parsed_once(location: Location) -> AbstractContextManager[None]:
     """Return a context in which a GGUF file, if the base is one, is parsed only once."""
     if not location.gguf:
         return nullcontext()
-    from peftkit.base.gguf import parsed_once
+    from peftkit.base.gguf_file import parsed_once
 
     return parsed_once(location)
 

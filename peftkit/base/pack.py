@@ -112,7 +112,7 @@ class PackingLoader:
             self._find_jobs(model)
 
     def _find_jobs(self, model: Any) -> None:
-        with _as_tied(model):
+        with as_tied(model):
             jobs = weights_to_pack(self.request.settings, model, self._head)
         self._jobs = {f"{job[0]}.{job[2]}": (job, kind) for job, kind in jobs.items()}
 
@@ -197,7 +197,7 @@ def kept_in_float32(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
 
 
 @contextmanager
-def _as_tied(model: Any) -> Iterator[None]:
+def as_tied(model: Any) -> Iterator[None]:
     """Tie a model's weights for as long as the context holds: its loader ties them at the end."""
     before = []
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():

@@ -57,6 +57,11 @@ def check_config(location: Location, purpose: Purpose) -> Any:
         set_head(config, purpose.head, location.name)
     if purpose.rope_scaling:
         scale_rope(config, purpose.rope_scaling, location.name)
+    if location.gguf and location.convert_to is None:
+        from peftkit.base.gguf_file import settings_of
+
+        with quiet(), explained(location):
+            config.quantization_config = settings_of(location, config, purpose.auto_class)
     return config
 
 

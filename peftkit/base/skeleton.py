@@ -220,17 +220,20 @@ def _packed_weights(
     head = head_modules(model) if purpose.head is not None else ()
     by_weight: dict[int, tuple[nn.Parameter, Packing]] = {}
     uses = []
-    for job, kind in weights_to_pack(settings, model, head).items():
+    tables = checkpoint is not None and checkpoint.is_gguf
+    for job, kind in weights_to_pack(settings, model, head, tables=tables).items():
         path, module, name = job
         weight = module._parameters[name]
-        if weight is None or (checkpoint is not None and not checkpoint.quantizes(weight)):
+        if weight is None:
             continue
         if id(weight) not in by_weight:
+            if checkpoint is not None and not checkpoint.quantizes(f"{path}.{name}", weight):
+                continue
             transposed = stores_transposed(module, name)
             shape = torch.Size(reversed(weight.shape)) if transposed else weight.shape
             with torch.device(device):
                 if checkpoint is not None:
-                    packed, packing = checkpoint.empty_packed(shape, path, dtype)
+                    packed, packing = checkpoint.empty_packed(shape, path, name, dtype)
                 else:
                     packed, packing = empty_packed(
                         shape, kind, dtype, double_quant=settings.double_quant

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from peftkit.kernels.block_scaled import KINDS, MAX_VALUES, PART_VALUES, unpack_blocks
+from peftkit.kernels.gguf_blocks import TYPES, unpack_gguf
 
 BLOCK = 64
 NESTED_BLOCK = 256
@@ -33,7 +34,7 @@ class PackedFormat(NamedTuple):
     """The format of packed data.
 
     Attributes:
-        kind: "nf4", "fp4", "int8", or one of `block_scaled.KINDS`.
+        kind: "nf4", "fp4", "int8", one of `block_scaled.KINDS` or of `gguf_blocks.TYPES`.
         shape: Shape of the unpacked tensor.
         block: Values per scale: along a row, or of the flattened tensor for bitsandbytes' kinds.
         rows: Rows per scale.
@@ -84,6 +85,8 @@ def unpack(
     packed: Tensor, scales: tuple[Tensor, ...], form: PackedFormat, dtype: torch.dtype
 ) -> Tensor:
     """Return the unpacked tensor, in new memory."""
+    if form.kind in TYPES:
+        return unpack_gguf(packed, form.kind, form.shape, dtype)
     if form.kind in KINDS:
         return unpack_blocks(packed, scales, *form, dtype)
     if form.kind == "int8":
@@ -127,6 +130,8 @@ def unpack_rows(
 ) -> Tensor:
     """Return the rows (..., in) of a packed matrix at indices (...), equal to those of `unpack`."""
     width = form.shape[-1]
+    if form.kind in TYPES:
+        return unpack_gguf(packed[rows], form.kind, (*rows.shape, width), dtype)
     if form.kind == "int8":
         return torch.mul(packed[rows], scales[0][rows]).to(dtype)
     if width % form.block or form.kind in KINDS:
@@ -153,6 +158,9 @@ def slices_of(
     for start in range(0, out, step):
         rows = min(step, out - start)
         part = form._replace(shape=torch.Size((rows, width)))
+        if form.kind in TYPES:
+            yield packed[start : start + rows], (), part
+            continue
         if form.kind == "int8":
             yield packed[start : start + rows], (scales[0][start : start + rows],), part
             continue

@@ -87,7 +87,8 @@ class Packing(nn.Module):
         return sum(t.numel() * t.element_size() for t in (packed, *self.scales))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Packing:
-        dtype = fn(torch.empty(0, dtype=self.dtype, device=self.scales[0].device)).dtype
+        device = self.scales[0].device if self.scales else None  # a block of GGUF has its own
+        dtype = fn(torch.empty(0, dtype=self.dtype, device=device)).dtype
         super()._apply(lambda tensor: _moved(tensor, fn(tensor)), recurse)
         if dtype == self.dtype:
             self.unpacked = None if self.unpacked is None else fn(self.unpacked)

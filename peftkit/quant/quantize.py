@@ -128,16 +128,19 @@ def quantizable(
     return jobs + (_embedding_jobs(model, excluded) if embeddings else [])
 
 
-def weights_to_pack(settings: BaseConfig, model: nn.Module, head: Sequence[str]) -> dict[Job, str]:
+def weights_to_pack(
+    settings: BaseConfig, model: nn.Module, head: Sequence[str], *, tables: bool = False
+) -> dict[Job, str]:
     """Return the weights of a model that are packed, and the kind of each ("nf4", ...).
 
     Args:
         head: Paths of the modules of its head, which stay as they are.
+        tables: The files may hold the token embedding and the output layer packed.
     """
     packs_towers = settings.quantize_towers or settings.quantize == "none"  # as in the files
     keep = head if packs_towers else (*head, *tower_paths(model))
     jobs: dict[Job, str] = dict.fromkeys(quantizable(model, keep), settings.quantize)
-    if settings.quantize_embeddings != "none":
+    if tables or settings.quantize_embeddings != "none":
         both = quantizable(model, keep, embeddings=True)
         jobs |= dict.fromkeys(both[len(jobs) :], settings.quantize_embeddings)
     return jobs

@@ -18,12 +18,13 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from peftkit.base.build import build, cast
 from peftkit.base.fingerprint import fingerprint
-from peftkit.base.gguf import parsed_once
+from peftkit.base.gguf_file import parsed_once
 from peftkit.base.locate import Location
 from peftkit.base.pretrained import quiet
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.request import request_of
-from peftkit.quant.quantize import quantize_model
+from peftkit.quant.layers import packed_tensors
+from peftkit.quant.quantize import quantize_model, stores_transposed
 from peftkit.settings import BaseConfig
 from tests.base.test_pack import state_of
 from tests.families import ARCHITECTURES, VOCAB
@@ -158,6 +159,19 @@ def same(found: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(left[name], tensor), name
 
 
+def assert_same_values(model: nn.Module, expected: nn.Module) -> None:
+    """Compare every weight, blocks dequantised, with that of a dense model."""
+    packed = {path: packing(data) for path, data, packing in packed_tensors(model)}
+    dense = dict(model.named_parameters(remove_duplicate=False))
+    for name, value in expected.named_parameters():
+        path = name.removesuffix(".weight")
+        own = packed.get(path, packed.get(name, dense.get(name)))
+        assert own is not None, name
+        owner = expected.get_submodule(name.rpartition(".")[0])
+        turned = stores_transposed(owner, "weight") and path in packed
+        assert torch.equal(own.t() if turned else own, value), name
+
+
 @pytest.mark.parametrize(
     "architecture",
     [a if a in FAST else pytest.param(a, marks=pytest.mark.slow) for a in FAMILIES],
@@ -175,7 +189,11 @@ def test_every_architecture_loads_as_by_transformers(architecture, tmp_path) -> 
             request = request_of(settings, purpose, where, CPU)
             built = build(request)
             cast(expected, request.dtype)
-            if settings.quantize != "none":
-                quantize_model(expected, settings.quantize)
-            same(built.model, expected)
             assert built.fingerprint == identity
+            if settings.quantize == "none":
+                has_blocks = any(packed_tensors(built.model))
+                assert has_blocks == (architecture != "lfm2")
+                assert_same_values(built.model, expected)
+                continue
+            quantize_model(expected, settings.quantize)
+            same(built.model, expected)

@@ -30,8 +30,16 @@ def logits(model: nn.Module) -> Tensor:
         return model(input_ids=ids, use_cache=False).logits
 
 
-def write_gguf(path: Path, model: transformers.LlamaForCausalLM) -> None:
-    """Write a tiny Llama with its tokenizer as llama.cpp's converter does, in float32."""
+def write_gguf(
+    path: Path,
+    model: transformers.LlamaForCausalLM,
+    packed: Callable[[str, Tensor], tuple[Any, Any]] = lambda name, tensor: (tensor.numpy(), None),
+) -> None:
+    """Write a tiny Llama with its tokenizer as llama.cpp's converter does.
+
+    Args:
+        packed: Returns the data of a tensor and its type in ggml; by default float32.
+    """
     config, writer = model.config, gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -62,7 +70,9 @@ def write_gguf(path: Path, model: transformers.LlamaForCausalLM) -> None:
         if part in heads:  # llama.cpp turns the halves of each head into pairs
             tensor = tensor.view(heads[part], 2, -1, tensor.shape[1]).swapaxes(1, 2)
             tensor = tensor.reshape(-1, tensor.shape[-1])
-        writer.add_tensor(names.get_name(name, (".weight",)), tensor.numpy())
+        name = names.get_name(name, (".weight",))
+        data, kind = packed(name, tensor.contiguous())
+        writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -8,6 +8,7 @@ refused by name.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from peftkit.errors import BaseError
 from peftkit.kernels.block_scaled import PAIRED
+from peftkit.kernels.gguf_blocks import TYPES, row_bytes
 from peftkit.kernels.packed import PackedFormat
 from peftkit.quant.layers import Packing
 
@@ -34,12 +36,13 @@ class Scheme:
 
     Attributes:
         layout: Which reader: "gptq", "awq", "packed", "int8", "fp8", "mxfp4", "nvfp4", "modelopt",
-            or "gpt_oss", whose stacks of experts alone are quantised, in mxfp4.
+            "gguf", or "gpt_oss", whose stacks of experts alone are quantised, in mxfp4.
         bits: Of a code. group: Columns to a scale; -1 for all of a row.
         block: Rows and columns to a scale, of FP8; None where it is a row, or the tensor.
         is_v2: Whether GPTQ stores zeros as they are, and not less one.
         has_zeros: Whether zero points are stored; otherwise the middle code is zero.
         rounds_inputs: Whether a server quantises activations too.
+        type: Of the blocks of a GGUF file, which differs between its weights.
     """
 
     layout: str
@@ -49,10 +52,13 @@ class Scheme:
     is_v2: bool = False
     has_zeros: bool = False
     rounds_inputs: bool = False
+    type: str = ""
 
     @property
     def kind(self) -> str:
         """The kind of the packed format."""
+        if self.type:
+            return self.type
         integers = {4: "int4", 8: "uint8"}[self.bits]
         if self.layout in ("gptq", "awq", "packed") or (self.layout == "int8" and self.group > 0):
             return integers
@@ -87,6 +93,9 @@ def scheme_of(settings: Mapping[str, Any], path: str = "") -> Scheme:
         return Scheme("gpt_oss", 4, 32)
     if method == "torchao":
         return _torchao(settings)
+    if method == "gguf":
+        types = settings["types"]
+        return Scheme("gguf", 0, type=types.get(path) or next(iter(types.values())))
     raise UnreadableError(method)
 
 
@@ -197,6 +206,9 @@ def schemes_of(settings: Mapping[str, Any]) -> list[Scheme]:
 def described(settings: Mapping[str, Any]) -> str:
     """Return a checkpoint's format in words: "awq, 4 bits, groups of 128"."""
     schemes, method = schemes_of(settings), str(settings["quant_method"])
+    if method == "gguf":
+        counts = Counter(settings["types"].values()).most_common()
+        return f"gguf, {', '.join(f'{number} x {kind}' for kind, number in counts)}"
     forms = [_form(scheme) for scheme in schemes]
     form = forms[0] if len(set(forms)) == 1 else f"some layers {' and others '.join(forms)}"
     zeros = "with zeros" * any(scheme.has_zeros for scheme in schemes)
@@ -282,21 +294,34 @@ class PublishedCheckpoint:
                 "or give the model in 16 bits.",
             )
 
-    def quantizes(self, weight: Tensor) -> bool:
-        """Tell whether the weight of a linear layer, or a stack of experts, is in codes."""
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it is a GGUF file, whose embeddings may be in blocks too."""
+        return self.settings.get("quant_method") == "gguf"
+
+    def quantizes(self, name: str, weight: Tensor) -> bool:
+        """Tell whether a weight of a linear layer, an embedding or a stack is in codes.
+
+        Args:
+            name: Of the parameter.
+        """
+        if self.is_gguf:
+            return name in self.settings["types"]
         return scheme_of(self.settings).layout != "gpt_oss" or weight.dim() == 3
 
     def empty_packed(
-        self, shape: torch.Size, path: str, dtype: torch.dtype
+        self, shape: torch.Size, path: str, leaf: str, dtype: torch.dtype
     ) -> tuple[Tensor, Packing]:
         """Return the packed data and the packing of a weight, without values.
 
         On the default device, as `quant.layers.empty_packed`.
 
         Args:
-            shape: Of the weight (..., out, in). path: Of its layer. dtype: Compute dtype.
+            shape: Of the weight (..., out, in). path: Of its layer. leaf: Its name in that.
+            dtype: Compute dtype.
         """
-        return empty_packed(shape, scheme_of(self.settings, path), dtype)
+        name = f"{path}.{leaf}" if self.is_gguf else path
+        return empty_packed(shape, scheme_of(self.settings, name), dtype)
 
 
 def empty_packed(
@@ -304,6 +329,10 @@ def empty_packed(
 ) -> tuple[Tensor, Packing]:
     """Return the packed data and the packing of a weight (..., out, in), without values."""
     *lead, rows, width = shape
+    if scheme.layout == "gguf":
+        packed = torch.empty(*lead, rows, row_bytes(scheme.kind, width), dtype=torch.uint8)
+        form = PackedFormat(scheme.kind, torch.Size(shape), TYPES[scheme.kind].values)
+        return packed, Packing(form, dtype, ())
     transposed = scheme.layout == "gpt_oss"
     if transposed:
         rows, width = width, rows

@@ -1,0 +1,254 @@
+"""Weights of GGUF files that stay in their blocks: the same values, losses, gradients and bytes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from peftkit import LoRA, attach, load_base, merge, save_adapter
+from peftkit.base.build import build
+from peftkit.base.purpose import CAUSAL_LM
+from peftkit.base.request import request_of
+from peftkit.base.skeleton import read_config, weight_bytes
+from peftkit.errors import BaseError
+from peftkit.events import Event, Notice
+from peftkit.kernels.gguf_blocks import TYPES, row_bytes, unpack_gguf
+from peftkit.quant.layers import packed_tensors
+from peftkit.settings import BaseConfig
+from tests.base.test_gguf import FAMILIES, SEQ2SEQ, write_random
+from tests.base.test_locate import write_gguf
+from tests.families import VOCAB
+
+gguf = pytest.importorskip("gguf", reason="GGUF files need: pip install gguf")
+
+HALVES = {  # where a block has its float16 numbers
+    **dict.fromkeys(("q4_0", "q5_0", "q8_0", "iq4_nl", "iq4_xs"), (0,)),
+    **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
+    "q2_k": (80, 82),
+    "q3_k": (108,),
+    "q6_k": (208,),
+    "mxfp4_gguf": (),
+}
+HOSTILE = (0x0000, 0x8000, 0x0001, 0x03FF, 0x7BFF, 0x7C00, 0xFC00, 0x7E00)
+"""0, -0, subnormals, the largest, infinities and NaN, as float16."""
+
+
+def random_rows(kind: str, rows: int, columns: int, seed: int = 0) -> Any:
+    """Return rows of random blocks whose values are about as large as a model's."""
+    rng, block = numpy.random.default_rng(seed), TYPES[kind]
+    raw = rng.integers(0, 256, (rows, columns // block.values, block.num_bytes), numpy.uint8)
+    for at in HALVES[kind]:
+        scale = (rng.random(raw.shape[:2]) * 2e-4).astype(numpy.float16)
+        raw[..., at : at + 2] = scale[..., None].view(numpy.uint8)
+    if kind == "mxfp4_gguf":
+        raw[..., 0] = rng.integers(118, 124, raw.shape[:2])
+    return raw.reshape(rows, -1)
+
+
+def by_gguf(raw: Any, kind: str) -> Tensor:
+    with numpy.errstate(all="ignore"):
+        return torch.from_numpy(gguf.quants.dequantize(raw, number_of(kind)))
+
+
+def bits(values: Tensor) -> Tensor:
+    """Return the bits of float32 values; those of NaN differ between libraries."""
+    return torch.where(values.isnan(), torch.nan, values).view(torch.int32)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_type_is_dequantised_to_the_bit(kind: str) -> None:
+    width = 2 * TYPES[kind].values
+    raw = random_rows(kind, 41, width)
+    hostile = numpy.random.default_rng(1).integers(0, 256, raw.shape, numpy.uint8)
+    blocks = hostile.reshape(41, 2, -1)
+    for row, half in enumerate(HOSTILE):
+        for at in HALVES[kind]:
+            blocks[row, :, at : at + 2] = numpy.array([half], numpy.uint16).view(numpy.uint8)
+    for each in (raw, hostile):
+        own = unpack_gguf(torch.from_numpy(each), kind, (41, width), torch.float32)
+        assert torch.equal(bits(own), bits(by_gguf(each, kind)))
+    assert by_gguf(raw, kind).isfinite().all()
+    rounded = unpack_gguf(torch.from_numpy(raw), kind, (41, width), torch.bfloat16)
+    assert torch.equal(rounded, by_gguf(raw, kind).bfloat16())
+
+
+MIXTURE = {
+    "token_embd": "q6_k",
+    "attn_v": "q6_k",
+    "ffn_down": "q6_k",
+    "ffn_gate": "q5_k",
+    "attn_output": "q8_0",
+}
+"""Of a Q4_K_M file, more or less: all other matrices are in q4_k."""
+
+
+def config_of_a_small_llama() -> Any:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": VOCAB}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return transformers.LlamaConfig(**sizes, **heads, max_position_embeddings=64)
+
+
+def number_of(kind: str) -> Any:
+    return gguf.GGMLQuantizationType(TYPES[kind].number)
+
+
+def in_blocks(name: str, tensor: Tensor) -> tuple[Any, Any]:
+    """Return random blocks for a matrix, of a type by its name; vectors as they are."""
+    if tensor.ndim < 2:
+        return tensor.numpy(), None
+    kind = next((kind for part, kind in MIXTURE.items() if part in name), "q4_k")
+    seed = sum(name.encode())
+    return random_rows(kind, *tensor.shape, seed=seed), number_of(kind)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mixture") / "mixed.gguf"
+    write_gguf(path, transformers.LlamaForCausalLM(config_of_a_small_llama()), in_blocks)
+    return path
+
+
+def dense(path: Path) -> Any:
+    """Return the model that transformers makes of a GGUF file, in float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent,
+        gguf_file=path.name,
+        dtype=torch.float32,
+        quantization_config=transformers.GgufConfig(dequantize=True),
+    )
+    return model.requires_grad_(False).eval()
+
+
+def test_a_mixture_trains_as_its_dense_twin(mixture: Path) -> None:
+    base = load_base(str(mixture), dtype="fp32")
+    kinds = {packing.form.kind for _, _, packing in packed_tensors(base.model)}
+    assert kinds == {"q4_k", "q5_k", "q6_k", "q8_0"}
+    ids = torch.randint(1, VOCAB, (2, 17), generator=torch.Generator().manual_seed(0))
+    results = []
+    for model in (base.model, dense(mixture)):
+        adapter = attach(model, LoRA(rank=4, targets="all-linear"), seed=1)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, 1e-3)
+        losses = []
+        for _ in range(3):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            gradients = torch.cat([p.grad.flatten() for p in parameters])
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        results.append((torch.stack(losses), gradients))
+        assert len(adapter.modules) == 14
+    for own, expected in zip(*results, strict=True):
+        torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)
+    assert results[0][0][2] < results[0][0][0]
+
+
+def logits_of(architecture: str, model: Any) -> Tensor:
+    ids = torch.randint(1, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        more = {"decoder_input_ids": ids} if architecture == "t5" else {}
+        return model(input_ids=ids, **more).logits
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [a if a in ("llama", "t5") else pytest.param(a, marks=pytest.mark.slow) for a in FAMILIES],
+)
+def test_every_architecture_computes_the_same(architecture: str, tmp_path: Path) -> None:
+    purpose = SEQ2SEQ if architecture == "t5" else CAUSAL_LM
+    where = write_random(tmp_path, architecture, purpose.auto_class)
+    settings = BaseConfig(model="x", dtype="fp32")
+    own = build(request_of(settings, purpose, where, torch.device("cpu"))).model
+    model = getattr(transformers, purpose.auto_class).from_pretrained(
+        where.source,
+        gguf_file=where.gguf,
+        dtype=torch.float32,
+        quantization_config=transformers.GgufConfig(dequantize=True),
+    )
+    expected = logits_of(architecture, model.eval())
+    torch.testing.assert_close(logits_of(architecture, own), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_what_the_plan_counts_is_what_the_base_takes(mixture: Path) -> None:
+    base = load_base(str(mixture), dtype="bf16")
+    settings = BaseConfig(model=str(mixture), dtype="bf16")
+    config = read_config(str(mixture), None, CAUSAL_LM)
+    assert weight_bytes(config, settings, CAUSAL_LM, torch.bfloat16) == base.audit.num_bytes
+    head = config_of_a_small_llama()
+    columns = head.hidden_size
+    assert base.audit.num_bytes < 2 * row_bytes("q8_0", columns) * base.audit.num_parameters / 256
+
+
+def notices(path: Path, **settings: Any) -> list[str]:
+    events: list[Event] = []
+    load_base(str(path), on_event=events.append, **settings)
+    return [event.text for event in events if isinstance(event, Notice)]
+
+
+def test_a_base_says_which_blocks_it_keeps_and_when_it_rounds_twice(mixture: Path) -> None:
+    kept = "\n".join(notices(mixture, dtype="fp32"))
+    assert "The base keeps the bits of its files: gguf, " in kept
+    assert "q4_k" in kept
+    twice = "\n".join(notices(mixture, quantize="nf4", dtype="fp32"))
+    assert "rounded twice" in twice
+    assert "base.quantize: none" in twice
+
+
+def test_a_type_that_is_not_read_in_blocks_is_dequantised_with_a_notice(tmp_path: Path) -> None:
+    path, ternary = tmp_path / "x.gguf", gguf.GGMLQuantizationType.TQ2_0
+
+    def packed(name: str, tensor: Tensor) -> tuple[Any, Any]:
+        if "ffn_up" in name:
+            return gguf.quants.quantize(tensor.numpy(), ternary), ternary
+        return in_blocks(name, tensor)
+
+    write_gguf(path, transformers.LlamaForCausalLM(config_of_a_small_llama()), packed)
+    (text,) = [n for n in notices(path, dtype="fp32") if "dequantised" in n]
+    assert text == "2 quantised weights are kept dequantised: TQ2_0."
+
+
+@pytest.mark.parametrize("damage", ["cut short", "a tensor beyond the end", "changed"])
+def test_a_damaged_file_is_one_clear_error(mixture: Path, tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "damaged.gguf"
+    data = mixture.read_bytes()
+    if damage == "cut short":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "a tensor beyond the end":
+        path.write_bytes(data[:-300])
+    else:
+        path.write_bytes(data)
+    events: list[Event] = []
+
+    def on_event(event: Event) -> None:
+        events.append(event)
+        if damage == "changed" and len(events) == 4:
+            os.utime(path, ns=(1, 1))
+
+    with pytest.raises(BaseError, match=r"damaged\.gguf"):
+        load_base(str(path), dtype="fp32", on_event=on_event)
+
+
+def test_a_merged_adapter_is_16_bit_weights_over_the_dequantised_ones(
+    mixture: Path, tmp_path: Path
+) -> None:
+    base = load_base(str(mixture), dtype="fp32")
+    adapter = attach(base.model, LoRA(rank=2, targets=("q", "down")), seed=1)
+    for parameter in base.model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.05)
+    save_adapter(adapter, tmp_path / "adapter")
+    ids = torch.arange(1, 12)[None]
+    with torch.no_grad():
+        expected = base.model(input_ids=ids).logits
+    merge(tmp_path / "adapter", tmp_path / "merged", base=str(mixture), dtype="fp32")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        torch.testing.assert_close(merged(input_ids=ids).logits, expected, atol=1e-4, rtol=1e-4)
