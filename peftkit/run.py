@@ -17,7 +17,7 @@ from peftkit.defaults import why_too_short
 from peftkit.errors import ConfigError
 from peftkit.events import Event, Listener, Notice, Table, ignore, to_all
 from peftkit.execution.environment import default_device, free_now, world_size
-from peftkit.execution.plan import ExecutionPlan
+from peftkit.execution.plan import ExecutionPlan, compute_dtype
 from peftkit.execution.signals import Interrupted, stop_requests, stopping_at_once
 from peftkit.execution.state import Result
 from peftkit.execution.world import World, joined_ranks
@@ -191,7 +191,7 @@ def prepare(
 
 def _plan_over(recipe: Recipe, base: Base) -> ExecutionPlan:
     """Return the plan of a recipe whose base is loaded."""
-    dtype = str(base.model.dtype).removeprefix("torch.")
+    dtype = str(compute_dtype(base.model)).removeprefix("torch.")
     plan = plan_as_requested(recipe, free_now(base.device), dtype)
     return replace(plan, placement="stream" if hasattr(base.model, STREAMED) else "device")
 
@@ -268,7 +268,7 @@ def _why_unpacked(recipe: Recipe, adapter: Adapter) -> str:
 
 def _reference(recipe: Recipe, base: Base, adapter: Adapter, continued: Any) -> Reference:
     """Return the model before training, for losses that compare with it."""
-    precision = f"{base.model.dtype} {recipe.base.quantize} {recipe.base.double_quant}"
+    precision = f"{compute_dtype(base.model)} {recipe.base.quantize} {recipe.base.double_quant}"
     key = f"{base.fingerprint} {precision}"
     if continued is None:
         return Reference(adapter.disabled, key)

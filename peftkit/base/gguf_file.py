@@ -210,7 +210,7 @@ def _stack(kind: str, tensors: list[Any], source: Source, shape: torch.Size) -> 
     if any(t.data.ndim != 3 for t in tensors) or (len(tensors[0].data), rows, width) != shape:
         return None
     ordered = sorted(tensors, key=lambda tensor: "_up_" in tensor.name)
-    return Blocks(PackedFormat(kind, shape, TYPES[kind].values), tuple(ordered), None)
+    return Blocks(PackedFormat(kind, torch.Size(shape), TYPES[kind].values), tuple(ordered), None)
 
 
 def _matrix(

@@ -173,14 +173,31 @@ def plan_from(values: Mapping[str, Any]) -> ExecutionPlan:
     return ExecutionPlan(**{name: value for name, value in values.items() if name in names})
 
 
+def compute_dtype(model: Any) -> torch.dtype:
+    """Return the dtype that a base computes in.
+
+    transformers' `model.dtype` is that of the first float parameter: where the embedding is packed,
+    of its scales, or of an adapter.
+    """
+    try:
+        embedding = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # models of two towers have none
+        embedding = None
+    packing = getattr(getattr(embedding, "base", embedding), "packing", None)
+    if packing is not None:
+        dtype: torch.dtype = packing.dtype
+        return dtype
+    first = next(model.parameters(), torch.empty(0))
+    return getattr(model, "dtype", first.dtype)
+
+
 def plan_of(model: torch.nn.Module) -> ExecutionPlan:
     """Return the plan that suits the device and dtype of a loaded model, without any limits."""
-    first = next(model.parameters(), torch.empty(0))
-    device = first.device.type
+    device = next(model.parameters(), torch.empty(0)).device.type
     autocast = ""
     if device != "meta" and torch.is_autocast_enabled(device):
         autocast = "fp16" if torch.get_autocast_dtype(device) == torch.float16 else "bf16"
-    dtype = str(getattr(model, "dtype", first.dtype)).removeprefix("torch.")
+    dtype = str(compute_dtype(model)).removeprefix("torch.")
     return ExecutionPlan(device=device, dtype=dtype, autocast=autocast)
 
 

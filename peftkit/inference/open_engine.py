@@ -34,6 +34,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from peftkit.data.pack import padded_rows
 from peftkit.execution.environment import Environment, free_now
+from peftkit.execution.plan import compute_dtype
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import (
     AnswerTooLarge,
@@ -93,7 +94,7 @@ def open_engine(
 def tokens_that_fit(model: Any) -> int | None:
     """Return for how many tokens keys and values fit into memory; None: unknown."""
     environment = free_now(model.device)
-    size = bytes_per_token(model.config.get_text_config(), model.dtype)
+    size = bytes_per_token(model.config.get_text_config(), compute_dtype(model))
     if environment.memory is None or size is None:
         return None
     return int(cache_share(environment) * environment.usable) // size
@@ -126,9 +127,10 @@ def why_plain(model: Any, tokenizer: Any) -> str | None:
         return "virtual tokens"
     config = model.config.get_text_config()
     reasons = _reasons.setdefault(model, {})
-    if model.dtype not in reasons:
-        reasons[model.dtype] = _by_its_class(model, config) or _by_trying(model, tokenizer, config)
-    return reasons[model.dtype]
+    dtype = compute_dtype(model)
+    if dtype not in reasons:
+        reasons[dtype] = _by_its_class(model, config) or _by_trying(model, tokenizer, config)
+    return reasons[dtype]
 
 
 def _by_its_class(model: Any, config: Any) -> str | None:
@@ -159,7 +161,7 @@ def _by_trying(model: Any, tokenizer: Any, config: Any) -> str | None:
         [(3 + index) * (7 + size) % config.vocab_size for index in range(size)] for size in LENGTHS
     ]
     sampling = Sampling(max_new_tokens=2, top_logprobs=TOP)
-    tolerance = TOLERANCE.get(model.dtype, TOLERANCE_16_BIT)
+    tolerance = TOLERANCE.get(compute_dtype(model), TOLERANCE_16_BIT)
     try:
         with CachedEngine(model, tokenizer, Limits(prefill=4)) as engine:
             engine.ends = frozenset()

@@ -30,6 +30,7 @@ from peftkit.errors import MergeError, OutputError, first_few
 from peftkit.events import Listener, Notice, Saved, Stage, Table, ignore
 from peftkit.execution.environment import free_now
 from peftkit.execution.out_of_memory import release_memory
+from peftkit.execution.plan import compute_dtype
 from peftkit.files.disk import new_folder
 from peftkit.formats.card import Card, write_card
 from peftkit.formats.find_adapter import adapter_folder
@@ -118,7 +119,6 @@ def merge(
     check_mergeable(file.method)
     check_original(file.method, from_quantized)
     name, revision = file.base_or(base)
-    _check_no_gguf(file, name, revision)
     out, tally, purpose = Path(out).expanduser(), Tally(), task_of(file).purpose
     stored = DTYPES[dtype] if dtype else None
     files = files_of(name, revision)
@@ -184,7 +184,7 @@ def _open_to_merge(
     how = {} if from_quantized else {"quantize": "none", "dtype": "fp32", "device": "cpu"}
     opened = load(**how)
     _check_kind(opened, is_quantized)
-    usual = opened.base.model.dtype if from_quantized else _usual_dtype(files)
+    usual = compute_dtype(opened.base.model) if from_quantized else _usual_dtype(files)
     if not free_now(opened.base.device).on_gpu:
         opened.base.model.float()  # also what comes out of quantised weights
     return opened, usual
@@ -246,19 +246,6 @@ def _check_kind(opened: Opened, from_quantized: bool) -> None:
         fix="Name its original with --base MODEL. Or merge with --from-quantized: the model then "
         "takes 16 bits for each weight or more, and keeps the rounding of the quantised ones.",
     )
-
-
-def _check_no_gguf(file: AdapterFile, base: str, revision: str | None) -> None:
-    """Refuse a base that is a GGUF file; one of a short name is converted when it is loaded."""
-    location = locate(base, revision)
-    if location.gguf and location.convert_to is None:
-        raise MergeError(
-            f"cannot merge {file.folder} into {location.gguf}",
-            found="The base is a GGUF file, and a merged model is written as safetensors.",
-            fix=f"Use both: peftkit export {file.folder} --to gguf --out LORA.gguf, then "
-            "llama-server --lora, or llama-export-lora, which merges them. Or name the base's "
-            "original with --base MODEL.",
-        )
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.request import DTYPES, ROOM
 from peftkit.errors import RunError
 from peftkit.execution.environment import free_now
+from peftkit.execution.plan import compute_dtype
 from peftkit.files.tensors import is_finite
 from peftkit.formats.open_adapter import Opened
 from peftkit.merging.fold import Tally, too_large_values
@@ -100,7 +101,7 @@ def _call(base: Base, number: int, prompt: str) -> Tensor:
         size = config.image_size
         shape = (1, config.num_channels, *([size, size] if isinstance(size, int) else size))
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(number))
-        return base.model(pixel_values=noise.to(base.device, base.model.dtype)).logits
+        return base.model(pixel_values=noise.to(base.device, compute_dtype(base.model))).logits
     ids = _ids(base, prompt)
     decoder = {"decoder_input_ids": ids} if has_decoder else {}
     outputs = base.model(input_ids=ids, **decoder)
@@ -133,7 +134,7 @@ def reference_of(opened: Opened, prompts: Sequence[str]) -> Reference:
         bare = logits_on(base, prompts, purpose)
     if all(map(is_finite, bare)) and not all(map(is_finite, adapted)):
         raise too_large_values()
-    return Reference(adapted, bare, base.device, base.model.dtype)
+    return Reference(adapted, bare, base.device, compute_dtype(base.model))
 
 
 def precision(model: nn.Module) -> str:

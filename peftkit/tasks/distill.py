@@ -24,6 +24,7 @@ from peftkit.data.pack import Row
 from peftkit.data.rows import StoredRows, row_digest
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, Notice, ScoredAnswer, ignore
+from peftkit.execution.plan import compute_dtype
 from peftkit.execution.signals import Interrupted
 from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.kernels.device import free_bytes
@@ -208,7 +209,7 @@ class Distill(RolloutTask):
         number = sum(self.answered(row).num_targets // 2 for row in rows)
         width, other = int(bare.config.get_text_config().hidden_size), self._other
         shape = (number, width if other is None else other.hidden_size)
-        dtype: torch.dtype = bare.dtype if other is None else other.model.dtype
+        dtype: torch.dtype = compute_dtype(bare) if other is None else compute_dtype(other.model)
         needed, free = shape[0] * shape[1] * dtype.itemsize, free_bytes()
         if free is not None and needed > SHARE * free:
             sizes = f"they take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from peftkit.errors import BaseError, DataError
+from peftkit.execution.plan import compute_dtype
 from peftkit.kernels.device import forked_generators
 from peftkit.kernels.varlen import Grid, Spans, grid_of, one_of_few, spans_of
 from peftkit.model.modes import evaluating
@@ -166,7 +167,7 @@ def can_unpad(model: nn.Module, attention: TrainingAttention, *, share: bool) ->
                 continue
             finally:
                 attention.layout = None
-            if are_apart([together], [changed], [alone], mixed, bare.dtype):
+            if are_apart([together], [changed], [alone], mixed, compute_dtype(bare)):
                 return True
     return False
 
@@ -340,7 +341,7 @@ def _isolates(model: nn.Module) -> bool:
     alone = [padded[row, : len(document)] for row, document in enumerate(documents)]
     joined, joined_changed = _seconds(logits_of(model, ids, {}), splits)
     mixed = rms_difference(joined, joined_changed)
-    return are_apart(together, changed, alone, mixed, bare.dtype)
+    return are_apart(together, changed, alone, mixed, compute_dtype(bare))
 
 
 def _probe_ids(model: Any, splits: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from peftkit.errors import ConfigError, RunError
-from peftkit.execution.plan import ExecutionPlan
+from peftkit.execution.plan import ExecutionPlan, compute_dtype
 from peftkit.execution.world import PATIENCE, World
 from peftkit.model.modes import evaluating
 from peftkit.tasks.attention import SharedRows, TrainingAttention, training_attention
@@ -287,7 +287,7 @@ def _difference(model: nn.Module, attention: TrainingAttention, context: Context
             parts = logits_of(model, inputs["input_ids"], _inputs(inputs))[0, real]
         finally:
             attention.layout = None
-    close = CLOSE.get(bare.dtype, 0.05) * rms_difference([whole], None)
+    close = CLOSE.get(compute_dtype(bare), 0.05) * rms_difference([whole], None)
     is_same = rms_difference([parts], [whole]) <= close
     if context.all_agree(is_same, bare.device):
         return ""

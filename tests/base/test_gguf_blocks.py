@@ -19,6 +19,7 @@ from peftkit.base.request import request_of
 from peftkit.base.skeleton import read_config, weight_bytes
 from peftkit.errors import BaseError
 from peftkit.events import Event, Notice
+from peftkit.execution.plan import compute_dtype, plan_of
 from peftkit.kernels.gguf_blocks import TYPES, row_bytes, unpack_gguf
 from peftkit.quant.layers import packed_tensors
 from peftkit.settings import BaseConfig
@@ -252,3 +253,40 @@ def test_a_merged_adapter_is_16_bit_weights_over_the_dequantised_ones(
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():
         torch.testing.assert_close(merged(input_ids=ids).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_blocks_that_are_streamed_compute_the_same(mixture: Path) -> None:
+    here, streamed = (
+        load_base(str(mixture), dtype="fp32", placement=placement)
+        for placement in ("device", "stream")
+    )
+    assert streamed.fingerprint == here.fingerprint
+    ids = torch.arange(1, 12)[None]
+    with torch.no_grad():
+        expected = here.model(input_ids=ids).logits
+        torch.testing.assert_close(streamed.model(input_ids=ids).logits, expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantize": "nf4", "quantize_embeddings": "nf4"}])
+def test_a_base_computes_in_its_dtype_whatever_its_first_parameter_is(
+    mixture: Path, settings: dict[str, str]
+) -> None:
+    model = load_base(str(mixture), dtype="bf16", **settings).model
+    attach(model, LoRA(rank=2, targets="all-linear"))
+    assert compute_dtype(model) == torch.bfloat16
+    assert plan_of(model).dtype == "bfloat16"
+    assert compute_dtype(model.float()) == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch.compile's own
+@pytest.mark.slow
+def test_compiled_blocks_compute_the_same(mixture: Path) -> None:
+    model = load_base(str(mixture), dtype="fp32").model
+    ids = torch.arange(1, 12)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        layer = model.model.layers[0].mlp
+        hidden = torch.randn(2, 5, 256)
+        plain = layer(hidden)
+        torch.testing.assert_close(torch.compile(layer)(hidden), plain, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(model(input_ids=ids).logits, expected)

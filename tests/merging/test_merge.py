@@ -278,13 +278,6 @@ def test_weights_that_the_adapter_was_not_trained_on_are_refused_unless_forced(
     merge(saved.adapter, saved.out, force=True)
 
 
-def test_a_gguf_file_is_not_merged_into_and_what_to_do_is_told(saved: Saver) -> None:
-    saved()
-    (saved.root / "base.gguf").touch()
-    with pytest.raises(MergeError, match=r"into base\.gguf\n.*\n(.*\n)*.*llama-export-lora"):
-        merge(saved.adapter, saved.out, base=str(saved.root / "base.gguf"))
-
-
 def test_an_adapter_that_names_no_base_wants_one(saved: Saver) -> None:
     saved()
     (saved.adapter / "peftkit.json").unlink()
