@@ -1,0 +1,244 @@
+"""Run what the tables in README.md and docs/ say, and write those tables.
+
+    python -m benchmarks.all                       # what is not of this code yet, one by one
+    python -m benchmarks.all train growth --peers PEERS/bin/python
+    python -m benchmarks.all --write               # the tables alone, from the files
+
+Each benchmark writes one file, benchmarks/figures/NAME.json; a run that was ended goes on where it
+was. A table says by itself where the code that it measures has changed since (comments, docstrings
+and empty lines do not count).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.entries import ENTRIES, Benchmark
+from benchmarks.report import machine, table, versions
+
+ROOT = Path(__file__).parent.parent
+FILES = Path(__file__).with_name("figures")
+PAGES = ("README.md", "docs/performance.md", "docs/memory.md")
+FULL = re.compile(r"(?s)(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)")
+SUMMED = re.compile(r"(<!-- summary: ([\w -]+) -->\n\n)(?:\|.*\n)*")
+SHOWN = ("torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate")
+STALE = "†"
+MEANING = f"{STALE} The code that it measures has changed since."
+SUMMARY = ("what", f"figure ({STALE}: the code has changed since)", "measured on", "command")
+
+
+def digest(measures: tuple[str, ...]) -> str:
+    """Return a digest of the code of files and folders of peftkit/."""
+    found = hashlib.sha256()
+    for name in sorted(set(measures)):
+        path = ROOT / "peftkit" / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            found.update(f"{file.relative_to(ROOT).as_posix()}\n{code_of(file)}\n".encode())
+    return found.hexdigest()[:16]
+
+
+@cache
+def code_of(file: Path) -> str:
+    """Return a file's lines without comments, docstrings and empty lines."""
+    text = file.read_text(encoding="utf-8")
+    lines = dict(enumerate(text.splitlines(), start=1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            for number in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+                lines.pop(number, None)
+    return "\n".join(line for line in lines.values() if not re.match(r"\s*(#|$)", line))
+
+
+def stored(name: str) -> dict[str, Any] | None:
+    """Return what is in a benchmark's file; None: it has none."""
+    path = FILES / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def is_stale(name: str) -> bool:
+    """Tell whether the code has changed since, or what it was is not known."""
+    facts = stored(name)
+    return facts is None or facts["code"] != digest(ENTRIES[name].measures)
+
+
+# ----------------------------------------------------------------------------------------- running
+
+
+def measure(name: str, peers: str) -> bool:
+    """Run a benchmark's commands and write its file; return whether all went well."""
+    entry, outputs = ENTRIES[name], []
+    code, commit = digest(entry.measures), _commit()
+    before = machine()
+    for command in entry.commands:
+        words = shlex.split(command.replace("PEERS", peers))
+        python = [sys.executable, *words[1:]]
+        environ = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'cli'}"}
+        ran = subprocess.run(python, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environ)
+        if ran.returncode:
+            print(f"{name}: {command} ended with {ran.returncode}", file=sys.stderr)
+            return False
+        outputs.append(ran.stdout)
+    facts = {
+        "commands": entry.commands,
+        "commit": commit,
+        "code": code,
+        "cpu": before["cpu"],
+        "cores": before["cores"],
+        "threads": before["threads"],
+        "load": [before["load"], machine()["load"]],
+        "versions": {"ours": versions()} | ({"peers": _versions(peers)} if peers else {}),
+        "figures": figures_in(entry, "\n".join(outputs)),
+        "tables": [part for output in outputs for part in tables_in(output)],
+        "lines": [line for output in outputs for line in lines_in(output)],
+    }
+    FILES.mkdir(exist_ok=True)
+    text = json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
+    (FILES / f"{name}.json").write_text(text, encoding="utf-8")
+    return True
+
+
+def _commit() -> str:
+    asked = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    except OSError:  # no git here
+        return ""
+
+
+def _versions(python: str) -> dict[str, str]:
+    code = "import json; from benchmarks.report import versions; print(json.dumps(versions()))"
+    told = subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    return json.loads(told.stdout)
+
+
+def figures_in(entry: Benchmark, output: str) -> dict[str, str]:
+    """Return the figures of an output by name.
+
+    Raises:
+        ValueError: One is not there.
+    """
+    figures = {}
+    for name, pattern in entry.reads.items():
+        places = re.findall(pattern, output)
+        if not places:
+            raise ValueError(f"no {name} ({pattern}) in what {entry.commands[0]} printed")
+        figures[name] = ", ".join(places)
+    return figures
+
+
+def tables_in(output: str) -> list[list[list[str]]]:
+    """Return the cells of each table in Markdown, its rule left out."""
+    blocks = re.findall(r"(?m)(?:^\|.*\|$\n?)+", output)
+    rows = [[_cells(line) for line in block.splitlines()] for block in blocks]
+    return [[lines[0], *lines[2:]] for lines in rows]
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def lines_in(output: str) -> list[str]:
+    """Return the lines after the first table that belong to none."""
+    _, mark, rest = output.partition("\n|")
+    lines = rest.splitlines()[1:] if mark else []
+    return [line for line in lines if line.strip() and not line.startswith("|")]
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+
+def about(facts: Mapping[str, Any]) -> str:
+    """Return where and of which commit figures are."""
+    load = " to ".join(dict.fromkeys(f"{value:g}" for value in facts["load"]))
+    cores = f"{facts['cores']} cores" if facts["cores"] else ""
+    parts = (facts["cpu"], cores, f"load {load}" if load else "", f"commit {facts['commit']}")
+    return ", ".join(filter(None, parts))
+
+
+def full(name: str) -> str:
+    """Return a benchmark's commands, its tables, and a line that says where they are from."""
+    facts = _of(name)
+    parts = ["\n".join(f"    {command}" for command in facts["commands"])]
+    parts += [table(rows[0], rows[1:]) for rows in facts["tables"]]
+    parts += facts["lines"]
+    names = {key: value for side in facts["versions"].values() for key, value in side.items()}
+    shown = ", ".join(f"{key} {names[key]}" for key in SHOWN if key in names)
+    told = f"{about(facts)}{f'; {shown}' if shown else ''}."
+    parts.append(f"{told} {MEANING}" if is_stale(name) else told)
+    return "\n\n".join(parts)
+
+
+def summary(names: Sequence[str]) -> str:
+    """Return one table with a row for each benchmark."""
+    rows = []
+    for name in names:
+        entry, facts = ENTRIES[name], _of(name)
+        mark = f" {STALE}" if is_stale(name) else ""
+        commands = f"`{facts['commands'][0]}`"
+        if len(facts["commands"]) > 1:
+            commands += f" and {len(facts['commands']) - 1} more"
+        told = entry.tells.format(**facts["figures"])
+        rows.append(f"| {entry.what} | {told}{mark} | {about(facts)} | {commands} |")
+    return "\n".join([f"| {' | '.join(SUMMARY)} |", "|" + "---|" * len(SUMMARY), *rows, ""])
+
+
+def _of(name: str) -> dict[str, Any]:
+    facts = stored(name)
+    if facts is None:
+        raise SystemExit(f"{name} stands in a page without benchmarks/figures/{name}.json: run it")
+    return facts
+
+
+def written(text: str) -> str:
+    """Return a page with its marked tables as the files give them."""
+    text = FULL.sub(lambda match: f"{match[1]}\n{full(match[2])}\n\n{match[3]}", text)
+    return SUMMED.sub(lambda match: match[1] + summary(match[2].split()), text)
+
+
+def write() -> Iterator[str]:
+    """Write the tables of all pages; yield those that changed."""
+    for page in PAGES:
+        path = ROOT / page
+        text = path.read_text(encoding="utf-8")
+        if (new := written(text)) != text:
+            path.write_text(new, encoding="utf-8")
+            yield page
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run benchmarks one after the other, and write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ENTRIES))
+    parser.add_argument("--peers", default="", help="python with trl and peft")
+    parser.add_argument("--write", action="store_true", help="run nothing, write the tables")
+    args = parser.parse_args(words)
+    if unknown := [name for name in args.names if name not in ENTRIES]:
+        parser.error(f"{', '.join(unknown)}: there are {', '.join(ENTRIES)}")
+    names = [] if args.write else args.names or [name for name in ENTRIES if is_stale(name)]
+    failed = []
+    for name in names:
+        if ENTRIES[name].needs_peers and not args.peers:
+            print(f"{name}: left out, it needs --peers", file=sys.stderr)
+            continue
+        print(f"{name}: {'; '.join(ENTRIES[name].commands)}", file=sys.stderr, flush=True)
+        failed += [] if measure(name, args.peers) else [name]
+    print(*write(), sep="\n")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,207 @@
+"""The benchmarks whose figures stand in README.md and docs/: commands, and what they measure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+LORA = ("adapter.py", "kernels", "methods/base.py", "methods/lora.py", "model", "quant")
+"""Of peftkit/: what any run of a LoRA adapter goes through."""
+LOADING = ("base/build.py", "base/load.py", "base/pack.py", "base/pretrained.py", "base/store.py")
+LOSS = (*("attention", "batches", "loss", "one_row"), "base")
+TRAINING = (*LORA, "execution", "train", "data/pack.py", *(f"tasks/{name}.py" for name in LOSS))
+CAUSAL = (*TRAINING, "tasks/tokens.py")
+ANSWERS = (*LORA, "inference")
+TRAIN = "python -m benchmarks.train --peers PEERS "
+RECIPE = (*CAUSAL, "data", "recipe.py", "run.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One entry: what is run, and what stands in a table.
+
+    Attributes:
+        commands: As one types them, one after the other; PEERS stands for the Python of an
+            environment with trl and peft.
+        measures: Files and folders of peftkit/ whose change makes the figures old.
+        what, tells: The first two cells of a row that sums it up; {names} are figures.
+        reads: Name of a figure -> where it stands in the output; all places, with commas.
+    """
+
+    commands: tuple[str, ...]
+    measures: tuple[str, ...]
+    what: str = ""
+    tells: str = ""
+    reads: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def needs_peers(self) -> bool:
+        """Whether another environment takes part."""
+        return any("PEERS" in command for command in self.commands)
+
+
+def _trained(options: str) -> Benchmark:
+    return Benchmark((TRAIN + options,), CAUSAL)
+
+
+ENTRIES: Mapping[str, Benchmark] = {
+    "quickstart": Benchmark(
+        ("python recipes/quickstart.py",),
+        (*RECIPE, "inference"),
+        "quickstart: exact answers on 64 held-out orders",
+        "{before} before, {after} after, {minutes} minutes",
+        {
+            "before": r"Before: (\S+) exact",
+            "after": r"After: (\S+) exact",
+            "minutes": r"took (\S+) minutes",
+        },
+    ),
+    "preferences-recipe": Benchmark(
+        ("python recipes/preferences.py",),
+        (*RECIPE, "inference", "tasks/preference.py"),
+        "DPO after it, 144 pairs, empty fields left out; 16 held-out pairs, 32 held-out orders",
+        "chosen answer more probable: {pairs}; exact without extras {without}, with extras "
+        "{extras}; valid JSON {valid}; {minutes} minutes",
+        {
+            "pairs": r"more probable: (.+)",
+            "valid": r"valid JSON: (.+)",
+            "without": r"exactly right, where there are no extras: (.+)",
+            "extras": r"exactly right, where there are extras: (.+)",
+            "minutes": r"([\d.]+) minutes",
+        },
+    ),
+    "hear-digits": Benchmark(
+        tuple(f"python recipes/hear_digits.py --seed {seed}" for seed in range(3)),
+        (*TRAINING, "tasks/ctc.py", "tasks/speech.py"),
+        "a model of speech that knows one voice learns another, 80 held-out sentences, 6,704 "
+        "parameters",
+        "WER of the new voice, seeds 0, 1, 2: {before} -> {after}",
+        {"before": r"other voice: WER (\S+) ->", "after": r"other voice: WER \S+ -> ([^\s,]+)"},
+    ),
+    "parity": Benchmark(
+        ("python -m benchmarks.parity", "python -m benchmarks.parity --quantize nf4"),
+        (*CAUSAL, *LOADING),
+        "loss of 30 steps, SmolLM2-135M, against PEFT in a plain loop",
+        "fp32: {fp32} apart at most; NF4: {nf4}",
+        {
+            "fp32": r"difference (\S+), allowed \S+ \(none\)",
+            "nf4": r"difference (\S+), allowed \S+ \(nf4\)",
+        },
+    ),
+    "train": Benchmark(
+        (TRAIN + "--against trl,trl-model-loss --repeats 1",),
+        CAUSAL,
+        "training, 160 rows at batch 8, bf16, against TRL + PEFT; against the same with the "
+        "model's own loss",
+        "{trl} the tokens/s, {memory} the peak memory; {loss}, {loss_memory}",
+        {
+            "trl": r"\| trl .* (\S+ x) \| +\S+ x \| +\S+ x \|",
+            "memory": r"\| trl .* (\S+ x) \|\n",
+            "loss": r"\| trl-model-loss .* (\S+ x) \| +\S+ x \| +\S+ x \|",
+            "loss_memory": r"\| trl-model-loss .* (\S+ x) \|",
+        },
+    ),
+    "train-2000": _trained("--rows 2000 --repeats 1 --against trl"),
+    "train-nf4": _trained(
+        "--quantize nf4 --rows 1000 --train '{\"compile\": true}' --against trl --repeats 2"
+    ),
+    "train-mixed": _trained("--data mixed --rows 96 --against trl,trl-model-loss --repeats 1"),
+    "train-unsloth": Benchmark(
+        ("python -m benchmarks.train --rows 96 --repeats 1 --against unsloth --unsloth UNSLOTH",),
+        CAUSAL,
+    ),
+    "families": Benchmark(("python -m benchmarks.families --rows 80 --repeats 1",), TRAINING),
+    "families-t5": Benchmark(
+        (
+            "python -m benchmarks.families --families t5 --rows 400 --train '{\"compile\": true}' "
+            "--repeats 1",
+        ),
+        (*TRAINING, "tasks/seq2seq.py"),
+    ),
+    "startup": Benchmark(
+        ("python -m benchmarks.startup --peers PEERS",), (*LOADING, *LORA, "merging", "formats")
+    ),
+    "attention": Benchmark(("python -m benchmarks.attention",), ("kernels/attention.py",)),
+    "growth": Benchmark(("python -m benchmarks.growth --steps 3",), CAUSAL),
+    "generation": Benchmark(
+        tuple(
+            f"python -m benchmarks.generation --dtype fp32 --layers 4 {options} --repeats 1"
+            for options in ("--new-tokens 16", "--scenario mixed --prompts 16")
+        ),
+        ANSWERS,
+    ),
+    "bank": Benchmark(
+        ("python -m benchmarks.bank --new-tokens 16",),
+        ANSWERS,
+        "8 adapters in one batch against one for all rows (SmolLM2, bf16, 8 rows)",
+        "{ours} x the tokens/s (PEFT: {peft} x); a switch takes {switch}",
+        {
+            "ours": r"mixed / one: (\S+);",
+            "peft": r"PEFT's: (\S+);",
+            "switch": r"switch and back: (\S+ us);",
+        },
+    ),
+    "large-7b": Benchmark(
+        ("python -m benchmarks.large --size 7b",),
+        (*CAUSAL, *LOADING, "base/streaming.py"),
+        "a 7B base in NF4: started the second time; one QLoRA step of 512 tokens with the base "
+        "streamed",
+        "{started} s; {step} s, {memory} GB of anonymous memory",
+        {
+            "started": r"\| second start, mapped +\| +(\S+)",
+            "step": r"\| one step, 512 tokens, streamed +\| +(\S+)",
+            "memory": r"\| one step, 512 tokens, streamed +\| +\S+ +\| +(\S+)",
+        },
+    ),
+    "streaming": Benchmark(("python -m benchmarks.streaming",), (*CAUSAL, "planning")),
+    "fits": Benchmark(("python -m benchmarks.fits",), (*CAUSAL, "planning")),
+    "fits-embeddings": Benchmark(
+        (
+            "python -m benchmarks.fits --models llama-3.1-8b,qwen2.5-14b --cards 6,8,12,16 "
+            "--embeddings nf4",
+        ),
+        (*CAUSAL, "planning"),
+    ),
+    "simulate": Benchmark(("python -m benchmarks.simulate",), CAUSAL),
+    "intents": Benchmark(
+        ("python recipes/intents.py",),
+        (*TRAINING, "tasks/sequence_classification.py"),
+        "MiniLM-L6 on 7 intents, 160 held-out texts; words tagged",
+        "accuracy {accuracy}; F1 of entities {f1}",
+        {"accuracy": r": accuracy (\S+ -> \S+)", "f1": r": \S*f1 (\S+ -> \S+)"},
+    ),
+    "digits": Benchmark(
+        ("python recipes/digits.py",),
+        (*TRAINING, "tasks/media_classification.py"),
+        "small ViT, trained upright, adapted to turned digits",
+        "accuracy {before} -> {after}",
+        {
+            "before": r"accuracy on .*: (\S+) before",
+            "after": r"accuracy on .* before, (\S+) after",
+        },
+    ),
+    "read-digits": Benchmark(
+        ("python recipes/read_digits.py",),
+        (*TRAINING, "tasks/media_text.py"),
+        "SmolLM2 with a small tower reads numbers of three digits, 32 held-out pictures",
+        "{before} -> {tower} by projector and tower -> {after} by LoRA on the language side",
+        {
+            "before": r"(?m)^before: (\S+)",
+            "tower": r"after the seeing side learnt: (\S+)",
+            "after": r"after the language side learnt: (\S+)",
+        },
+    ),
+    "coverage": Benchmark(
+        ("python -m benchmarks.coverage --quantize none,nf4",),
+        ("adapter.py", "kernels", "methods", "model", "quant"),
+        "every method on every architecture, 16-bit and NF4",
+        "{cells} cells: {passed} pass, {refused} cannot be, by name; {failed} fail",
+        {
+            "cells": r"(\d+) cells:",
+            "passed": r"cells: (\d+) pass",
+            "refused": r"(\d+) n/a",
+            "failed": r"(\d+) FAIL",
+        },
+    ),
+}
+"""In the order in which they are run."""

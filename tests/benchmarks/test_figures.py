@@ -1,0 +1,134 @@
+"""Tables in README and docs are those of the files, and say where the code has changed since."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import all as figures
+from benchmarks.entries import ENTRIES, Benchmark
+
+FIELDS = {
+    *("commands", "commit", "code", "cpu", "cores", "threads", "load", "versions"),
+    *("figures", "tables", "lines"),
+}
+PROGRAM = """
+print('before')
+print('| name | speed |')
+print('| ---- | ----: |')
+print('| ours | 7 x |')
+print('7 seconds')
+"""
+
+
+def entry(program: str = "speed.py", **reads: str) -> Benchmark:
+    return Benchmark((f"python {program}",), ("code.py",), "speed", "{speed} faster", reads)
+
+
+@pytest.fixture
+def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A project of one file of code and one page, with one benchmark."""
+    (tmp_path / "peftkit").mkdir()
+    (tmp_path / "peftkit" / "code.py").write_text("answer = 7\n")
+    (tmp_path / "speed.py").write_text(PROGRAM)
+    (tmp_path / "broken.py").write_text("raise SystemExit(3)")
+    page = "<!-- figures: one -->\n<!-- end of figures -->\n\n<!-- summary: one -->\n\n\nrest\n"
+    (tmp_path / "page.md").write_text(page)
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    monkeypatch.setattr(figures, "FILES", tmp_path / "figures")
+    monkeypatch.setattr(figures, "PAGES", ("page.md",))
+    monkeypatch.setattr(figures, "ENTRIES", {"one": entry(speed=r"(\d+ x)")})
+    figures.code_of.cache_clear()
+    yield tmp_path
+    figures.code_of.cache_clear()
+
+
+@pytest.mark.parametrize("page", figures.PAGES)
+def test_the_tables_of_a_page_are_those_of_the_files(page: str) -> None:
+    text = (figures.ROOT / page).read_text(encoding="utf-8")
+    assert figures.FULL.search(text) or figures.SUMMED.search(text)
+    assert figures.written(text) == text, "python -m benchmarks.all --write"
+
+
+def test_no_figure_stands_in_the_readme_without_its_file() -> None:
+    text = (figures.ROOT / "README.md").read_text(encoding="utf-8").partition("## Measured")[2]
+    marked = figures.SUMMED.search(text)
+    assert marked
+    assert all(figures.stored(name) for name in marked[2].split())
+    assert not re.search(r"(?m)^\||\d %", text.replace(marked[0], ""))
+
+
+@pytest.mark.parametrize("path", sorted(figures.FILES.glob("*.json")), ids=lambda path: path.stem)
+def test_a_file_says_what_ran_where_but_not_on_whose_machine(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    facts = json.loads(text)
+    assert facts.keys() == FIELDS
+    assert not re.search(r"(?<![\w.])/(home|root|tmp|work|Users)/", text)
+    assert socket.gethostname() not in text.split()
+    known = ENTRIES[path.stem]
+    assert facts["figures"].keys() == known.reads.keys()
+    assert facts["tables"] or facts["figures"]
+
+
+def test_what_is_measured_is_there() -> None:
+    for name, known in ENTRIES.items():
+        for part in known.measures:
+            assert (figures.ROOT / "peftkit" / part).exists(), (name, part)
+
+
+def test_a_table_is_marked_once_the_code_has_changed_but_for_comments(house: Path) -> None:
+    def page() -> str:
+        figures.code_of.cache_clear()
+        list(figures.write())
+        return (house / "page.md").read_text()
+
+    assert figures.main(["one"]) == 0
+    fresh = page()
+    assert "| speed | 7 x faster | " in fresh
+    assert "| ours |   7 x |\n\n7 seconds\n" in fresh
+    assert fresh.endswith("\n\nrest\n")
+    assert figures.MEANING not in fresh
+    code = house / "peftkit" / "code.py"
+    code.write_text('"""What it is."""\n\n# Why it is so.\nanswer = 7\n')
+    assert page() == fresh
+    code.write_text("answer = 8\n")
+    assert figures.MEANING in page()
+    assert f"7 x faster {figures.STALE} |" in page()
+
+
+def test_what_was_run_is_not_run_again_and_what_broke_has_no_file(
+    house: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries: dict[str, Any] = {"one": entry(speed=r"(\d+ x)"), "two": entry("broken.py")}
+    monkeypatch.setattr(figures, "ENTRIES", entries)
+    assert figures.main([]) == 1
+    assert "ended with 3" in capsys.readouterr().err
+    assert figures.stored("two") is None
+    entries["two"] = entry()
+    assert figures.main([]) == 0
+    said = capsys.readouterr().err
+    assert "one:" not in said
+    assert "two:" in said
+
+
+def test_a_figure_that_is_not_printed_is_an_error(
+    house: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "ENTRIES", {"one": entry(speed=r"(\d+) GB")})
+    with pytest.raises(ValueError, match="no speed"):
+        figures.main(["one"])
+
+
+def test_a_benchmark_with_peers_waits_for_them(
+    house: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needy = Benchmark(("python -m this --peers PEERS",), ("code.py",))
+    monkeypatch.setattr(figures, "ENTRIES", {"one": entry(speed=r"(\d+ x)"), "needy": needy})
+    assert figures.main([]) == 0
+    assert "needy: left out, it needs --peers" in capsys.readouterr().err
