@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -141,12 +142,18 @@ def _facts(plan: Plan) -> Mapping[str, str]:
         each = plan.num_trained / max(plan.num_tokens or 1, 1)
         facts["trained values for a token"] = f"{each:,.0f}" if each >= 10 else f"{each:.2g}"
     if plan.seconds_here is not None:
-        facts[f"{work} here"] = f"about {duration(plan.seconds_here)}, by a measured product"
+        busy = " (machine busy)" if is_busy() else ""
+        facts[f"{work} here"] = f"about {duration(plan.seconds_here)}, by a measured product{busy}"
     for name, seconds in plan.seconds_on.items():
         shown = duration(seconds) if seconds >= 10 else f"{max(seconds, 0.1):.2g} s"
         shown = f"under {shown}" if seconds < 0.1 else shown
         facts[f"{work} on {name}"] = f"{shown} (at 40 % of its bf16 peak)"
     return facts
+
+
+def is_busy() -> bool:
+    """Tell whether as many programs want a core as there are cores; not known on Windows."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] >= (os.cpu_count() or 1)
 
 
 def _streamed(plan: Plan) -> Mapping[str, str]:

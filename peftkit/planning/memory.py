@@ -199,19 +199,24 @@ class MemoryEstimator:
         """Yield the strategies of a placement, the fastest first, with their longest rows."""
         for activations in self.activations(placement):
             strategy = self.strategy(placement, activations)
-            longest = self._longest_row(strategy)
+            footprint = self.streams if placement == "stream" else None
+            longest = self._longest_row(footprint, activations, strategy.longest_row)
             yield replace(strategy, longest_row=longest, most_rows=longest // self.length)
 
-    def _longest_row(self, strategy: Strategy) -> int:
-        """Return the longest row of a strategy, extrapolated no further than REACH.
+    def _longest_row(
+        self, footprint: WeightFootprint | None, activations: Activations, longest: int
+    ) -> int:
+        """Return the longest row that fits, extrapolated no further than REACH.
 
         Rows of ever more tokens are counted, REACH times as many each time.
+
+        Args:
+            longest: As it is extrapolated from a row of the recipe's length.
         """
-        footprint = self.streams if strategy.placement == "stream" else None
-        length, longest = self.length, strategy.longest_row
+        length = self.length
         while longest > REACH * length:
             length *= REACH
-            _, tokens, _ = self._count(footprint, strategy.activations, 1, length)
+            _, tokens, _ = self._count(footprint, activations, 1, length)
             longest = min(tokens // STEP * STEP, self.limit)
         return longest
 
@@ -266,6 +271,7 @@ class MemoryEstimator:
                 break
         num_bytes, wire = sum(peak.values()), summed + (0 if footprint is None else footprint.moved)
         fits, longest = num_bytes <= self.environment.room, min(longest // STEP * STEP, self.limit)
+        longest = self._longest_row(footprint, activations, longest)
         flops_of_row = flops / self.rows
         compute_bound = {f"{w:g}": self._compute_bound_tokens(wire, flops_of_row, w) for w in WIRES}
         return DeviceEstimate(

@@ -173,20 +173,21 @@ def parse_size(text: str) -> int:
 
 
 def measured_rate(dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a product of matrices on this machine, measured for a moment."""
+    """Return the FLOP/s of a product of matrices on this machine.
+
+    The best of a moment: other programs take turns with most of the products.
+    """
     here = gpu_here()
     device, size = (here[0], 4096) if here else (torch.device("cpu"), 512)
     wait = torch.get_device_module(device).synchronize if here else lambda: None
     a = torch.ones(size, size, dtype=dtype, device=device)
-    best, until = float("inf"), time.perf_counter() + MOMENT
-    for done in range(4):  # the first one makes its kernel
-        if done > 1 and time.perf_counter() > until:
-            break  # of a dtype that the machine is slow at
+    best, num_done, until = float("inf"), 0, time.perf_counter() + MOMENT
+    while num_done < 2 or time.perf_counter() < until:  # the first one makes its kernel
         wait()
         began = time.perf_counter()
         a @ a
         wait()
-        best = min(best, time.perf_counter() - began)
+        best, num_done = min(best, time.perf_counter() - began), num_done + 1
     return 2 * size**3 / best
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from peftkit import Recipe, plan_run
 from peftkit.config.schema import from_dict
 from peftkit.errors import BaseError
 from peftkit.execution.environment import PROCESS_BYTES
+from peftkit.planning import plan as planner
 from peftkit.planning.plan import Plan
 from peftkit_cli.app import run
 from tests.planning.test_step_estimator import llama
@@ -49,6 +51,47 @@ def test_plan_needs_the_config_alone_and_counts_all_of_the_model(folder) -> None
     assert figures["peak_bytes"] == sum(figures["by_category"].values())
     floor = 4 * (plan.num_parameters - 65.5e6) * plan.length  # forward and the input's gradient
     assert floor < plan.chosen.step_flops < 2.2 * floor
+
+
+class Clock:
+    """A processor that others have for the first products: each takes 30 times as long."""
+
+    def __init__(self, busy: int) -> None:
+        self.seconds, self.busy = 0.0, busy
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+    def __matmul__(self, other: Clock) -> None:
+        self.seconds += 0.03 if self.busy > 0 else 0.001
+        self.busy -= 1
+
+
+def test_a_product_is_measured_when_the_machine_is_free_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(busy=8)
+    monkeypatch.setattr(planner, "time", clock)
+    monkeypatch.setattr(planner, "gpu_here", lambda: None)
+    monkeypatch.setattr(torch, "ones", lambda *sizes, **more: clock)
+    assert planner.measured_rate(torch.float32) == pytest.approx(2 * 512**3 / 0.001)
+    assert clock.seconds < 2 * planner.MOMENT
+
+
+@pytest.mark.parametrize(("load", "busy"), [(0.4, False), (64.0, True)])
+def test_a_time_that_was_measured_beside_other_programs_says_so(
+    folder: Path,
+    load: float,
+    busy: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert run(["plan", str(folder), "--memory", "24GB"]) in (0, 1)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "by a measured product" in told
+    assert ("machine busy" in told) == busy
 
 
 @pytest.mark.slow
