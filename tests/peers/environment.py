@@ -9,6 +9,7 @@ again in the same process; the tests of it are skipped with pip's reason.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -129,7 +130,20 @@ def ask(name: str, driver: str, request: Mapping[str, Any], *, seconds: int = 90
         cwd=ROOT.parent,
     )
     assert ran.returncode == 0, f"{name}: {ran.stderr[-3000:]}"
-    return json.loads(ran.stdout.strip().splitlines()[-1])
+    return answer_in(ran.stdout)
+
+
+def answer_in(output: str) -> Any:
+    """Return the last line of an output that is JSON: programs say more, at their end too.
+
+    Raises:
+        AssertionError: None is.
+    """
+    for line in reversed(output.splitlines()):
+        if line.startswith(("[", "{")):
+            with contextlib.suppress(json.JSONDecodeError):
+                return json.loads(line)
+    raise AssertionError(f"no answer in {output[-3000:]!r}")
 
 
 def versions(name: str) -> dict[str, str]:
