@@ -80,7 +80,9 @@ def measure(name: str, peers: str) -> bool:
     """Run a benchmark's commands and write its file; return whether all went well."""
     entry, outputs = ENTRIES[name], []
     code, commit = digest(entry.measures), _commit()
-    before = machine()
+    before, known = machine(), {"ours": versions()}
+    if entry.needs_peers:
+        known["peers"] = _versions(peers)
     for command in entry.commands:
         words = shlex.split(command.replace("PEERS", peers))
         python = [sys.executable, *words[1:]]
@@ -98,7 +100,7 @@ def measure(name: str, peers: str) -> bool:
         "cores": before["cores"],
         "threads": before["threads"],
         "load": [before["load"], machine()["load"]],
-        "versions": {"ours": versions()} | ({"peers": _versions(peers)} if peers else {}),
+        "versions": known,
         "figures": figures_in(entry, "\n".join(outputs)),
         "tables": [part for output in outputs for part in tables_in(output)],
         "lines": [line for output in outputs for line in lines_in(output)],

@@ -139,18 +139,22 @@ def our_answers(model: Any, tokenizer: Any, work: Work) -> Answers:
 
 
 def shares(
-    run: Callable[[Work], Answers], prompts: list[list[int]], sizes: Sizes, dtype: torch.dtype
+    run: Callable[[Work], Answers],
+    prompts: list[list[int]],
+    sizes: Sizes,
+    dtype: torch.dtype,
+    device: str,
 ) -> str:
     """Return which part of the machine's limit prompts are read at, and one answer decoded.
 
     Prompts are read by products, a token of a single answer reads all weights once. The limits are
     measured before and after.
     """
-    best = limits()
+    best = limits(device)
     _, reading, _ = timed(run, Work(prompts, [1] * len(prompts)))
     _, first, _ = timed(run, Work(prompts[:1], [1]))
     _, whole, _ = timed(run, Work(prompts[:1], [1 + NUM_DECODED]))
-    best = best.best(limits())
+    best = best.best(limits(device))
     products = best.bf16 if dtype == torch.bfloat16 else best.fp32
     prefill = sizes.prefill_flop([len(prompt) for prompt in prompts]) / reading / products
     num_bytes = sizes.decode_bytes(dtype.itemsize)
@@ -225,7 +229,8 @@ def main() -> int:
         ratio = Spread.of([one[place] / other[place] for one, other in runs])
         print(f"{what}, PEFT / peftkit: {ratio.show(2)}")
     if args.quantize == "none":
-        print(shares(sides["peftkit"], work.prompts, sizes, DTYPES[args.dtype]))
+        device = base.model.device.type
+        print(shares(sides["peftkit"], work.prompts, sizes, DTYPES[args.dtype], device))
     print(f"tokens that agree: {sum(pairs) / len(pairs):.1%} of {len(pairs)}")
     return 0
 

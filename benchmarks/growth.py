@@ -117,7 +117,7 @@ def main(words: Sequence[str] | None = None) -> int:
     from peftkit.base.locate import locate
 
     source = locate(args.model).source
-    args.base = load_base(args.model).model
+    args.base = load_base(args.model, device="cpu").model
     args.limits = limits("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
     sides = ["ours", *filter(None, args.against.split(","))]
     lines, found = [], []
