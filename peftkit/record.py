@@ -119,6 +119,7 @@ class RunRecord:
             hub_id=self.base.hub_id,
             revision=self.base.revision,
             fingerprint=self.base.fingerprint,
+            trunk=self.base.trunk or None,
             loading=loading,
             prompt_style=self.task.style,
             task_type=self.settings.task_type,

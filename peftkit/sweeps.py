@@ -18,6 +18,7 @@ import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ from peftkit.execution.environment import world_size
 from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.signals import Interrupted, stopping_at_once
 from peftkit.figures import duration, loss_name, recent_mean
-from peftkit.files.disk import new_folder, read_json, writable_folder, write_json
+from peftkit.files.disk import LOCKS, new_folder, read_json, writable_folder, write_json
 from peftkit.planning.resolve import resolve_plan
 from peftkit.recipe import Recipe, check_settings, load
 from peftkit.report.history import is_run
@@ -209,19 +210,34 @@ def sweep(
         require_trackers(settings.log_to)
     _check_targets(waiting, purpose)
     base: Base | None = None
-    with locked(out):
+    with locked(out), ExitStack() as stack:
+        locks = {member.name: _lock(member, stack) for member in members}
         for number, member in enumerate(waiting, 1):
             on_event(Stage(f"Preparing {member.name} ({number} of {len(waiting)})"))
             if base is None:
                 release_memory()
                 base = _load_base(waiting, purpose, on_event)
+            locks[member.name].close()  # the run takes it
             _train(member, base, out, outcomes, resume, on_event)
+            _lock(member, stack)
             recipe = member.recipe
             if recipe.base.new_tokens or recipe.method.start_from:
                 base = None  # it has more tokens now
             elif outcomes[member.name].state == "failed":
                 base = None  # the run may have left its adapter on it
-    return _finish(out, outcomes, on_event)
+        return _finish(out, outcomes, on_event)
+
+
+def _lock(member: Member, stack: ExitStack) -> ExitStack:
+    """Lock a member's folder until the sweep ends, or until the returned stack is closed.
+
+    Raises:
+        OutputError: Another process trains into it; names it.
+    """
+    lock = stack.enter_context(ExitStack())
+    folder = writable_folder(member.recipe.train.output_dir)
+    lock.enter_context(locked(folder))
+    return lock
 
 
 def check_members(members: Sequence[Member]) -> Purpose:
@@ -393,7 +409,7 @@ def _finish(out: Path, outcomes: Mapping[str, Outcome], on_event: Listener) -> l
             "every member of the sweep failed", found=best.error, fix=f"See {out}/{SWEEP}"
         )
     _write(out, outcomes, best.name)
-    left_out = shutil.ignore_patterns("checkpoints", "metrics.jsonl")
+    left_out = shutil.ignore_patterns("checkpoints", "metrics.jsonl", LOCKS)
     with new_folder(out / BEST, last="adapter_config.json") as folder:
         shutil.copytree(best.folder, folder, ignore=left_out, dirs_exist_ok=True)
     on_event(_table(ranked))

@@ -163,6 +163,24 @@ def test_a_member_that_fails_fails_alone(base: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "sweep.json").read_text())["members"][1]["error"]
 
 
+def test_a_sweep_holds_the_folders_of_all_its_members(base: Path, tmp_path: Path) -> None:
+    recipe = write(tmp_path / "one", base)
+    out = tmp_path / "out"
+    members = grid(recipe, ["method.rank=2,3"], out=out)
+    refused: list[str] = []
+
+    def train_into_both(event: Event) -> None:
+        if isinstance(event, StepDone) and event.step == 1:
+            for member in members:
+                with pytest.raises(OutputError, match="another process is training into") as error:
+                    run(member.recipe, overwrite=True)
+                refused.append(str(error.value))
+
+    sweep(members, out, on_event=train_into_both)
+    assert len(refused) == 4
+    assert not list((out / "best").glob("**/holder"))
+
+
 def test_an_error_before_any_step_ends_the_sweep(base: Path, tmp_path: Path) -> None:
     recipe = write(tmp_path / "data", base, data={"train": str(tmp_path / "nowhere.jsonl")})
     members = grid(recipe, ["method.rank=2,3"], out=tmp_path / "out")

@@ -43,12 +43,14 @@ class LoadedModel:
 
     Attributes:
         fingerprint: Of config and weights before packing.
+        trunk: The same without any head, to compare models of one base for different tasks.
         head: Paths of the modules of its head, if it was loaded with one.
     """
 
     model: Any
     fingerprint: str
     head: tuple[str, ...]
+    trunk: str = ""
 
 
 def build(
@@ -79,7 +81,11 @@ def build(
         head = tuple(dict.fromkeys((*owners(fresh, paths).values(), *paths)))
     adopt_bitsandbytes(model, request.dtype)
     forget_quantization(model)
-    identity = fingerprint(model, without=fresh, samples=loader.samples() if loader else None)
+    samples = loader.samples() if loader else None
+    identity = fingerprint(model, without=fresh, samples=samples)
+    outer = tuple(f"{path}." for path in head_modules(model))
+    of_head = [name for name in model.state_dict() if name.startswith(outer)]
+    trunk = fingerprint(model, without=of_head, samples=samples)
     if loader is not None:
         loader.install(model)
     cast(model, request.dtype)
@@ -93,7 +99,7 @@ def build(
             embeddings=settings.quantize_embeddings,
             on_event=ignore if loader else on_event,
         )
-    return LoadedModel(model.to(request.device), identity, head)
+    return LoadedModel(model.to(request.device), identity, head, trunk)
 
 
 LOADERS = LazyTable[PackingLoader](

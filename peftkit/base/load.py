@@ -48,6 +48,7 @@ class Base:
         hub_id: What other tools find it by: of a short name its hub id; of a folder None.
         revision: Commit on the hub, or None.
         fingerprint: Of config and weights as they were before quantising.
+        trunk: The same without any head; "" if unknown.
         audit: How every parameter is stored.
         device: Where the model computes.
         image_processor: What makes its inputs, if these are images.
@@ -68,6 +69,7 @@ class Base:
     head: tuple[str, ...] = ()
     multimodal: Any = None
     stored: str = ""
+    trunk: str = ""
 
     @property
     def processor(self) -> Any:
@@ -228,6 +230,7 @@ def _open(
         head=loaded.head,
         multimodal=inputs.multimodal,
         stored=checkpoint.description if checkpoint is not None else "",
+        trunk=loaded.trunk,
     )
 
 

@@ -177,6 +177,7 @@ def keep(folder: Path, built: LoadedModel, request: BaseRequest) -> None:
                 "version": VERSION,
                 "model": request.location.name,
                 "fingerprint": built.fingerprint,
+                "trunk": built.trunk,
                 "head": list(built.head),
                 "form": _form(request),
                 "stamp": _stamp(request),
@@ -213,7 +214,10 @@ def open_stored(folder: Path, request: BaseRequest, *, is_known: bool = False) -
     model.config.dtype = request.dtype
     model.is_quantized = False
     return LoadedModel(
-        model.requires_grad_(False).eval(), manifest["fingerprint"], tuple(manifest["head"])
+        model.requires_grad_(False).eval(),
+        manifest["fingerprint"],
+        tuple(manifest["head"]),
+        manifest.get("trunk", ""),
     )
 
 

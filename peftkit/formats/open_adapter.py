@@ -34,6 +34,7 @@ from peftkit.formats.peft.folder import (
     read_adapter,
 )
 from peftkit.formats.peft.low_rank import A, B, layers_of, read_low_rank
+from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.base import Method
 from peftkit.model.modes import SideAdapter
 from peftkit.tasks.config import TaskConfig
@@ -43,6 +44,7 @@ from peftkit.tasks.tokens import CausalLMConfig
 
 HEAD = re.compile(r"(^|\.)(classifier|score|classification_head)(\.out_proj)?\.weight$")
 """The last layer of a classification head, in a file of PEFT."""
+CAUSAL = CausalLMConfig.auto_class
 FREE = {"type", "start_from", "dropout"}
 """Fields of a method that its tensors do not depend on."""
 
@@ -331,6 +333,19 @@ def before_training(adapter: Adapter, folder: Path) -> Callable[[], AbstractCont
     return partial(adapter.swapped_state, start)
 
 
+def _is_of(origin: Provenance, base: Base) -> bool:
+    """Return whether an adapter was trained on a base, with a head of its own or without.
+
+    By the weights where they are recorded; else, and where heads differ and only the weights with a
+    head are recorded, by the base's name.
+    """
+    if origin.fingerprint == base.fingerprint or (origin.trunk and origin.trunk == base.trunk):
+        return True
+    has_head = origin.task is not None and _noted(origin.task, NOTES).auto_class != CAUSAL
+    is_unknown = not (origin.trunk and base.trunk) if has_head else not origin.fingerprint
+    return is_unknown and origin.base in (base.name, base.hub_id)
+
+
 def read_side_adapter(path: str | Path, base: Base) -> SideAdapter:
     """Read a LoRA of the same base, with its value head if it has one.
 
@@ -342,10 +357,11 @@ def read_side_adapter(path: str | Path, base: Base) -> SideAdapter:
     """
     file, updates = read_low_rank(adapter_folder(path), with_head=True)
     origin = file.provenance
-    if origin.fingerprint != base.fingerprint and origin.base != base.name:
+    if not _is_of(origin, base):
         raise AdapterError(
             f"the adapter in {file.folder} was trained on another base",
-            found=f"trained on {origin.base}; this run's base is {base.name}",
+            found=f"trained on {origin.base} ({origin.fingerprint or 'of unknown weights'}); "
+            f"this run's base is {base.name} ({base.fingerprint})",
             fix="Train it on this base.",
         )
     tensors = named_tensors(file.folder)

@@ -89,6 +89,7 @@ class Distill(RolloutTask):
             room=None if config.answers == "data" else config.max_new_tokens,
         )
         self.stops = stop_ids(self.tokenizer, self.row_encoder.style)
+        self._student = model
         self._adapter: SideAdapter | None = None
         self._other: OtherModel | None = None
         self._answers: Answers = {}
@@ -122,6 +123,20 @@ class Distill(RolloutTask):
             raise AdapterError(f"{folder} cannot teach", found=reason)
         self._adapter = adapter
 
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """The weights of a teacher that is not the base; a teacher model is loaded for it."""
+        self._load_teacher(self._on_event)
+        if self._other is not None:
+            return {"teacher": self._other.fingerprint}
+        return {"teacher": self._adapter.key} if self._adapter else {}
+
+    def _load_teacher(self, say: Listener) -> None:
+        """Load the teacher model, if there is one."""
+        if self.config.teacher.model and self._other is None:
+            name, bare = self.config.teacher.model, unwrapped(self._student)
+            self._other = other_model(name, bare, self.tokenizer, self._head, say)
+
     @contextmanager
     def _as_teacher(self, model: nn.Module) -> Iterator[None]:
         """Put the model into the teacher's state."""
@@ -138,10 +153,7 @@ class Distill(RolloutTask):
             Interrupted: A signal came; answers are stored.
             DataError: The teacher's answers are empty.
         """
-        model = run.model
-        if self.config.teacher.model and self._other is None:
-            name, bare = self.config.teacher.model, unwrapped(model)
-            self._other = other_model(name, bare, self.tokenizer, self._head, run.say)
+        self._load_teacher(run.say)
         if self.makes_rows:
             self.check_answers(run)
         rows = run.eval_rows if self.makes_rows else run.all_rows
@@ -168,7 +180,7 @@ class Distill(RolloutTask):
                     answers = sampler.answers(prompts, None, **options)
             return [one for (one,) in answers]
 
-        who = self.config.teacher.model or (self._adapter.key if self._adapter else "")
+        who = self.identity.get("teacher", "")
         key = f"{self.reference.key} {who} {longest} {self.stops}"
         text = partial(self.text, special=False)
         self._answers = teacher_answers(rows, key, answer, text, longest, run)

@@ -60,10 +60,12 @@ class OtherModel:
 
     Attributes:
         head: Makes its logits.
+        fingerprint: Of its weights.
     """
 
     model: Any
     head: Head
+    fingerprint: str
 
     @property
     def hidden_size(self) -> int:
@@ -108,7 +110,7 @@ def other_model(
             found=f"Rows of their heads: {sizes[0]} and {sizes[1]}.",
             fix="Take a teacher whose head has as many rows.",
         )
-    return OtherModel(loaded.model, teacher_head)
+    return OtherModel(loaded.model, teacher_head, loaded.fingerprint)
 
 
 # The teacher's answers: generated before the first step, and stored in the run's folder.

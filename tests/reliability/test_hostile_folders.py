@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from peftkit.adapter import attach
+from peftkit.base.load import load_base
+from peftkit.config.schema import from_dict
+from peftkit.data.encode import Style
 from peftkit.errors import AdapterError
-from peftkit.formats.open_adapter import open_adapter
+from peftkit.formats.folders import START
+from peftkit.formats.open_adapter import open_adapter, read_side_adapter
+from peftkit.formats.peft.folder import AdapterFolder, load_adapter, read_adapter, save_adapter
+from peftkit.formats.peft.notes import Provenance
+from peftkit.methods.lora import LoRA
+from peftkit.tasks.table import TASKS
 from tests.command_line import Run
 from tests.reliability.conftest import change_json
 
@@ -61,6 +71,58 @@ def test_a_tampered_scaling_is_refused_by_every_command(
         notes = json.loads((saved / NOTES).read_text())
         change_json(saved / NOTES, method=notes["method"] | {"alpha": 400})
     refused(command(), tmp_path, "was changed after the adapter was saved")
+
+
+@pytest.mark.parametrize("field", ["prompt_style", "loading", START])
+def test_what_prompts_and_comparisons_depend_on_is_held_against_its_hash(
+    field: str, saved_once: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    base = load_base(str(model_folder), dtype="fp32")
+    adapter = load_adapter(base.model, saved_once)
+    loading = {"dtype": "fp32", "quantize": "none"}
+    style = Style("chat", "{{ messages[0].content }}")
+    origin = Provenance(base.name, fingerprint=base.fingerprint, loading=loading)
+    folder = tmp_path / "whole"
+    folder.mkdir()
+    AdapterFolder(adapter, replace(origin, prompt_style=style), start=adapter.state()).save(folder)
+    read_adapter(folder)
+    notes = json.loads((folder / NOTES).read_text())
+    if field == START:
+        data = bytearray((folder / START).read_bytes())
+        data[-3] ^= 1
+        (folder / START).write_bytes(data)
+    elif field == "loading":
+        change_json(folder / NOTES, base=notes["base"] | {"loading": loading | {"dtype": "bf16"}})
+    else:
+        change_json(folder / NOTES, prompt_style=notes["prompt_style"] | {"chat_template": "x"})
+    with pytest.raises(AdapterError, match="sha256"):
+        read_adapter(folder)
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "reward"])
+def test_an_adapter_of_other_weights_neither_teaches_nor_rewards(
+    task: str, model_folder: Path, tmp_path: Path
+) -> None:
+    kind = from_dict(TASKS[task], {"type": task}, "test")
+    place = shutil.copytree(model_folder, tmp_path / "base")
+
+    def adapter_over_base() -> Path:
+        base = load_base(str(place), dtype="fp32", purpose=kind.purpose)
+        method = LoRA(rank=2, targets=("q",), train_fully=base.head)
+        origin = Provenance(
+            *(base.name, base.hub_id, base.revision, base.fingerprint, base.trunk),
+            task_type=kind.task_type,
+            task=kind.saved(),
+        )
+        return save_adapter(attach(base.model, method), tmp_path / "adapter", origin)
+
+    folder = adapter_over_base()
+    read_side_adapter(folder, load_base(str(place), dtype="fp32"))
+    weights = load_file(place / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"] += 0.01
+    save_file(weights, place / "model.safetensors", {"format": "pt"})
+    with pytest.raises(AdapterError, match="was trained on another base"):
+        read_side_adapter(folder, load_base(str(place), dtype="fp32"))
 
 
 def test_nan_in_an_adapter_is_refused_by_every_command(

@@ -333,14 +333,14 @@ class AdapterFolder:
     start: Mapping[str, Tensor] | None = None
 
     def save(self, folder: Path) -> None:
-        """Write the adapter's files, the tokenizer with its new tokens, and the start."""
+        """Write the start, the adapter's files, and the tokenizer with its new tokens."""
+        if self.start is not None:  # first: the notes hold its hash
+            write_tensors({n: tensor.cpu() for n, tensor in self.start.items()}, folder / START)
         save_adapter(self.adapter, folder, self.provenance)
         if self.base is not None:
             from peftkit.base.new_tokens import save_tokenizer
 
             save_tokenizer(self.base, folder)
-        if self.start is not None:
-            write_tensors({n: tensor.cpu() for n, tensor in self.start.items()}, folder / START)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

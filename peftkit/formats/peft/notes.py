@@ -19,6 +19,7 @@ from peftkit.data.encode import Style
 from peftkit.errors import AdapterError, PeftkitError
 from peftkit.files.disk import sha256_of, write_json
 from peftkit.files.strict_json import shown
+from peftkit.formats.folders import START
 from peftkit.formats.guard import read_json
 from peftkit.methods.base import Method
 from peftkit.methods.table import METHODS
@@ -51,6 +52,7 @@ class Provenance:
         base: Short name, hub id or path of the base. revision: Its commit, if pinned.
         hub_id: The base's id on the hub, if it is published.
         fingerprint: Of the base's weights; an adapter on other weights is refused.
+        trunk: The same without any head, for adapters of another task over the same base.
         loading: dtype, quantize and double_quant with which the base was loaded.
         prompt_style: How prompts are formatted; None if unknown.
         task_type: PEFT's name of the task.
@@ -62,6 +64,7 @@ class Provenance:
     hub_id: str | None = None
     revision: str | None = None
     fingerprint: str | None = None
+    trunk: str | None = None
     loading: Mapping[str, Any] = field(default_factory=dict)
     prompt_style: Style | None = None
     task_type: str | None = "CAUSAL_LM"
@@ -79,14 +82,22 @@ def write_notes(
     """
     spec, config = method.model_dump(mode="json"), computing(fields)
     settings = settings_digest(spec, config, origin.task)
-    base = {name: getattr(origin, name) for name in ("hub_id", "revision", "fingerprint")}
+    names = ("hub_id", "revision", "fingerprint", "trunk")
+    base = {name: getattr(origin, name) for name in names}
+    base |= {"name": origin.base, "loading": dict(origin.loading)}
+    style = asdict(origin.prompt_style) if origin.prompt_style else None
+    digests = {tensors.name: sha256_of(tensors), "settings": settings}
+    digests["origin"] = settings_digest(computing_origin(base, style))
+    start = tensors.with_name(START)
+    if start.is_file():
+        digests[START] = sha256_of(start)
     notes = {
         "version": 1,
-        "sha256": {tensors.name: sha256_of(tensors), "settings": settings},
+        "sha256": digests,
         "method": spec,
         "config": config,
-        "base": {"name": origin.base, **base, "loading": dict(origin.loading)},
-        "prompt_style": asdict(origin.prompt_style) if origin.prompt_style else None,
+        "base": base,
+        "prompt_style": style,
         "task": origin.task,
         **({"plan": dict(origin.plan)} if origin.plan else {}),
     }
@@ -107,7 +118,9 @@ def read_notes(
     notes = read_json(path)
     try:
         spec, base, saved = notes["method"], notes["base"], dict(notes["config"])
-        digest, settings = notes["sha256"][tensors.name], notes["sha256"]["settings"]
+        digests = dict(notes["sha256"])
+        digest, settings = digests[tensors.name], digests["settings"]
+        computed = settings_digest(computing_origin(base, notes["prompt_style"]))
         method = from_dict(METHODS[spec["type"]], spec, str(path))
         style = notes["prompt_style"]
         origin = Provenance(
@@ -115,6 +128,7 @@ def read_notes(
             hub_id=base["hub_id"],
             revision=base["revision"],
             fingerprint=base["fingerprint"],
+            trunk=base.get("trunk"),
             loading=base["loading"],
             prompt_style=Style(**style) if style else None,
             task_type=fields.get("task_type"),
@@ -136,12 +150,26 @@ def read_notes(
             "one",
             fix="Restore it; or delete it to load the folder as its adapter_config.json says.",
         )
+    if digests.get("origin", computed) != computed:  # earlier versions had none
+        raise AdapterError(
+            f"{path} was changed after the adapter was saved",
+            found="the sha256 of its prompt style, and of how the base is loaded, differs from the "
+            "recorded one",
+            fix="Restore it; or delete it to load the folder as its adapter_config.json says.",
+        )
     check_config(config, fields, saved)
     if sha256_of(tensors) != digest:
         raise AdapterError(
             f"{tensors} is not the file that was saved",
             found=f"its sha256 differs from the one in {path.name}",
             fix="Get it again; or delete peftkit.json to load it as a plain PEFT adapter.",
+        )
+    start = tensors.with_name(START)
+    if START in digests and start.is_file() and sha256_of(start) != digests[START]:
+        raise AdapterError(
+            f"{start} is not the file that was saved",
+            found=f"its sha256 differs from the one in {path.name}",
+            fix="Get it again; or delete it to compare the adapter with the bare base.",
         )
     return method, origin
 
@@ -153,6 +181,12 @@ def computing(fields: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in fields.items()
         if name not in WHERE_FIELDS and not (name in OLDEST_FIELDS and value == OLDEST_FIELDS[name])
     }
+
+
+def computing_origin(base: Mapping[str, Any], style: Any) -> dict[str, Any]:
+    """Return what prompts and comparisons depend on, without the name of a base that may move."""
+    names = ("fingerprint", "trunk", "loading")
+    return {"prompt_style": style, **{name: base.get(name) for name in names}}
 
 
 def settings_digest(*settings: Mapping[str, Any] | None) -> str:

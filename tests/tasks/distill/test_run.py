@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from peftkit.errors import ConfigError, DataError
-from peftkit.events import EvalDone, RolledOut, RunStarted, StepDone, Table
+from peftkit.errors import CheckpointError, ConfigError, DataError
+from peftkit.events import EvalDone, Event, RolledOut, RunStarted, Stage, StepDone, Table
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.run import run
 from peftkit.tasks.distill_teacher import FILE
@@ -79,6 +81,27 @@ def test_a_resumed_run_ends_bit_equal_and_asks_for_no_answer(
     assert len(found.of_kind(StepDone)) == 1
     assert (found.folder / FILE).read_bytes() == (done.folder / FILE).read_bytes()
     assert (found.folder / WEIGHTS).read_bytes() == (done.folder / WEIGHTS).read_bytes()
+
+
+def test_a_teacher_of_other_weights_is_another_run(
+    told: dict[str, Any], model_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "teacher")
+    teacher = told["task"]["teacher"] | {"model": str(folder)}
+    told = {**told, "task": told["task"] | {"teacher": teacher}}
+    finished(told, train={"max_steps": 1})
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"] += 0.01
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="cannot resume") as refused:
+        finished(told, train={"max_steps": 1}, resume=True)
+    assert refused.value.found.startswith('teacher: "sha256:')
+    again = recipe(told, train={"max_steps": 1})
+    events: list[Event] = []
+    run(again, resume=True, allow_changes=["teacher"], on_event=events.append)
+    assert "The teacher answers 5 rows" in [e.text for e in events if isinstance(e, Stage)]
+    anew = finished(told, train={"max_steps": 1}, overwrite=True)
+    assert anew.stages("The teacher answers") == ["The teacher answers 5 rows"]
 
 
 def test_answers_that_are_missing_or_of_another_prompt_are_made(
