@@ -50,12 +50,22 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
+COMMAND = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("peftkit_cli", run_name="__main__", alter_sys=True)
+"""
+"""`python -m peftkit_cli`, where SIGINT ends it though the parent ignores that."""
+STARTED: list[subprocess.Popen[str]] = []
+"""Processes that tests started; tests/conftest.py ends them with their test."""
+
+
 def start(
     *args: object, cwd: Path, stdout: int | IO[str] = subprocess.PIPE
 ) -> subprocess.Popen[str]:
-    """Start a command as a process of its own, with pipes to it."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "peftkit_cli", *map(str, args)],
+    """Start a command as a process of its own, with pipes to it; it ends with the test."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *map(str, args)],
         cwd=cwd,
         env=environment(),
         stdin=subprocess.PIPE,
@@ -63,6 +73,8 @@ def start(
         stderr=subprocess.PIPE,
         text=True,
     )
+    STARTED.append(process)
+    return process
 
 
 RECIPE = """\

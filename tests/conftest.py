@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 _HOME = tempfile.TemporaryDirectory(prefix="peftkit-tests-")
@@ -43,6 +46,20 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _processes_end_with_their_test() -> Iterator[None]:
+    yield
+    for child in multiprocessing.active_children():
+        child.kill()
+    commands = sys.modules.get("tests.command_line")  # not imported where no test needs it
+    for process in commands.STARTED if commands is not None else ():
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+    if commands is not None:
+        commands.STARTED.clear()
 
 
 def use_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,7 +240,9 @@ def test_a_signal_saves_the_run_and_has_its_exit_code(
     number: signal.Signals, code: int, project: Path
 ) -> None:
     endless = ("--set", "train.max_steps=100000", "--set", "train.eval_every=null")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for what it starts by &
     process = start("train", "recipe.yaml", *endless, cwd=project)
+    signal.signal(signal.SIGINT, before)
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("step "):

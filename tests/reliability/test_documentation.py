@@ -1,4 +1,4 @@
-"""docs/reliability.md names the tests that hold its promises; they exist."""
+"""docs/reliability.md names the tests that hold its promises, and says which of them are slow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 PAGE = TESTS.parent / "docs" / "reliability.md"
-NAMED = re.findall(r"`([\w/]+\.py)::(\w+)`", PAGE.read_text(encoding="utf-8"))
+NAMED = re.findall(
+    r"`([\w/]+\.py)::(\w+)`(?: \(((?:partly )?slow)\))?", PAGE.read_text(encoding="utf-8")
+)
 
 
 def test_every_promise_names_a_test() -> None:
@@ -19,7 +21,47 @@ def test_every_promise_names_a_test() -> None:
     assert not [promise for promise in promises if "::" not in promise]
 
 
-@pytest.mark.parametrize(("file", "name"), NAMED, ids=[name for _, name in NAMED])
-def test_a_test_that_is_named_exists(file: str, name: str) -> None:
-    tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
-    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+@pytest.mark.parametrize(("file", "name", "told"), NAMED, ids=[name for _, name, _ in NAMED])
+def test_a_test_that_is_named_runs_in_make_test_or_is_called_slow(
+    file: str, name: str, told: str
+) -> None:
+    assert slowness((TESTS / file).read_text(encoding="utf-8"), name) == told
+
+
+def slowness(code: str, name: str) -> str:
+    """Return "slow" if `make test` leaves a test out, "partly slow" if some of its cases."""
+    tree = ast.parse(code)
+    (test,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name)
+    assigned = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    whole = {ast.unparse(each) for each in test.decorator_list}
+    if "pytestmark" in assigned:
+        whole.add(ast.unparse(assigned["pytestmark"]))
+    if "pytest.mark.slow" in whole:
+        return "slow"
+    inside = [node for each in test.decorator_list for node in ast.walk(each)]
+    names = {node.id for node in inside if isinstance(node, ast.Name)}
+    parts = [*whole, *(ast.unparse(assigned[name]) for name in names & assigned.keys())]
+    return "partly slow" if any("mark.slow" in part for part in parts) else ""
+
+
+SLOW_CASE = "pytest.param(2, marks=pytest.mark.slow)"
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("def test(): ...", ""),
+        ("@pytest.mark.slow\ndef test(): ...", "slow"),
+        ("pytestmark = pytest.mark.slow\ndef test(): ...", "slow"),
+        (f"@parametrize('a', [1, {SLOW_CASE}])\ndef test(): ...", "partly slow"),
+        (f"CASES = [{SLOW_CASE}]\n@parametrize('a', CASES)\ndef test(): ...", "partly slow"),
+    ],
+)
+def test_slow_tests_are_seen(code: str, expected: str) -> None:
+    assert slowness(code, "test") == expected

@@ -49,13 +49,45 @@ COMMANDS: dict[str, list[str]] = {
 }
 
 
-@pytest.fixture(params=COMMANDS)
-def command(request: pytest.FixtureRequest, saved: Path, tmp_path: Path, peftkit: Run) -> Any:
+ALL_COMMANDS: dict[str, list[str]] = {
+    **COMMANDS,
+    "eval": ["eval", "{adapter}", "--data", "{data}"],
+    "train": [
+        *("train", "{recipe}", "--set", "method={{type: lora, start_from: {adapter}}}"),
+        *("--set", "train.max_steps=1", "--out", "{trained}"),
+    ],
+    "chat": ["chat", "{adapter}"],
+    "predict": ["predict", "{adapter}", "--text", "a"],
+    "serve": ["serve", "a={adapter}", "--port", "0"],
+    "push": ["push", "{adapter}", "me/adapter"],
+    "import": ["import", "{adapter}", "--base", "{base}", "--out", "{out}"],
+}
+ENDING = [*COMMANDS, "eval", "train"]
+"""Commands that take any causal adapter, ask nothing, and end."""
+
+
+@pytest.fixture(params=ALL_COMMANDS)
+def command(
+    request: pytest.FixtureRequest,
+    saved: Path,
+    tmp_path: Path,
+    peftkit: Run,
+    recipe_file: Path,
+    model_folder: Path,
+) -> Any:
     """Each command that takes an adapter, ready to run on the saved one."""
-    places = {"adapter": saved, "out": tmp_path / "out"}
-    return lambda: peftkit(*(part.format(**places) for part in COMMANDS[request.param]))
+    places = {
+        "adapter": saved,
+        "out": tmp_path / "out",
+        "trained": tmp_path / "trained",
+        "data": tmp_path / "train.jsonl",
+        "recipe": recipe_file,
+        "base": model_folder,
+    }
+    return lambda: peftkit(*(part.format(**places) for part in ALL_COMMANDS[request.param]))
 
 
+@pytest.mark.parametrize("command", ENDING, indirect=True)
 def test_every_command_takes_the_sound_folder(command: Any) -> None:
     done = command()
     assert done.code == 0, done.err

@@ -94,7 +94,6 @@ def train_slowly(path: str) -> None:
     run_recipe(load(path), on_event=pause)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("moment", range(int(os.environ.get("PEFTKIT_KILLS", "1"))))
 def test_a_recipe_killed_at_any_moment_ends_with_the_same_adapter(
     moment: int, recipe_file: Path, asked: Recipe, tmp_path: Path

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from peftkit.errors import OutputError
 from peftkit.events import Event
 from peftkit.train import checkpoint_files
 from tests.train.children import exit_code, start
@@ -27,7 +28,6 @@ FAILPOINTS = [
     "latest",
     "deleted",
 ]
-FAST = ("optimizer", "renamed", "deleted")
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +50,7 @@ def train_and_die(folder: str, where: str, which: int) -> None:
     play(Path(folder), model=Toy(dropout=0.3), eval_every=None, save_every=2, keep_checkpoints=1)
 
 
-@pytest.mark.parametrize(
-    "where",
-    [*FAST, *(pytest.param(w, marks=pytest.mark.slow) for w in FAILPOINTS if w not in FAST)],
-)
+@pytest.mark.parametrize("where", FAILPOINTS)
 def test_killed_anywhere_in_a_save_the_run_goes_on_to_the_same_end(
     tmp_path: Path, whole: Played, where: str
 ) -> None:
@@ -80,6 +77,19 @@ def train_slowly(folder: str) -> None:
         time.sleep(0.01)
 
     play(Path(folder), model=Toy(dropout=0.3), eval_every=None, on_event=pause)
+
+
+def test_a_second_process_into_a_folder_is_refused_and_names_the_first(tmp_path: Path) -> None:
+    child = start(train_slowly, str(tmp_path))
+    while not (tmp_path / "checkpoints" / "step-1").exists():
+        assert child.is_alive()
+        time.sleep(0.001)
+    error = play(tmp_path, overwrite=True).error
+    assert isinstance(error, OutputError)
+    assert f"Process {child.pid} on " in str(error)
+    child.kill()
+    exit_code(child)
+    assert go_on(tmp_path).error is None  # the lock of a killed process is free
 
 
 @pytest.mark.parametrize("moment", range(int(os.environ.get("PEFTKIT_KILLS", "1"))))
