@@ -5,11 +5,14 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+# What a shell starts in the background ignores SIGINT, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 _HOME = tempfile.TemporaryDirectory(prefix="peftkit-tests-")
 atexit.register(_HOME.cleanup)
 # Before anything imports a Hugging Face library: they read these once. Programs that tests start
