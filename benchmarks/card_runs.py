@@ -34,6 +34,7 @@ from benchmarks.card_job import (
 from benchmarks.gpu import PEAKS, share_of_peak
 from benchmarks.plan import Measured, planned, reckoner_of
 from benchmarks.report import versions
+from peftkit.errors import PeftkitError
 from peftkit.execution.environment import ALLOCATOR_VARIABLES, free_now
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.inference.cached_engine import CachedEngine
@@ -277,13 +278,15 @@ def memory(job: Job) -> Iterator[Line]:
             try:
                 with left_clean():
                     heard = train(made(job, job.device), rows_of(job))
+            except PeftkitError as error:
+                ended = f"refused: {str(error).splitlines()[0][:60]}"
             except Exception as error:
                 ended = f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
         gc.collect()
         after = gpu.used(job.device)
         # it learns the same, or says in words of ours that not even one row fits
         same = ended == "well" and _apart(heard.losses, whole.losses) <= LOSS_CLOSE
-        well = (same or "RunError" in ended) and after <= before + (1 << 25)
+        well = (same or ended.startswith("refused")) and after <= before + (1 << 25)
         facts = (f"{gpu.retries(job.device)}", f"{after / 1e6:.1f}", ended, verdict(well))
         yield f"{cap / 1e6:.1f}", heard.plan, " ".join(heard.notices)[:60], *facts
 
