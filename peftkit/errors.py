@@ -106,4 +106,9 @@ def neighbours(path: Path, pattern: str = "*/") -> str:
     )
     where = f"'{folder}'" if folder != Path(".") else "This folder"
     listed = first_few(names, 8, ", ")
-    return f"{where} holds: {listed}. {did_you_mean(path.name, names)}".rstrip() if names else ""
+    if not names:
+        return ""
+    stems = {name.removesuffix(path.suffix): name for name in names}  # alike in more than the end
+    near = did_you_mean(path.stem, stems)
+    hint = near and f"Did you mean '{stems[near.split(chr(39))[1]]}'?"
+    return f"{where} holds: {listed}. {hint}".rstrip()

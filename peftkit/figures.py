@@ -46,6 +46,16 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
 
 
+def rough_duration(seconds: float) -> str:
+    """Return an estimate of seconds with about one figure: 0.3 s, 40 s, 6 min, 1.5 h."""
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= length:
+            number = seconds / length
+            step = 0.5 if number < 3 else 1 if number < 10 else 5 if number < 40 else 10
+            return f"{round(number / step) * step:g} {unit}"
+    return f"{float(f'{seconds:.1g}'):g} s"
+
+
 def metric(name: str, value: float) -> str:
     """Return a metric's value: bytes as sizes, counts whole, the rest with four figures."""
     if name.endswith("_bytes"):

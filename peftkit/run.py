@@ -33,7 +33,7 @@ from peftkit.tasks.config import TaskConfig
 from peftkit.train.checkpoint_files import Checkpoints, versions
 from peftkit.train.loop import train
 from peftkit.train.metrics import require_trackers
-from peftkit.train.start import locked, new_run, prepare_output
+from peftkit.train.start import locked, new_run, prepare_output, removed_if_empty
 
 
 def run(
@@ -67,13 +67,20 @@ def run(
     check_settings(recipe, world_size())
     folder = recipe.train.output_dir
     with joined_ranks() as world, ExitStack() as stack:
+        is_new = not folder.exists()
         prepare_output(folder, **start)
+        if resume:
+            from peftkit.train.resume import check_settings_of_resume
+
+            check_settings_of_resume(recipe, allow_changes)
         require_trackers(recipe.train.log_to)
         world.check_equal_across_ranks(
             recipe=flat(recipe.model_dump(mode="json")), version=versions(), command=start
         )
         world.check_shared(folder)
         stack.enter_context(locked(folder))
+        if is_new:
+            stack.enter_context(removed_if_empty(folder))
         with stopping_at_once("stopped before the first step; what was there is as it was."):
             before: list[Event] = []
             early = to_all(before.append, on_event)
@@ -82,7 +89,7 @@ def run(
             record = replace(record, events=before)
             watch = _watch(record, metrics, on_event)
             base_metrics = {} if resume else metrics_before_training(record, early)
-        with stop_requests() as stop:
+        with stop_requests(waits_for="the step under way and its checkpoint") as stop:
             training = new_run(
                 record.base.model,
                 record.task,
@@ -97,7 +104,7 @@ def run(
             weights, identity = record.adapter_folder(), record.identity()
             result = train(training, **start, weights=weights, identity=identity, watch=watch)
         if result.is_main or is_sharded(record.base.model):  # then all processes run the model
-            with stop_requests() as stop:
+            with stop_requests(waits_for="the adapter is saved") as stop:
                 result = replace(result, metrics={**base_metrics, **result.metrics})
                 result = save_result(record, result, on_event=on_event)
             if stop.signum:

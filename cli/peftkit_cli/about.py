@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import runpy
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +20,7 @@ recipes = typer.Typer(help="Ready-made recipes: list, show or copy them.", no_ar
 base = typer.Typer(
     help="Quantised bases in the cache: list, remove or add one.", no_args_is_help=True
 )
+MAX_BYTES = 1_000_000
 LIBRARIES = (
     "torch", "transformers", "bitsandbytes", "accelerate", "datasets", "safetensors", "tokenizers",
     "pydantic", "PyYAML", "typer", "rich", "peft", "gguf", "triton", "flash-attn",
@@ -56,6 +59,7 @@ def check_recipe_exists(path: Path) -> None:
         ConfigError: There is no such file.
     """
     if path.exists():
+        _check_is_recipe(path)
         return
     fix = "Start from a ready-made one: peftkit recipes ls"
     name = path.name.removesuffix(".yaml")
@@ -64,6 +68,43 @@ def check_recipe_exists(path: Path) -> None:
     raise ConfigError(
         f"there is no recipe file '{path}'.", found=neighbours(path, "*.yaml"), fix=fix
     )
+
+
+DATA = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+OTHERS = {"base_model": "axolotl", "model_name_or_path": "LLaMA-Factory"}
+"""A key of other programs' YAML, and whose it is."""
+
+
+def _check_is_recipe(path: Path) -> None:
+    """Refuse rows, a run's folder and other programs' YAML, and name the command for each.
+
+    Raises:
+        ConfigError: It is one of these.
+    """
+    if path.suffix.lower() in DATA:
+        raise ConfigError(
+            f"'{path}' is no recipe.",
+            found="It is a file of rows.",
+            fix=f"Write a recipe for it: peftkit init --data {shlex.quote(str(path))}",
+        )
+    if path.is_dir() and (path / "recipe.yaml").is_file():
+        raise ConfigError(
+            f"'{path}' is no recipe.",
+            found="It is the folder of a run.",
+            fix=f"Its recipe is {path / 'recipe.yaml'}; a new run from it: "
+            f"peftkit train --from {shlex.quote(str(path))} --out DIR",
+        )
+    if not path.is_file() or path.stat().st_size > MAX_BYTES:
+        return
+    text = path.read_bytes().decode("utf-8", "replace")
+    for key, program in OTHERS.items():
+        if re.search(rf"(?m)^{key}\s*:", text):
+            raise ConfigError(
+                f"'{path}' is no recipe of peftkit.",
+                found=f"It has the key {key}, as {program}'s YAML.",
+                fix=f"Make a recipe of it: peftkit import-recipe {shlex.quote(str(path))} "
+                "--out recipe.yaml",
+            )
 
 
 def headline(file: Path) -> str:

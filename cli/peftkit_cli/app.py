@@ -181,6 +181,9 @@ def _end_of(error: Exception) -> int:
     if hasattr(error, "format_message"):  # typer's usage errors, wherever typer keeps their class
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "peftkit"
+        if error.format_message().startswith("Usage:"):  # a group without a command: its help
+            typer.echo(error.format_message(), err=True)
+            return 2
         _say("UsageError", f"{error.format_message()}\n  See: {command} --help")
         return 2
     if isinstance(code := getattr(error, "exit_code", None), int):  # stopped by a signal

@@ -127,7 +127,7 @@ def _cards(plan: Plan) -> Table:
 
 
 def _facts(plan: Plan) -> Mapping[str, str]:
-    from peftkit.figures import duration
+    from peftkit.figures import rough_duration
 
     chosen = plan.chosen
     facts = {
@@ -142,12 +142,12 @@ def _facts(plan: Plan) -> Mapping[str, str]:
         each = plan.num_trained / max(plan.num_tokens or 1, 1)
         facts["trained values for a token"] = f"{each:,.0f}" if each >= 10 else f"{each:.2g}"
     if plan.seconds_here is not None:
-        busy = " (machine busy)" if is_busy() else ""
-        facts[f"{work} here"] = f"about {duration(plan.seconds_here)}, by a measured product{busy}"
+        shown = rough_duration(plan.seconds_here)
+        busy = "on this busy machine" if is_busy() else "if nothing else runs"
+        facts[f"{work} here"] = f"roughly {shown} once loaded, {busy}"
     for name, seconds in plan.seconds_on.items():
-        shown = duration(seconds) if seconds >= 10 else f"{max(seconds, 0.1):.2g} s"
-        shown = f"under {shown}" if seconds < 0.1 else shown
-        facts[f"{work} on {name}"] = f"{shown} (at 40 % of its bf16 peak)"
+        shown = f"{rough_duration(seconds)}" if seconds >= 0.1 else "under 0.1 s"
+        facts[f"{work} on {name}"] = f"{shown} once loaded, at 40 % of bf16 peak"
     return facts
 
 

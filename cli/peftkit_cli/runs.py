@@ -14,6 +14,7 @@ from peftkit_cli.about import check_recipe_exists
 from peftkit_cli.arguments import Json, Overrides, Quiet, note
 
 SHOWN_SETTINGS = 6
+SWEEP = "sweep.json"
 
 
 def sweep(
@@ -55,7 +56,7 @@ def sweep(
     check_recipe_exists(recipe)
     from peftkit import sweeps
     from peftkit.report.page import REPORT
-    from peftkit.sweeps import BEST, SWEEP
+    from peftkit.sweeps import BEST
     from peftkit_cli.render import Renderer
 
     out, settings = out or sweeps.default_folder(recipe, overrides or ()), overrides or ()
@@ -73,7 +74,9 @@ def sweep(
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders, or a sweep's.")
+    ],
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="File to write; by default RUN/report.html."),
@@ -83,8 +86,12 @@ def report(
 
     It shows the curves, samples, data, recipe and versions.
     """
+    from peftkit.report.history import METRICS
     from peftkit.report.page import REPORT, write_report
 
+    if len(runs) == 1 and not (runs[0] / METRICS).exists() and (runs[0] / SWEEP).is_file():
+        out = out or runs[0] / REPORT
+        runs = sorted(path.parent for path in runs[0].glob(f"*/{METRICS}")) or runs
     typer.echo(write_report(runs, out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))))
 
 

@@ -74,6 +74,9 @@ def train(
         )
     if result.is_main:  # under `accelerate launch` each process comes here
         typer.echo(settings.train.output_dir)
+        if settings.task.generates and not result.metrics.get("num_tokens", 1):
+            note("The adapter is as it was before. Next: change the task, train with --overwrite")
+            return
         note(f"Next: {settings.task.command.format(folder=settings.train.output_dir)}")
 
 

@@ -31,6 +31,26 @@ _WORDS = {
 """Python's words in pydantic's sentences, and ours."""
 
 
+_SYNONYMS = {
+    "checkpoint_every": "save_every",
+    "save_steps": "save_every",
+    "eval_steps": "eval_every",
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size",
+    "micro_batch_size": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation",
+    "max_seq_length": "max_length",
+    "sequence_len": "max_length",
+    "r": "rank",
+    "lora_r": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "target_modules": "targets",
+    "load_in_4bit": "quantize",
+}
+"""Names in other programs, and ours."""
+
+
 def problems_of(
     root: type[BaseModel],
     error: ValidationError,
@@ -107,8 +127,9 @@ def _unknown(root: type[BaseModel], loc: tuple[int | str, ...]) -> str:
     word = str(loc[-1])
     here = _fields(root, loc[:-1])
     for name in root.model_fields:
-        if word in _fields(root, (name,)) and name != loc[0]:
-            here = {f"{name}.{word}": word, **here}
+        meant = _SYNONYMS.get(word, word)
+        if meant in _fields(root, (name,)) and name != loc[0]:
+            here = {f"{name}.{meant}": meant, **here}
     hint = _near(word, here)
     return f"unknown key. {hint}" if hint else f"unknown key. Known here: {', '.join(here)}"
 
@@ -150,8 +171,11 @@ def _near(word: object, options: Iterable[str]) -> str:
         return ""
     initials = {"".join(part[:1] for part in name.split("_")): name for name in reversed(names)}
     within = [name for name in names if len(name) > 3 and name in word.lower()]
-    others = [name for name in names if name.partition(".")[2] == word]
+    meant = _SYNONYMS.get(word.lower(), word)
+    others = [name for name in names if meant in (name.partition(".")[2], name)]
     guesses = [*others, *([initials[word]] if word in initials else []), *within]
+    if meant != word and others:
+        return f"Did you mean '{others[0]}'?"
     return did_you_mean(word, names) or (f"Did you mean '{guesses[0]}'?" if guesses else "")
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +27,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from peftkit.data.load import DECODER, Record
-from peftkit.data.rows import cache_folder
 from peftkit.errors import ConfigError, DataError, did_you_mean, first_few
 from peftkit.settings import FormatName
 
@@ -376,13 +376,13 @@ def _unknown_fields(record: Record, where: str) -> DataError:
 def bad_rows(problems: Sequence[str], total: int, name: str, where: str, fix: str) -> DataError:
     """Return the error that counts the unusable rows and names the first few.
 
-    If there are more, all are listed in a file in the cache of encoded rows.
+    If there are more, all are listed in a file in the folder for temporary files.
     """
     listed = first_few(problems, MAX_SHOWN)
     if len(problems) > MAX_SHOWN:
-        file = cache_folder() / f"bad rows of {Path(where).name or 'data'}.txt"
+        name_of_file = re.sub(r"[^\w.-]+", "-", Path(where).name) or "data"
+        file = Path(tempfile.gettempdir()) / f"peftkit-bad-rows-{name_of_file}.txt"
         with suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text("\n".join(problems) + "\n", encoding="utf-8", errors="replace")
             listed += f"\nAll are listed in {file}"
     return DataError(

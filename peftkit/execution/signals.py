@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
-from peftkit.execution.environment import world_size
+from peftkit.execution.environment import is_main_process, world_size
 
 RELAY_SECONDS = 2.0
 """torchrun relays a signal that its workers, in its process group, got already: within this time
@@ -34,10 +35,11 @@ class StopRequest:
 
     Args:
         at_once: Raise on the first signal already.
+        waits_for: What a stop waits for, told on stderr at the first signal; "": nothing is told.
     """
 
-    def __init__(self, at_once: bool = False) -> None:
-        self.signum, self._at_once = 0, at_once
+    def __init__(self, at_once: bool = False, waits_for: str = "") -> None:
+        self.signum, self._at_once, self._waits_for = 0, at_once, waits_for
         self._at = 0.0
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
@@ -46,20 +48,28 @@ class StopRequest:
         if not self.signum:
             self.signum, self._at = signum, time.monotonic()
             if not self._at_once:
+                self._tell()
                 return
         elif launched and time.monotonic() - self._at < RELAY_SECONDS:
             return
         # not an Exception: no handler on the way out may survive it
         raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
 
+    def _tell(self) -> None:
+        if not self._waits_for or not is_main_process():
+            return
+        text = f"\nStopping, after {self._waits_for}. Once more: stop at once, unsaved.\n"
+        with suppress(OSError):  # not print: a handler may run in the middle of one
+            os.write(2, text.encode())
+
 
 @contextmanager
-def stop_requests(at_once: bool = False) -> Iterator[StopRequest]:
+def stop_requests(at_once: bool = False, waits_for: str = "") -> Iterator[StopRequest]:
     """Handle SIGINT and SIGTERM within the context; in the main thread only.
 
     A signal that is ignored, as `nohup` and a script's `&` have it, stays ignored.
     """
-    request = StopRequest(at_once)
+    request = StopRequest(at_once, waits_for)
     if threading.current_thread() is not threading.main_thread():
         yield request  # python gives signals to the main thread, and its handlers are not ours
         return

@@ -159,13 +159,13 @@ def parse_size(text: str) -> int:
     """Return the bytes that a text like 8GB, 12 GiB or 16 means; a bare number is in GB.
 
     Raises:
-        ConfigError: It is no size.
+        ConfigError: It is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?(B?)\s*", text, re.IGNORECASE)
     value = float(match[1]) if match else 0.0
     if match is None or value <= 0 or (match[3] and not match[2]):
         raise ConfigError(
-            f"--memory {text!r} is no size.",
+            f"--memory {text!r} is not a size.",
             found="Expected a number of GB above zero.",
             fix="Write it as 8GB, 24GB or 7.5GiB.",
         )

@@ -87,8 +87,9 @@ class Chart:
         return min(1.0, max(0.0, (value - low) / (high - low)))
 
     def y_ticks(self) -> list[tuple[float, str]]:
-        """Return round values for the y axis, with their text."""
-        return [(value, metric(self.name, value)) for value in round_ticks(*self.span)]
+        """Return round values for the y axis, with their text; of equal texts the first."""
+        texts = {metric(self.name, value): value for value in reversed(round_ticks(*self.span))}
+        return [(value, shown) for shown, value in reversed(texts.items())]
 
     def x_ticks(self) -> list[int]:
         """Return round steps for the x axis."""
@@ -117,7 +118,8 @@ def charts(runs: Sequence[History]) -> list[Chart]:
         lines = list(_lines(runs, name))
         if name == "loss":
             lines += _lines(runs, "eval/loss")
-        if lines and name != "eval/loss":
+        has_course = name == "loss" or any(len(line.points) > 1 for line in lines)
+        if lines and has_course and name != "eval/loss":
             drawings.append(Chart(title, name, lines, runs[0].seams if len(runs) == 1 else ()))
     return drawings
 

@@ -133,6 +133,8 @@ class Task(ABC):
     collates_ahead: ClassVar[bool] = True
     """Whether a thread may collate the rows of the next step. Not if `collate` draws random numbers
     or uses results of `before_step`."""
+    why_nothing: ClassVar[str] = "no step had anything to learn from."
+    """Why a run without a single target learnt nothing, in words."""
     row_encoder: RowEncoder
     max_length: int
 

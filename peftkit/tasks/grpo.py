@@ -51,6 +51,12 @@ SCORED = 16
 class GRPO(RolloutTask):
     """Answers in groups, weighted by how much better than their group they are."""
 
+    why_nothing: ClassVar[str] = (
+        "the answers to each prompt all had the same reward, so none was better than another. Look "
+        "at answers and rewards (task.rewards; peftkit generate shows what the adapter says): a "
+        "reward that tells them apart, task.answers higher, or supervised rows first."
+    )
+
     def build(self, model: nn.Module) -> None:
         super().build(model)
         tokenizer, config = self.tokenizer, self.config

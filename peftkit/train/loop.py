@@ -154,6 +154,7 @@ class Loop:
         self._agreed_stop = 0
         self._num_retries: int | None = None  # of the allocator; None: not counted yet
         self._is_crowded = False
+        self._has_learnt = False
         self._began = time.perf_counter()  # minus the seconds before a resume
         self._resumed = (0, 0.0)  # steps and seconds before a resume
 
@@ -192,6 +193,8 @@ class Loop:
                 self._step()
                 self._after_step()
             result = self._result()
+            if not (self._has_learnt or self.run.state.num_tokens):
+                self.run.say(Notice(f"Nothing was learnt: {self.run.task.why_nothing}"))
         self.run.say(RunDone(result.step, result.seconds, result.metrics))
         return result
 
@@ -276,6 +279,7 @@ class Loop:
         if not batches:
             signum = self.world.max(run.stop.signum)
             return StepFacts(0.0, run.figures, 0.0, num_tokens=0, stop=signum, notice="")
+        self._has_learnt = True
         began = time.perf_counter()
         coming = None
         # if `before_step` makes rows, the next ones do not exist yet

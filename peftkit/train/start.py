@@ -103,6 +103,18 @@ def locked(output_dir: Path) -> Iterator[None]:
             holder.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def removed_if_empty(output_dir: Path) -> Iterator[None]:
+    """Remove a folder whose run fails before it has written a file."""
+    try:
+        yield
+    except BaseException:
+        inside = [path for path in output_dir.rglob("*") if not path.is_dir()]
+        if is_main_process() and all(path.parent.name == LOCKS for path in inside):
+            shutil.rmtree(output_dir, ignore_errors=True)
+        raise
+
+
 def delete_checkpoints(output_dir: Path) -> None:
     """Delete the checkpoints of a run; OutputError if that fails."""
     checkpoints = Checkpoints(output_dir)

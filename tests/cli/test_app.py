@@ -247,3 +247,37 @@ def test_schema_is_a_json_schema_of_the_recipe(peftkit: Run) -> None:
     done = peftkit("schema")
     assert (done.code, done.err) == (0, "")
     assert {"base", "method", "data", "train", "task"} == set(json.loads(done.out)["properties"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fix"),
+    [
+        ("chat.jsonl", '{"text": "a"}\n', "peftkit init --data chat.jsonl"),
+        ("own.csv", "a,b\n", "peftkit init --data own.csv"),
+        ("axolotl.yaml", "base_model: x\n", "peftkit import-recipe axolotl.yaml --out recipe.yaml"),
+        ("factory.yaml", "model_name_or_path: x\n", "LLaMA-Factory's YAML"),
+        ("runs/small/recipe.yaml", "base: {}\n", "peftkit train --from runs/small --out DIR"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_what_is_no_recipe_is_named_with_the_command_for_it(
+    command: str, name: str, text: str, fix: str, peftkit: Run, tmp_path: Path
+) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(text)
+    done = peftkit(command, name.removesuffix("/recipe.yaml"))
+    assert done.code == 2
+    assert "is no recipe" in done.err
+    assert fix in done.err
+
+
+def test_a_group_without_a_command_shows_its_help_and_no_error(peftkit: Run) -> None:
+    done = peftkit("base")
+    assert done.code == 2
+    assert done.err.startswith("Usage: peftkit base")
+
+
+def test_a_name_that_shares_only_its_ending_is_not_suggested(peftkit: Run, tmp_path: Path) -> None:
+    (tmp_path / "numeric.jsonl").write_text('{"text": "a"}\n')
+    assert "Did you mean" not in peftkit("data", "none.jsonl").err
+    assert "Did you mean 'numeric.jsonl'?" in peftkit("data", "numerc.jsonl").err

@@ -173,3 +173,20 @@ def test_errors_of_overrides_name_the_override_and_stand_after_the_file(tmp_path
 def test_short_names_mean_the_first_field_with_these_initials() -> None:
     with pytest.raises(ConfigError, match=r"train\.lr: .*'learning_rate'"):
         from_dict(Recipe, {"train": {"lr": 3}}, "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("checkpoint_every", "save_every"),
+        ("save_steps", "save_every"),
+        ("per_device_train_batch_size", "batch_size"),
+        ("lora_r", "method.rank"),
+        ("max_seq_length", "data.max_length"),
+    ],
+)
+def test_names_of_other_programs_are_ours(key: str, ours: str, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"base: {{model: m}}\ndata: {{train: a.jsonl}}\ntrain: {{{key}: 3}}\n")
+    with pytest.raises(ConfigError, match=f"train.{key}: unknown key. Did you mean '{ours}'?"):
+        load(Recipe, file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -252,3 +253,15 @@ def test_many_bad_rows_are_one_error_that_shows_the_first_few() -> None:
     assert "a.jsonl:6: text" in message
     assert "a.jsonl:7" not in message
     assert "and 15 more" in message
+
+
+def test_all_bad_rows_are_listed_in_a_file_that_can_be_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    rows = [Record({"messages": []}, f"my rows.jsonl:{n}") for n in range(9)]
+    with pytest.raises(DataError) as refused:
+        parse(rows, "auto", where="my rows.jsonl")
+    file = tmp_path / "peftkit-bad-rows-my-rows.jsonl.txt"
+    assert str(file) in str(refused.value)
+    assert len(file.read_text(encoding="utf-8").splitlines()) == 9

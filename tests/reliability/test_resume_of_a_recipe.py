@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from peftkit.config.schema import from_dict
-from peftkit.errors import AdapterError, CheckpointError, DataError
+from peftkit.errors import AdapterError, BaseError, CheckpointError, DataError
 from peftkit.events import Event, Notice, StepDone
 from peftkit.formats.folders import set_aside
 from peftkit.formats.open_adapter import open_adapter
@@ -65,8 +65,10 @@ def test_other_base_weights_of_the_same_shapes_are_refused(
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight += 0.01
     model.save_pretrained(other)
-    (path, fingerprint) = refusal(changed(with_bos, base={"model": str(other)}))[::-1]
+    elsewhere = changed(with_bos, base={"model": str(other)})
+    (path,) = refusal(elsewhere)
     assert path.startswith("base.model: ")
+    (fingerprint,) = refusal(elsewhere, allow_changes=["base.model"])
     assert fingerprint.startswith('base.fingerprint: "sha256:')
 
 
@@ -107,6 +109,23 @@ def test_every_changed_setting_is_listed_at_once(with_bos: Recipe) -> None:
         "train.seed",
     ]
     assert "method.rank: 2 -> 4" in lines
+
+
+def test_changed_settings_are_refused_before_the_base_is_loaded(
+    with_bos: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loads(*_: object, **__: object) -> None:
+        pytest.fail("the base is loaded")
+
+    monkeypatch.setattr("peftkit.run.prepare", loads)
+    assert refusal(changed(with_bos, method={"rank": 4})) == ["method.rank: 2 -> 4"]
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_no_folder(asked: Recipe) -> None:
+    absent = changed(asked, base={"model": "./absent"})
+    with pytest.raises(BaseError):
+        run_recipe(absent)
+    assert not absent.train.output_dir.exists()
 
 
 def test_a_refused_resume_changes_nothing(with_bos: Recipe, tmp_path: Path) -> None:

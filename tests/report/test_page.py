@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from peftkit.errors import DataError
-from peftkit.report.chart import SPANS, charts, points
+from peftkit.report.chart import SPANS, Chart, Line, charts, points
 from peftkit.report.history import CURVES, History, read_history
 from peftkit.report.page import page, write_report
 from tests.report.story import FACTS, STARTED, evaluation, step, write_run
@@ -205,3 +205,10 @@ def test_the_best_and_the_worst_answers_are_shown_with_their_rewards(tmp_path: P
     assert "a 1.5" in shown
     assert "onerror" in shown
     assert "img" not in Tags(shown).tags
+
+
+def test_values_that_read_alike_are_one_tick_and_one_point_is_no_chart() -> None:
+    flat = [(step, 1.2 * 2**30 + step * 2**17) for step in range(9)]
+    chart = Chart("Peak memory", "peak_bytes", [Line("", flat, 0)])
+    shown = [text for _, text in chart.y_ticks()]
+    assert len(shown) == len(set(shown)) >= 1

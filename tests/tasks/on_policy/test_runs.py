@@ -169,6 +169,16 @@ def test_steps_that_teach_nothing_end_the_run(
     assert [(step.loss, step.figures["taught"]) for step in steps] == [(0.0, 0.0)] * 2
 
 
+def test_a_run_of_equal_rewards_says_that_nothing_was_learnt(asked: Asked) -> None:
+    events: list[Event] = []
+    run_recipe(recipe(asked("always"), train={"max_steps": 2}), on_event=events.append)
+    (text,) = (e.text for e in events if isinstance(e, Notice) and "Nothing was learnt" in e.text)
+    assert "all had the same reward" in text
+    events.clear()
+    run_recipe(recipe(asked("share_of_o"), train={"max_steps": 2}), overwrite=True)
+    assert not any(isinstance(e, Notice) and "Nothing was learnt" in e.text for e in events)
+
+
 def test_what_was_learnt_before_a_reward_failed_is_saved(asked: Asked, tmp_path: Path) -> None:
     told = asked("fails_later")
     (tmp_path / "rewards.py").write_text(

@@ -1,0 +1,176 @@
+"""Do the defaults learn? The recipe that `peftkit init` writes, beside others, on small data.
+
+    python -m benchmarks.defaults --out runs/defaults [--only format] [--rates 0.33 1 3]
+
+Three data sets are made: a format (100 rows), a style (300) and a classification in words (1,000),
+each with 64 rows held out. On each the recipe of `peftkit.defaults` is trained with its learning
+rate, a third and three times of it, and so is the recipe of before the rules (packed, 16 rows,
+2e-4).
+A score is the share of 64 held-out answers that are exactly right. Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from peftkit.base.load import load_base
+from peftkit.defaults import Defaults, defaults_for
+from peftkit.recipe import Recipe
+from peftkit.run import run
+
+NAME, WIDTH = "smollm2-135m", 576
+HELD_OUT = 64
+LENGTH = 256
+RATES = (1 / 3, 1.0, 3.0)
+ITEMS = ("pizza", "burger", "salad", "taco", "wrap", "curry", "soup", "pie", "bagel", "dumpling")
+SIZES = ("small", "medium", "large")
+STREETS = ("Oak", "Pine", "Mill", "River", "Church", "Garden", "Market", "Castle", "Bridge")
+STYLES = {
+    "Where is order {n}?": "Hello! Order {n} is on its way. Your Team North",
+    "Can I return order {n}?": "Hello! Send order {n} back within 14 days. Your Team North",
+    "Order {n} arrived broken.": "Hello! We replace order {n} at once. Your Team North",
+    "How do I pay for order {n}?": "Hello! Pay for order {n} by card or invoice. Your Team North",
+    "Please cancel order {n}.": "Hello! Order {n} is cancelled. Your Team North",
+}
+CLASSES = {
+    "billing": ("invoice", "refund", "charge", "payment", "receipt"),
+    "delivery": ("parcel", "courier", "tracking", "address", "shipment"),
+    "login": ("password", "account", "sign-in", "username", "code"),
+    "repair": ("screen", "battery", "hinge", "fan", "cable"),
+    "sales": ("quote", "discount", "licence", "offer", "order form"),
+}
+SENTENCES = (
+    "I have a question about my {word}, since {day}.",
+    "The {word} is wrong again, please look at it before {day}.",
+    "Who can help me with a {word}? It is for {day}.",
+    "{day}: the {word} does not do what it should.",
+)
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+Row = dict[str, str]
+
+
+def a_format(rng: random.Random) -> Row:
+    """Return a sentence with an order, and its fields in one line."""
+    item, size, count = rng.choice(ITEMS), rng.choice(SIZES), rng.randint(2, 9)
+    street, house = rng.choice(STREETS), rng.randint(1, 99)
+    return {
+        "instruction": f"{count} {size} {item}s to {house} {street} Street, please.",
+        "output": f"{item}|{size}|{count}|{street} Street {house}",
+    }
+
+
+def a_style(rng: random.Random) -> Row:
+    """Return a customer's question, and the answer as one team words it."""
+    asked, answer = rng.choice(list(STYLES.items()))
+    number = rng.randint(100, 9_999)
+    return {"instruction": asked.format(n=number), "output": answer.format(n=number)}
+
+
+def a_class(rng: random.Random) -> Row:
+    """Return a message, and the team that it is for."""
+    team, words = rng.choice(list(CLASSES.items()))
+    sentence = rng.choice(SENTENCES).format(word=rng.choice(words), day=rng.choice(DAYS))
+    return {"instruction": sentence, "output": team}
+
+
+SETS: dict[str, tuple[Callable[[random.Random], Row], int]] = {
+    "format": (a_format, 100),
+    "style": (a_style, 300),
+    "classes": (a_class, 1_000),
+}
+
+
+def make_rows(name: str, folder: Path, seed: int = 0) -> tuple[Path, Path]:
+    """Write training and held-out rows; return both files. No question stands in both."""
+    make, number = SETS[name]
+    rng, rows = random.Random(seed), dict[str, Row]()
+    tries = (make(rng) for _ in range(50 * number))
+    rows = {row["instruction"]: row for row in tries}
+    lines = [json.dumps(row) + "\n" for row in rows.values()]
+    held_out = lines[:HELD_OUT]
+    train = lines[HELD_OUT : HELD_OUT + number]
+    while len(train) < number:  # few sentences: some come again, as customers' do
+        train.append(rng.choice(train))
+    folder.mkdir(parents=True, exist_ok=True)
+    files = folder / "train.jsonl", folder / "held_out.jsonl"
+    for file, part in zip(files, (train, held_out), strict=True):
+        file.write_text("".join(part), encoding="utf-8")
+    return files
+
+
+def recipe(files: tuple[Path, Path], out: Path, settings: Defaults, rate: float) -> Recipe:
+    """Return the recipe of the rules, with another learning rate."""
+    return _recipe(
+        files,
+        out,
+        {"packing": settings.packing},
+        {
+            "epochs": float(settings.epochs),
+            "batch_size": settings.batch_size,
+            "learning_rate": rate,
+        },
+    )
+
+
+def recipe_before(files: tuple[Path, Path], out: Path) -> Recipe:
+    """Return the recipe that init wrote before the rules."""
+    train = {"epochs": 5.0, "batch_size": 4, "gradient_accumulation": 4, "learning_rate": 2e-4}
+    return _recipe(files, out, {"packing": True, "max_length": 2_048}, train)
+
+
+def _recipe(files: tuple[Path, Path], out: Path, data: Any, train: Any) -> Recipe:
+    train_file, held_out = map(str, files)
+    return Recipe(
+        base={"model": NAME},
+        method={"type": "lora", "rank": 16, "alpha": 32, "targets": "all-linear"},
+        data={"train": train_file, "eval": held_out, "max_length": LENGTH, **data},
+        train={
+            "output_dir": out,
+            "eval_every": None,
+            "save_every": None,
+            "eval_generate": HELD_OUT,
+            "compile": False,
+            **train,
+        },
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train them all, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/defaults"))
+    parser.add_argument("--only", nargs="*", choices=SETS, default=list(SETS))
+    parser.add_argument("--rates", nargs="*", type=float, default=RATES)
+    arguments = parser.parse_args(argv)
+    base = load_base(NAME)
+    print("| rows | recipe | steps | exactly right | eval loss | minutes |")
+    print("|---|---|---|---|---|---|")
+    for name in arguments.only:
+        files = make_rows(name, arguments.out / name)
+        number = SETS[name][1]
+        settings = defaults_for(number, width=WIDTH)
+        recipes = {"before the rules": recipe_before(files, arguments.out / name / "before")}
+        for times in arguments.rates:
+            rate = float(f"{settings.learning_rate * times:.1g}")
+            label = f"{rate:g}" + (" (default)" if times == 1 else "")
+            recipes[label] = recipe(files, arguments.out / name / f"{rate:g}", settings, rate)
+        for label, each in recipes.items():
+            began = time.perf_counter()
+            done = run(each, base=base, overwrite=True)
+            minutes = (time.perf_counter() - began) / 60
+            score, loss = done.metrics["eval_exact_match"], done.metrics["eval_loss"]
+            print(
+                f"| {name}, {number:,} | {label} | {done.step} | {score:.0%} | {loss:.3f} "
+                f"| {minutes:.1f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""What a signal tells."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from peftkit.execution.signals import stop_requests
+
+
+def test_the_first_signal_says_what_it_waits_for(capfd: pytest.CaptureFixture[str]) -> None:
+    with stop_requests(waits_for="the step under way") as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.signum == signal.SIGINT
+        told = capfd.readouterr().err
+        assert (
+            told.strip() == "Stopping, after the step under way. Once more: stop at once, unsaved."
+        )
+    with stop_requests():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert capfd.readouterr().err == ""

@@ -1,0 +1,24 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from peftkit.figures import rough_duration
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.34, "0.3 s"),
+        (41, "40 s"),
+        (72, "1 min"),
+        (400, "7 min"),
+        (1_627, "25 min"),
+        (2_787, "50 min"),
+        (5_000, "1.5 h"),
+        (100_000, "30 h"),
+    ],
+)
+def test_an_estimate_has_about_one_figure(seconds: float, text: str) -> None:
+    assert rough_duration(seconds) == text
