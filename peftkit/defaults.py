@@ -124,7 +124,7 @@ def why_too_short(
     setting += " x processes" if num_processes > 1 else ""
     asked = f"an optimizer step takes {in_step:,} rows ({setting})"
     better = defaults_for(num_documents)
-    size = max(1, better.batch_size // num_processes)
+    size = max(1, min(better.batch_size, num_documents) // num_processes)
     changes = [
         *(["data.packing=false"] if packed else []),
         f"train.batch_size={size}",

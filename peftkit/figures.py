@@ -63,6 +63,18 @@ def metric(name: str, value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() and abs(value) >= 2 else f"{value:.4g}"
 
 
+_NAMES = {
+    "num_tokens": "tokens",
+    "tokens_per_second": "tokens/s",
+    "peak_bytes": "peak memory",
+}
+
+
+def metric_name(name: str) -> str:
+    """Return a metric's name as people read it: peak memory, eval loss."""
+    return _NAMES.get(name, name.replace("_", " "))
+
+
 def short(value: float | None) -> str:
     """Return a loss or a score with four figures; "-" for None."""
     return "-" if value is None else f"{value:.4g}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peftkit.figures import rough_duration
+from peftkit.figures import metric_name, rough_duration
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,8 @@ from peftkit.figures import rough_duration
 )
 def test_an_estimate_has_about_one_figure(seconds: float, text: str) -> None:
     assert rough_duration(seconds) == text
+
+
+def test_metrics_have_names_without_underscores() -> None:
+    names = ("peak_bytes", "tokens_per_second", "eval_loss", "num_tokens")
+    assert [*map(metric_name, names)] == ["peak memory", "tokens/s", "eval loss", "tokens"]

@@ -86,8 +86,10 @@ def distill(
 def _recipe(prompt: Path, base: str, data: str, out: Path, overrides: list[str]) -> Recipe:
     """Write the recipe into the run's folder, and return it."""
     from peftkit.config.schema import dump_yaml, from_dict
+    from peftkit.defaults import learning_rate_of
     from peftkit.files.disk import write_text
     from peftkit.recipe import Recipe, load
+    from peftkit_cli.init import size_of
 
     spec: Mapping[str, Any] = {
         "task": {"type": "distill", "teacher": {"prompt": str(prompt)}, "answers": "teacher"},
@@ -96,7 +98,7 @@ def _recipe(prompt: Path, base: str, data: str, out: Path, overrides: list[str])
         "data": {"train": data, "eval": HELD_OUT},
         "train": {
             "output_dir": str(out),
-            "learning_rate": 1e-3,
+            "learning_rate": learning_rate_of(size_of(base)[0]),
             "eval_every": None,
             "eval_before": True,
             "eval_generate": 32,

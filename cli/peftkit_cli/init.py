@@ -63,7 +63,7 @@ def init(
     recipe_base = goal.base or _value(recipe_file(goal.recipe), "model")
     usual = recipe_base if num_bytes else goal.small
     model = model or _ask("--model", "Which base model?", usual or None)
-    width, num_parameters = _size_of(model)
+    width, num_parameters = size_of(model)
     text = recipe_text(
         task,
         data=data,
@@ -161,7 +161,7 @@ def _memory_bytes(memory: str) -> int:
         ) from None
 
 
-def _size_of(model: str) -> tuple[int | None, int]:
+def size_of(model: str) -> tuple[int | None, int]:
     """Return a base's hidden size and number of parameters; None and 0 if it is not at hand."""
     from peftkit.base.purpose import CAUSAL_LM
     from peftkit.base.skeleton import on_meta, read_config
@@ -169,7 +169,7 @@ def _size_of(model: str) -> tuple[int | None, int]:
     try:
         config = read_config(model, None, CAUSAL_LM)
     except PeftkitError as error:  # it may come later, or from another machine
-        note(f"note: {model} cannot be read yet: {str(error).splitlines()[0]}")
+        note(f"note: {error.asked} {error.fix}")
         return None, 0
     text = config.get_text_config()
     width = getattr(text, "hidden_size", None) or getattr(text, "d_model", None)

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from peftkit import events
 from peftkit.events import Event, Listener
-from peftkit.figures import count, duration, loss_name, metric, size
+from peftkit.figures import count, duration, loss_name, metric, metric_name, size
 
 SHOWN = ("accuracy", "margin", "reward", "entropy")  # of a task's; metrics.jsonl has all
 PLAIN_LINES = 40  # about as many lines of steps as a log should hold
@@ -316,7 +316,8 @@ def step_parts(step: events.StepDone) -> list[str]:
 
 def metrics_line(metrics: Mapping[str, float]) -> str:
     """Return metrics as one line."""
-    return ", ".join(f"{name} {metric(name, value)}" for name, value in metrics.items())
+    shown = (f"{metric_name(name)} {metric(name, value)}" for name, value in metrics.items())
+    return ", ".join(shown)
 
 
 def how_far(event: events.Progress) -> str:

@@ -13,6 +13,7 @@ from peftkit.adapter import Adapter
 from peftkit.base.load import Base
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.events import Table
+from peftkit.figures import metric, metric_name
 from peftkit.files.disk import write_text
 from peftkit.formats.folders import CARD
 from peftkit.formats.peft.targets import refused_by_peft
@@ -101,7 +102,9 @@ def render_card(card: Card) -> str:
         lines += [note, ""]
     if card.metrics:
         lines += ["## Measured", "", "| metric | value |", "|---|---|"]
-        lines += [f"| {name} | {value:.4g} |" for name, value in card.metrics.items()] + [""]
+        values = card.metrics.items()
+        lines += [f"| {metric_name(name)} | {metric(name, value)} |" for name, value in values]
+        lines += [""]
     if card.usage:
         lines += ["## Use", ""]
         for heading, language, code in card.usage:

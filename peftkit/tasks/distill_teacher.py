@@ -117,8 +117,8 @@ def other_model(
 
 
 FILE = "teacher_answers.jsonl"
-AT_ONCE = 64
-"""Prompts that are answered, and written, together."""
+AT_ONCE, AT_ONCE_ON_CPU = 64, 16
+"""Prompts that are answered, and written, together; on a CPU fewer, for a sign of life each."""
 SHOWN = 3
 Answers = dict[tuple[int, ...], SampledAnswer]
 """By the teacher's prompt."""
@@ -153,12 +153,13 @@ def teacher_answers(
     missing = sorted(row_of.keys() - answers.keys(), key=lambda ids: (-len(ids), ids))
     if missing:
         run.say(Stage(f"The teacher answers {len(missing):,} rows"))
-    for start in range(0, len(missing), AT_ONCE):
+    at_once = AT_ONCE_ON_CPU if world.device.type == "cpu" else AT_ONCE
+    for start in range(0, len(missing), at_once):
         if run.stop.signum and world.world_size == 1:
             stopped = "stopped before the first step; the teacher's answers so far are stored."
             raise Interrupted(run.stop.signum, stopped)
         run.say(Progress("The teacher answers", start, len(missing)))
-        part = missing[start : start + AT_ONCE]
+        part = missing[start : start + at_once]
         new_answers = _on_all(part, answer, longest, run)
         answers |= zip(part, new_answers, strict=True)
         lines = [

@@ -170,8 +170,8 @@ def test_the_best_weights_are_the_adapter_if_asked(
     assert any((kept[name] != last[name]).any() for name in wanted)
     assert any(f"weights of step {best}" in e.text for e in events if isinstance(e, Notice))
     card = (tmp_path / "run" / "README.md").read_text()
-    assert f"| eval_loss | {losses[best]:.4g} |" in card
-    assert f"| eval_perplexity | {math.exp(losses[best]):.4g} |" in card
+    assert f"| eval loss | {losses[best]:.4g} |" in card
+    assert f"| eval perplexity | {math.exp(losses[best]):.4g} |" in card
 
 
 def test_a_run_that_gets_no_better_ends_early_and_stays_ended(
