@@ -136,6 +136,9 @@ def _facts(plan: Plan) -> Mapping[str, str]:
         "adapter file": _gb(plan.adapter_bytes),
         "disk, checkpoints and all": _gb(plan.disk_bytes),
     }
+    fitting = [f"{number:,} x {length:,}" for length, number in plan.answers.items()]
+    if fitting:
+        facts["answers at once"] = f"{', '.join(fitting)} tokens"
     work = "the run" if plan.run_tokens else "a batch"
     if plan.run_tokens:
         facts["data"] = f"about {plan.num_tokens:,} tokens in {plan.num_rows:,} rows"

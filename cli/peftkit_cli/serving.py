@@ -53,7 +53,7 @@ def serve(
     The models are the adapters and `base`. A request may set its own temperature and max_tokens.
     """
     folders = named_adapters(runs)
-    from peftkit.inference.open_engine import why_plain
+    from peftkit.inference.open_engine import tokens_that_fit, why_plain
     from peftkit.serve.server import serve_adapters, vllm_command
     from peftkit_cli.render import Renderer
 
@@ -64,6 +64,8 @@ def serve(
         note(f"Models: {models}. Ctrl-C ends it. Also there: {url}/health")
         for name in bank.names:
             note_system(bank.style(name), f"{name}: ")
+        if (tokens := tokens_that_fit(bank.base.model)) is not None:
+            note(f"Memory for {tokens:,} tokens of prompts and answers at once.")
         if (why := why_plain(bank.base.model, bank.base.tokenizer)) is not None:
             note(f"Requests are answered batch by batch (this model has {why}).")
         if command := vllm_command(bank):

@@ -7,19 +7,15 @@ once, when the tokens of all rows are read.
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.execution.plan import plan_of
 from peftkit.inference.cache import (
     MIN_READ,
@@ -39,19 +35,14 @@ from peftkit.inference.cached_attention import (
     Prefill,
     registered,
 )
-from peftkit.inference.engine import FEWEST_TOKENS, Completion, Engine, Limits, masked, table_of
+from peftkit.inference.engine import FEWEST_TOKENS, Completion, Engine, Limits
+from peftkit.inference.recorder import Batch, Recorder, Step, is_recordable, static_block
 from peftkit.model.blocks import STREAMED, is_sharded
 
 MAX_RECORDED = 32
 """CUDA graphs of decoding steps at most; the oldest goes."""
 LOOK_AHEAD = 128
 """Waiting prompts that are searched for common prefixes."""
-EAGER_STEPS = 4
-"""Calls before a step is recorded, which rarer shapes are not worth."""
-
-_LOG = logging.getLogger(__name__)
-_unrecordable: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Models of which no step could be recorded; later engines do not try again."""
 
 
 class CachedEngine(Engine):
@@ -61,13 +52,13 @@ class CachedEngine(Engine):
         super().__init__(*args, **named)
         self._prompts: dict[Span, Completion | None] = {}
         self._arenas: dict[int, Arena] = {}
-        self._batch: _Batch | None = None
+        self._batch: Batch | None = None
         plan = plan_of(self.model)
         # their blocks wait for another process or for main memory, which no graph records
         waits = is_sharded(self.model) or hasattr(self.model, STREAMED)
-        records = plan.records_decoding and not waits and self.model not in _unrecordable
+        records = plan.records_decoding and not waits and is_recordable(self.model)
         self.recorder = Recorder(self.model) if records else None
-        self._steps: dict[Any, _Step] = {}
+        self._steps: dict[Any, Step] = {}
         self._prefixes = Prefixes(self.limits.prefix_tokens)
         self._recent: deque[Completion] = deque(maxlen=32 if self.limits.prefix_tokens else 0)
 
@@ -335,17 +326,17 @@ class CachedEngine(Engine):
             for arena in self._arenas.values():
                 if not all(row.has_room for row in arena.rows):
                     self._resize(arena, arena.rows)
-            self._batch = _Batch(self._next_step())
+            self._batch = Batch(self._next_step())
         self._batch.step()
         self._drop_ended()
 
-    def _next_step(self) -> _Step:
+    def _next_step(self) -> Step:
         """Return the forward pass for the rows that grow, recorded where that is possible."""
         arenas = [self._arenas[size] for size in sorted(self._arenas) if self._arenas[size].rows]
         rows = [row for arena in arenas for row in arena.rows]
         if self.recorder is None or any(row.base is not None for row in rows):
             return self._step([Block(arena, len(arena.rows)) for arena in arenas])
-        blocks = [_static_block(arena) for arena in arenas]
+        blocks = [static_block(arena) for arena in arenas]
         # mixed adapters are stacked once for each order of rows
         names = [row.owner.request.adapter for row in rows]
         key = (tuple(blocks), tuple(names if len(set(names)) > 1 else names[:1]))
@@ -357,7 +348,7 @@ class CachedEngine(Engine):
             self._steps[key] = self._step(blocks, self.recorder)
         return self._steps[key]
 
-    def _step(self, blocks: list[Block], recorder: Recorder | None = None) -> _Step:
+    def _step(self, blocks: list[Block], recorder: Recorder | None = None) -> Step:
         decode = Decode(blocks, self.model.device)
         first = next(row for row in decode.rows if row is not None).owner.request.adapter
         using = self._using(
@@ -367,7 +358,7 @@ class CachedEngine(Engine):
         def run() -> Tensor:
             return self._run(decode, decode.tokens, decode.positions, using)
 
-        return _Step(blocks, decode, run if recorder is None else recorder.step(run))
+        return Step(blocks, decode, run if recorder is None else recorder.step(run))
 
     def _drop_ended(self) -> None:
         """Free the slots of answers that have ended or were cancelled."""
@@ -415,96 +406,3 @@ class CachedEngine(Engine):
             self._attention.now = None
         logits: Tensor = out.logits[:, -1]
         return logits
-
-
-def _static_block(arena: Arena) -> Block:
-    """Return the slots and lengths of a step that also serves rows after these."""
-    longest = power_of_two(1 + max(row.length for row in arena.rows))
-    num_slots = min(power_of_two(len(arena.rows)), arena.num_slots)
-    return Block(arena, num_slots, min(max(longest, SMALLEST), arena.capacity))
-
-
-class _Step(NamedTuple):
-    """A forward pass over some slots, whatever rows they hold; `run` returns the logits."""
-
-    blocks: list[Block]
-    decode: Decode
-    run: Callable[[], Tensor]
-
-
-class _Batch:
-    """The growing rows, as long as they stay the same."""
-
-    def __init__(self, step: _Step) -> None:
-        self.decode, self._run = step.decode, step.run
-        self._owners: list[Completion | None] = [
-            None if row is None else row.owner for row in step.decode.rows
-        ]
-        self._table = table_of(self._owners, step.decode.device)
-
-    def step(self) -> None:
-        """Choose the next tokens; they are the model's next input and continue the answers."""
-        chosen = self._table.choose(masked(self._run(), self._owners))
-        self.decode.advance(chosen[:, :1])
-        choices = self._table.choices(chosen.tolist())  # the one wait for the device
-        for owner, choice in zip(self._owners, choices, strict=True):
-            if owner is not None:
-                owner.take(choice)
-
-
-class Recorder:
-    """Records the decoding steps of one engine as CUDA graphs, which share one memory pool.
-
-    Args:
-        model: The engine's; remembered where recording fails for another reason than memory.
-
-    Attributes:
-        num_recorded: Number of graphs.
-        is_able: False once a step could not be recorded: it waited for the host, say.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.num_recorded, self.is_able = 0, True
-        self._model = model
-        self._pool: Any = None
-
-    def step(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Return a function that is recorded after its first `EAGER_STEPS` calls.
-
-        Args:
-            run: Reads and writes tensors at fixed addresses; the next call overwrites its result.
-        """
-        num_calls, recorded = 0, None
-
-        def call() -> Tensor:
-            nonlocal num_calls, recorded
-            num_calls += 1
-            if num_calls > EAGER_STEPS and recorded is None and self.is_able:
-                recorded = self._record(run)
-            if recorded is None:
-                return run()
-            graph, out = recorded
-            graph.replay()
-            return out
-
-        return call
-
-    def _record(self, run: Callable[[], Tensor]) -> tuple[Any, Tensor] | None:
-        """Return a graph and the tensor that it writes; None if recording fails."""
-        graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        # a capture that fails raises at its end too, and torch leaves the thread on its stream
-        before = torch.cuda.stream(torch.cuda.current_stream())
-        # other threads may use the device meanwhile
-        capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
-        try:
-            with before, capture:
-                out = run()
-        except RuntimeError as problem:
-            self.is_able = False
-            if not is_out_of_memory(problem):
-                _unrecordable.add(self._model)
-            _LOG.warning("Steps of decoding are not recorded: %s", str(problem).splitlines()[0])
-            return None
-        self.num_recorded += 1
-        return graph, out

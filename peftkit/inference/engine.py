@@ -14,19 +14,17 @@ import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
-from peftkit.adapter import prepared_for_serving
 from peftkit.errors import DataError, RunError
 from peftkit.execution.out_of_memory import is_out_of_memory, release_memory
-from peftkit.execution.plan import plan_of
+from peftkit.inference.ready import on_device, ready_for_tokens
 from peftkit.inference.sampling import (
     Chosen,
     Constraint,
@@ -37,16 +35,12 @@ from peftkit.inference.sampling import (
 )
 from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import evaluating
-from peftkit.quant.layers import copies_kept
 from peftkit.tasks.batches import NO_ROOM
-from peftkit.tasks.loss import find_head
 from peftkit.tasks.rows import num_virtual
 
 Ended = Literal["stop", "length", "cancelled"]
 AnEngine = TypeVar("AnEngine", bound="Engine")
 
-COPY_SHARE = 0.5
-"""Of the free main memory, for unpacked copies of weights."""
 MAX_ROWS = 64
 """Answers that grow at once."""
 FEWEST_TOKENS = 128
@@ -412,42 +406,3 @@ def room_left(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int)
             fix="Shorten it.",
         )
     return min(max_new_tokens, int(limit) - longest)
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which a CUDA device is this thread's current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-@contextmanager
-def ready_for_tokens(model: PreTrainedModel) -> Iterator[None]:
-    """Prepare weights for many short forward passes: unpacked copies, A and B grouped."""
-    share = 0.0 if is_sharded(model) else COPY_SHARE
-    with (
-        copies_kept(model, share),
-        prepared_for_serving(model, plan_of(model)),
-        _rows_for_the_head(model),
-    ):
-        yield
-
-
-@contextmanager
-def _rows_for_the_head(model: PreTrainedModel) -> Iterator[None]:
-    """Make the hidden rows contiguous before the head.
-
-    transformers slices the last ones out of a prompt's, a view with gaps; torch's product of such a
-    view with a weight copies the weight for each row of the batch.
-    """
-    head = find_head(model)
-    if head is None:
-        yield
-        return
-
-    def joined(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args)
-
-    handle = head.register_forward_pre_hook(joined)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -45,9 +45,9 @@ from peftkit.inference.engine import (
     Request,
     Use,
     masked,
-    on_device,
     table_of,
 )
+from peftkit.inference.ready import on_device
 from peftkit.inference.sampling import Sampling
 from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import evaluating
@@ -55,7 +55,7 @@ from peftkit.tasks.rows import num_virtual
 
 CACHE_SHARE = {"cpu": 0.5, "cuda": 0.8}
 """Of the free memory, for keys and values. The rest is for passes over prompts and the choice of
-tokens; on a CPU also for unpacked weights (`engine.COPY_SHARE`)."""
+tokens; on a CPU also for unpacked weights (`ready.COPY_SHARE`)."""
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 TOLERANCE_16_BIT = 0.1
 """Difference of logits, as a share of their standard deviation; a wrong mask makes it about 1."""

@@ -19,6 +19,8 @@ from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
 from peftkit.execution.environment import gpu_of_size, this_machine
 from peftkit.execution.plan import ExecutionPlan
+from peftkit.inference.cache import slot_length
+from peftkit.inference.open_engine import bytes_per_token, cache_share
 from peftkit.kernels.device import gpu_here
 from peftkit.planning.memory import CARDS, LINK, STEP, DeviceEstimate, MemoryEstimator, Strategy
 from peftkit.planning.resolve import config_of, plan_as_requested
@@ -28,6 +30,8 @@ from peftkit.train.optim import STATE_BYTES
 BYTES_PER_TOKEN = 4
 """Of text in most languages and most vocabularies, about; data is not tokenised for a plan."""
 NUM_CARDS = (1, 2, 4, 8)
+ANSWER_LENGTHS = (1024, 4096, 16384)
+"""Tokens of answers, with their prompts, that are counted beside a base."""
 MOMENT = 0.5
 """Seconds that measuring takes, about."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -48,6 +52,8 @@ class Plan:
         fits: Whether some strategy lets a row of the requested length through.
         change: If it does not: what to add to the command line, or "".
         execution: How the run would be carried out.
+        answers: By their length in tokens: how many answers grow at once beside the base on the
+            device (serve, generate, eval); empty where the config does not say.
         num_rows, num_tokens: Of the data, by its size; None where it is not at hand.
     """
 
@@ -75,6 +81,7 @@ class Plan:
     run_tokens: int | None
     seconds_here: float | None
     seconds_on: Mapping[str, float]
+    answers: Mapping[int, int]
 
     def as_json(self) -> dict[str, Any]:
         """Return all fields, and those of the chosen strategy on top."""
@@ -145,6 +152,7 @@ def plan_run(
         num_tokens=num_tokens,
         run_tokens=run_tokens,
         seconds_here=work / here if measure else None,
+        answers=_answers(estimator),
         seconds_on={
             card.name: max(
                 card.seconds(work, 2 * batches * steps.weights),
@@ -208,6 +216,17 @@ def _execution(estimator: MemoryEstimator, chosen: Strategy) -> ExecutionPlan:
     if chosen.fits or plan.tokens is None:
         return plan if chosen.fits else replace(plan, rows=max(chosen.most_rows, 1))
     return replace(plan, tokens=max(chosen.most_rows, 1) * estimator.length)
+
+
+def _answers(estimator: MemoryEstimator) -> dict[int, int]:
+    """Return how many answers of some lengths grow at once beside the base, as an engine counts."""
+    config, environment = estimator.config.get_text_config(), estimator.environment
+    size = bytes_per_token(config, estimator.steps.dtype)
+    if size is None:
+        return {}
+    free = max(environment.usable - estimator.steps.weights, 0)
+    tokens = int(cache_share(environment) * free) // size
+    return {length: tokens // slot_length(length) for length in ANSWER_LENGTHS}
 
 
 def _data(recipe: Recipe, length: int) -> tuple[int | None, int | None]:

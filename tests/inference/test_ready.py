@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from peftkit.adapter import Adapter, attach
-from peftkit.inference import engine
+from peftkit.inference import ready
 from peftkit.inference.generate import generate_ids
 from peftkit.inference.open_engine import why_plain
 from peftkit.methods.lora import LoRA
@@ -57,7 +57,7 @@ def test_layers_that_are_ready_say_what_they_say_alone(
     assert groups_of(model) == {None}
     with adapter.disabled():
         bare = generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
-    monkeypatch.setattr(engine, "prepared_for_serving", lambda *_: nullcontext())
+    monkeypatch.setattr(ready, "prepared_for_serving", lambda *_: nullcontext())
     assert adapted_ids == generate_ids(model, tokenizer, PROMPTS, max_new_tokens=7)
     assert adapted_ids != bare
     with adapter.disabled():

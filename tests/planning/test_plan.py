@@ -17,6 +17,7 @@ from peftkit.execution.environment import PROCESS_BYTES
 from peftkit.planning import plan as planner
 from peftkit.planning.plan import Plan
 from peftkit_cli.app import run
+from peftkit_cli.plan import _facts
 from tests.planning.test_step_estimator import llama
 
 
@@ -211,3 +212,17 @@ def test_command_prints_a_verdict_or_json(folder, capsys) -> None:
     assert run(["plan", str(folder / "none.yaml")]) == 2
     assert run([*asked[:3], "8Q"]) == 2
     assert "8Q" in capsys.readouterr().err
+
+
+def test_answers_beside_a_base_take_no_more_than_is_free(folder: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    kept = 2 * 2 * config.num_hidden_layers * heads * size  # keys and values, 16 bits
+    plan = a_plan(folder, "24GB", "base.quantize=nf4", "base.dtype=bf16")
+    weights = next(s for s in plan.ways if s.placement == "device").by_category["weights"]
+    free = 0.95 * 24e9 - PROCESS_BYTES["cuda"] - weights
+    for length, number in plan.answers.items():
+        assert 0.7 * free < number * length * kept < free
+    smaller = a_plan(folder, "8GB", "base.quantize=nf4", "base.dtype=bf16")
+    assert 0 < smaller.answers[1024] < plan.answers[1024]
+    assert "answers at once" in _facts(plan)

@@ -1,0 +1,59 @@
+"""What is done to a model before it makes tokens, and undone after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from peftkit.adapter import prepared_for_serving
+from peftkit.execution.plan import plan_of
+from peftkit.model.blocks import is_sharded
+from peftkit.quant.layers import copies_kept
+from peftkit.tasks.loss import find_head
+
+COPY_SHARE = 0.5
+"""Of the free main memory, for unpacked copies of weights."""
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which a CUDA device is this thread's current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def ready_for_tokens(model: PreTrainedModel) -> Iterator[None]:
+    """Prepare weights for many short forward passes: unpacked copies, A and B grouped."""
+    share = 0.0 if is_sharded(model) else COPY_SHARE
+    with (
+        copies_kept(model, share),
+        prepared_for_serving(model, plan_of(model)),
+        _rows_for_the_head(model),
+    ):
+        yield
+
+
+@contextmanager
+def _rows_for_the_head(model: PreTrainedModel) -> Iterator[None]:
+    """Make the hidden rows contiguous before the head.
+
+    transformers slices the last ones out of a prompt's, a view with gaps; torch's product of such a
+    view with a weight copies the weight for each row of the batch.
+    """
+    head = find_head(model)
+    if head is None:
+        yield
+        return
+
+    def joined(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args)
+
+    handle = head.register_forward_pre_hook(joined)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,124 @@
+"""Decoding steps: what they compute, and their recordings as CUDA graphs.
+
+A recorded step is one launch instead of hundreds.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from peftkit.execution.out_of_memory import is_out_of_memory
+from peftkit.inference.cache import SMALLEST, Arena, power_of_two
+from peftkit.inference.cached_attention import Block, Decode
+from peftkit.inference.engine import Completion, masked, table_of
+
+EAGER_STEPS = 4
+"""Calls before a step is recorded, which rarer shapes are not worth."""
+
+_LOG = logging.getLogger(__name__)
+_unrecordable: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Models of which no step could be recorded; later engines do not try again."""
+
+
+def static_block(arena: Arena) -> Block:
+    """Return the slots and lengths of a step that also serves rows after these."""
+    longest = power_of_two(1 + max(row.length for row in arena.rows))
+    num_slots = min(power_of_two(len(arena.rows)), arena.num_slots)
+    return Block(arena, num_slots, min(max(longest, SMALLEST), arena.capacity))
+
+
+class Step(NamedTuple):
+    """A forward pass over some slots, whatever rows they hold; `run` returns the logits."""
+
+    blocks: list[Block]
+    decode: Decode
+    run: Callable[[], Tensor]
+
+
+class Batch:
+    """The growing rows, as long as they stay the same."""
+
+    def __init__(self, step: Step) -> None:
+        self.decode, self._run = step.decode, step.run
+        self._owners: list[Completion | None] = [
+            None if row is None else row.owner for row in step.decode.rows
+        ]
+        self._table = table_of(self._owners, step.decode.device)
+
+    def step(self) -> None:
+        """Choose the next tokens; they are the model's next input and continue the answers."""
+        chosen = self._table.choose(masked(self._run(), self._owners))
+        self.decode.advance(chosen[:, :1])
+        choices = self._table.choices(chosen.tolist())  # the one wait for the device
+        for owner, choice in zip(self._owners, choices, strict=True):
+            if owner is not None:
+                owner.take(choice)
+
+
+def is_recordable(model: Any) -> bool:
+    """Whether no step of a model has failed to be recorded."""
+    return model not in _unrecordable
+
+
+class Recorder:
+    """Records the decoding steps of one engine as CUDA graphs, which share one memory pool.
+
+    Args:
+        model: The engine's; remembered where recording fails for another reason than memory.
+
+    Attributes:
+        num_recorded: Number of graphs.
+        is_able: False once a step could not be recorded: it waited for the host, say.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.num_recorded, self.is_able = 0, True
+        self._model = model
+        self._pool: Any = None
+
+    def step(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Return a function that is recorded after its first `EAGER_STEPS` calls.
+
+        Args:
+            run: Reads and writes tensors at fixed addresses; the next call overwrites its result.
+        """
+        num_calls, recorded = 0, None
+
+        def call() -> Tensor:
+            nonlocal num_calls, recorded
+            num_calls += 1
+            if num_calls > EAGER_STEPS and recorded is None and self.is_able:
+                recorded = self._record(run)
+            if recorded is None:
+                return run()
+            graph, out = recorded
+            graph.replay()
+            return out
+
+        return call
+
+    def _record(self, run: Callable[[], Tensor]) -> tuple[Any, Tensor] | None:
+        """Return a graph and the tensor that it writes; None if recording fails."""
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        # a capture that fails raises at its end too, and torch leaves the thread on its stream
+        before = torch.cuda.stream(torch.cuda.current_stream())
+        # other threads may use the device meanwhile
+        capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
+        try:
+            with before, capture:
+                out = run()
+        except RuntimeError as problem:
+            self.is_able = False
+            if not is_out_of_memory(problem):
+                _unrecordable.add(self._model)
+            _LOG.warning("Steps of decoding are not recorded: %s", str(problem).splitlines()[0])
+            return None
+        self.num_recorded += 1
+        return graph, out
