@@ -1,4 +1,8 @@
-"""Every test runs offline, seeded, on the CPU with one thread, and leaves no file at home."""
+"""Every test runs offline, seeded, on the CPU with one thread, and leaves no file at home.
+
+The CPU counts as one without bf16 units, so that the machine decides nothing; PEFTKIT_TEST_BF16=1
+runs the suite as on one that has them. `bf16_units` runs a test as on both.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,9 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     OMP_NUM_THREADS="1",
 )
+# oneDNN then leaves the units alone, and `base.dtype: auto` is fp32, in every process of a test.
+WITH_BF16 = os.environ.get("PEFTKIT_TEST_BF16") == "1"
+os.environ["ONEDNN_MAX_CPU_ISA"] = "ALL" if WITH_BF16 else "AVX512_CORE"
 # The tests mean the CPU, whatever the machine has, unless they are asked to run on its card.
 if os.environ.get("PEFTKIT_REAL_CARD") != "1":
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
@@ -39,11 +46,29 @@ import pytest  # noqa: E402 - the environment comes first
 import torch  # noqa: E402
 from transformers import PreTrainedModel, PreTrainedTokenizerFast  # noqa: E402
 
+from peftkit.base import request as base_request  # noqa: E402
 from peftkit.execution import plan  # noqa: E402
 from peftkit.kernels import cross_entropy  # noqa: E402
 from tests.families import FAMILIES, tiny_tokenizer  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+if WITH_BF16 and not base_request.has_bf16_units():  # processes of their own look for themselves
+    base_request.CPUINFO = Path(_HOME.name, "cpuinfo")
+    base_request.CPUINFO.write_text("flags : avx512_bf16", encoding="utf-8")
+
+
+@pytest.fixture(params=[False, True], ids=["without bf16 units", "with bf16 units"])
+def bf16_units(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    """Run a test as on a CPU without bf16 units, and as on one with them."""
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags : avx512f" + " avx512_bf16" * request.param, encoding="utf-8")
+    monkeypatch.setattr(base_request, "CPUINFO", cpuinfo)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    return bool(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ for `peftkit plan` alike: `fits_device`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,9 @@ from peftkit.execution.environment import free_now
 from peftkit.kernels.device import gpu_of
 from peftkit.settings import BaseConfig
 
+CPUINFO = Path("/proc/cpuinfo")
+WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI"}
+"""Values of ONEDNN_MAX_CPU_ISA, the instructions that oneDNN may use at most, without bf16."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HALF = 0.5
 """Share of the free memory below which weights are on the device and nothing is counted."""
@@ -95,10 +99,16 @@ def fast_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype that a device multiplies fastest in: bf16, or the closest to it."""
     if (gpu := gpu_of(device)) is not None:
         return gpu.fast_dtype()
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
-    has_bf16 = flags & {"avx512_bf16", "amx_bf16", "bf16"}  # without them it is slower than fp32
-    return torch.bfloat16 if has_bf16 and device.type == "cpu" else torch.float32
+    # without the units bf16 is slower than fp32
+    return torch.bfloat16 if device.type == "cpu" and has_bf16_units() else torch.float32
+
+
+def has_bf16_units() -> bool:
+    """Tell whether this CPU multiplies in bf16, and oneDNN is not told to leave that out."""
+    if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in WITHOUT_BF16:
+        return False
+    flags = set(CPUINFO.read_text().split()) if CPUINFO.exists() else set()
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def fits_device(weights: int, free: int, step_fits: Callable[[], bool] | None = None) -> bool:

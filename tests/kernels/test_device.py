@@ -5,16 +5,23 @@ No Apple hardware was at hand: these tests show what is asked of torch there, no
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig
 
+from peftkit.base.load import load_base
 from peftkit.base.request import fast_dtype
+from peftkit.config.schema import from_dict
 from peftkit.execution import rng
 from peftkit.execution.environment import default_device, used_bytes
 from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.kernels.device import GPUS, forked_generators, gpu_here, gpu_of, in_float64
+from peftkit.planning.step_estimator import StepEstimator
+from peftkit.recipe import Recipe
 from peftkit.train.batches import on_device
 from peftkit.train.blocks import Blocks
 from peftkit.train.metrics import device_name, peak_bytes
@@ -57,6 +64,21 @@ def test_without_a_gpu_all_is_the_cpu_s() -> None:
     assert gpu_of(torch.device("cpu")) is None
     assert default_device() == torch.device("cpu")
     assert device_name(torch.device("cpu"), 2) == "2 x cpu"
+
+
+def test_auto_is_bf16_where_the_cpu_multiplies_in_it(
+    bf16_units: bool, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = torch.bfloat16 if bf16_units else torch.float32
+    assert fast_dtype(torch.device("cpu")) == fast
+    assert load_base(str(model_folder), store="off").model.dtype == fast
+    recipe = from_dict(Recipe, {"base": {"model": str(model_folder)}, "data": {"train": ""}}, "it")
+    config = AutoConfig.from_pretrained(model_folder)
+    assert StepEstimator(recipe, config, "cpu").dtype == fast
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "avx512_core")  # then its products leave the units out
+    assert fast_dtype(torch.device("cpu")) == torch.float32
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX")
+    assert fast_dtype(torch.device("cpu")) == fast
 
 
 @pytest.mark.usefixtures("apple")

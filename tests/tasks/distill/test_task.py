@@ -131,6 +131,16 @@ def test_a_teacher_may_be_another_adapter_or_model(
         torch.testing.assert_close(a, b.to(a), rtol=1e-3, atol=1e-5 * float(b.abs().max()))
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.usefixtures("bf16_units")
+def test_a_model_teaches_in_the_students_dtype(
+    dtype: str, model_folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    student = load_base(str(model_folder), dtype=dtype, store="off").model
+    teacher = other_model(str(model_folder), student, tokenizer, head_of(student), ignore)
+    assert teacher.model.dtype == student.dtype
+
+
 def test_a_model_with_other_tokens_cannot_teach(
     llama: PreTrainedModel, model_folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
