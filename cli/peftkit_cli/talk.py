@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -117,6 +117,16 @@ def evaluate(
     chat_template: Annotated[
         bool, typer.Option("--chat-template", help="With --tasks: ask through the chat template.")
     ] = False,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="With --data: measure the base without the adapter, too."),
+    ] = False,
+    run_rewards: Annotated[
+        bool,
+        typer.Option(
+            "--run-rewards", help="Run the Python files that the adapter names as rewards."
+        ),
+    ] = False,
     base: Base = None,
     force: Force = False,
     as_json: Json = False,
@@ -133,27 +143,66 @@ def evaluate(
     assert data is not None
     _check_there(data)
     opened = _open(adapter, base, force)
-    from peftkit.figures import metric
+    metrics = _measured(opened, data, run_rewards, compare)
+    if as_json:
+        whole = metrics if compare else metrics["adapter"]
+        typer.echo(json.dumps(whole))
+        return
+    _show_metrics(metrics)
+
+
+def _measured(
+    opened: Opened, data: Path, run_code: bool, compare: bool
+) -> dict[str, dict[str, float]]:
+    """Return the metrics by "adapter", and by "base" if that is compared."""
+    from contextlib import nullcontext
+
+    from peftkit.events import Event, Progress, Stage
     from peftkit.formats.open_adapter import before_training
     from peftkit.inference.evaluate import evaluate as measure
     from peftkit_cli.render import Renderer
 
+    metrics = {}
+    style = opened.style if opened.is_causal else opened.file.provenance.prompt_style
+    sides = {"base": opened.adapter.disabled} if compare else {}
     with Renderer(transient=True) as on_event:
-        style = opened.style if opened.is_causal else opened.file.provenance.prompt_style
-        metrics = measure(
-            opened.base,
-            data,
-            task=opened.task,
-            style=style,
-            before=before_training(opened.adapter, opened.file.folder),
-            on_event=on_event,
-        )
-    if as_json:
-        typer.echo(json.dumps(dict(metrics)))
+
+        def on_progress(event: Event) -> None:
+            if isinstance(event, Stage | Progress):  # what the rows are like was told already
+                on_event(event)
+
+        for side, context in {"adapter": nullcontext, **sides}.items():
+            with context():
+                metrics[side] = measure(
+                    opened.base,
+                    data,
+                    task=opened.task,
+                    style=style,
+                    before=before_training(opened.adapter, opened.file.folder),
+                    run_code=run_code,
+                    on_event=on_event if side == "adapter" else on_progress,
+                )
+    return metrics
+
+
+def _show_metrics(metrics: Mapping[str, Mapping[str, float]]) -> None:
+    """Print a line for each metric; of base and adapter a table."""
+    from peftkit.figures import metric
+
+    adapter = metrics["adapter"]
+    if "base" not in metrics:
+        width = max(len(name) for name in adapter)
+        for name, value in adapter.items():
+            typer.echo(f"{name:{width}}  {metric(name, value)}")
         return
-    width = max(len(name) for name in metrics)
-    for name, value in metrics.items():
-        typer.echo(f"{name:{width}}  {metric(name, value)}")
+    from peftkit_cli.render import print_table
+
+    rows = []
+    for name, value in adapter.items():
+        before = metrics["base"].get(name, float("nan"))
+        change = "" if name.startswith("num_") else f"{value - before:+.4g}"
+        rows.append((name, metric(name, before), metric(name, value), change))
+    print_table("", ("metric", "base", "adapter", "change"), rows)
 
 
 def _run_tasks(opened: Opened, names: list[str], *, as_json: bool, **how: Any) -> None:

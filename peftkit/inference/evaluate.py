@@ -14,8 +14,9 @@ from typing import Any
 from peftkit.base.load import Base
 from peftkit.data.encode import Style, prompt_ids, stop_ids
 from peftkit.data.pack import IGNORE, Row, last_answer, last_answer_span
-from peftkit.errors import DataError, RunError
+from peftkit.errors import DataError, PeftkitError, RunError
 from peftkit.events import Listener, Notice, Progress, Sample, Stage, ignore
+from peftkit.formats.open_adapter import read_side_adapter
 from peftkit.inference.engine import AnswerTooLarge, OnAnswer, OnFewer, room_left
 from peftkit.inference.generate import decoded, generate_ids
 from peftkit.inference.predict import MediaPrompt, complete
@@ -24,10 +25,12 @@ from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.base import Reference, Task
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.documents import DocumentTask
+from peftkit.tasks.grpo import GRPO, Prompt
 from peftkit.tasks.media_text import MediaText
 from peftkit.tasks.metrics import rouge_l
+from peftkit.tasks.reward_functions import RewardTerm
 from peftkit.tasks.seq2seq import EncoderDecoder
-from peftkit.tasks.tokens import CausalLM, CausalLMConfig, TokenTask
+from peftkit.tasks.tokens import CausalLM, CausalLMConfig, TokenTask, share_equal
 
 MARGIN = 1.25
 """Longest answer, relative to the longest reference."""
@@ -45,6 +48,7 @@ def evaluate(
     task: TaskConfig | None = None,
     style: Style | None = None,
     before: Callable[[], AbstractContextManager[None]] | None = None,
+    run_code: bool = False,
     on_event: Listener = ignore,
 ) -> dict[str, float]:
     """Evaluate a base, with the adapter attached to it, on every row of a file.
@@ -56,14 +60,17 @@ def evaluate(
         style: The adapter's prompt format; None: as the rows' format suggests.
         before: A context with the model as before training, for tasks with a reference model
             (`peftkit.formats.open_adapter.before_training`); None: the base without an adapter.
+        run_code: Whether reward functions, which are Python files that the task names, are called.
 
     Returns:
         loss (mean over the targets), the task's metrics, and num_rows. For causal_lm, image_text
         and audio_text also perplexity, num_tokens and exact_match: the share of rows whose last
-        answer, decoded greedily, equals the file's.
+        answer, decoded greedily, equals the file's. For grpo the mean rewards of greedy answers, no
+        loss, and exact_match over the rows that have an answer.
 
     Raises:
         DataError: The file has no usable rows.
+        RunError: A reward function failed.
     """
     built, rows = _rows(base, data, task or CausalLMConfig(), style, on_event)
     if before is not None and isinstance(built, DocumentTask):
@@ -72,8 +79,51 @@ def evaluate(
     if isinstance(built, CausalLM | MediaText):
         answers = _answers(base, built, rows, on_event)
         metrics["exact_match"] = sum(answer.is_exact for answer in answers) / len(answers)
+    if isinstance(built, GRPO):
+        metrics |= _rewarded(base, built, [*rows], run_code, on_event)
     metrics["num_rows"] = len(rows)
     return dict(sorted(metrics.items(), key=lambda item: item[0].startswith("num_")))
+
+
+def _rewarded(
+    base: Base, task: GRPO, rows: Sequence[Prompt], run_code: bool, on_event: Listener
+) -> dict[str, float]:
+    """Return the mean rewards of greedy answers to prompts, and how often they are the rows' own.
+
+    The weighted sum is left out where one of the rewards cannot be given here.
+    """
+    terms = [term for term in task.config.rewards if _is_usable(base, task, term, on_event)]
+    if functions := [term.use for term in terms if term.is_function and not run_code]:
+        text = "Functions are called only if asked (--run-rewards): no reward by"
+        on_event(Notice(f"{text} {', '.join(functions)}."))
+        terms = [term for term in terms if not term.is_function]
+    task.use_rewards(base.model, terms)
+    on_event(Stage(f"Answering {len(rows)} prompts"))
+    with evaluating(base.model):
+        rollout = task.roll_out(rows, None, task.sampler(base.model))
+    left_out = {"taught", "reward_std"}  # of groups of answers
+    if len(terms) < len(task.config.rewards):
+        left_out.add("reward")
+    figures = {name: value for name, value in rollout.metrics.items() if name not in left_out}
+    pairs = [
+        (one.completion, row.reference)
+        for one, row in zip(rollout.answers, rows, strict=True)
+        if row.reference is not None
+    ]
+    return figures | ({"exact_match": share_equal(pairs)} if pairs else {})
+
+
+def _is_usable(base: Base, task: GRPO, term: RewardTerm, on_event: Listener) -> bool:
+    """Load what a built-in reward reads; say so where it is not there."""
+    try:
+        if term.adapter is not None:
+            task.add_adapter(term.adapter, read_side_adapter(term.adapter, base))
+        elif not term.is_function:
+            task.use_rewards(base.model, [term])
+    except PeftkitError as error:
+        on_event(Notice(f"The reward {term.use} is left out: {error}"))
+        return False
+    return True
 
 
 def answer(

@@ -104,7 +104,7 @@ class GRPO(RolloutTask):
     def metrics(
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
     ) -> dict[str, float]:
-        """Return nothing: `evaluate` has the metrics."""
+        """Return nothing: a run's evaluations and `peftkit eval` have rewards of answers."""
         return {}
 
     # Answers and their rewards.
@@ -112,8 +112,12 @@ class GRPO(RolloutTask):
     def setup(self, run: Run) -> None:
         """Load the reward functions: here, so that opening an adapter runs no code."""
         self.check_answers(run)
-        scorer = partial(self._scores, run.model)
-        self._rewards = Rewards(self.config.rewards, self.config.reward_timeout, scorer)
+        self.use_rewards(run.model, self.config.rewards)
+
+    def use_rewards(self, model: nn.Module, terms: Sequence[RewardTerm]) -> None:
+        """Load the rewards that answers get from here on: some of the task's, or all."""
+        scorer = partial(self._scores, model)
+        self._rewards = Rewards(terms, self.config.reward_timeout, scorer)
 
     def _scores(
         self, model: nn.Module, folder: str, prompts: Sequence[Any], texts: Sequence[str]

@@ -139,7 +139,8 @@ class Rewards:
                 found = self._call(term, judge, prompts, completions, columns, sources)
             parts[name] = _checked(term, found, sources)
         totals = []
-        for row in zip(*parts.values(), strict=True):
+        judged = zip(*parts.values(), strict=True) if parts else [()] * len(sources)
+        for row in judged:
             pairs = [
                 term.weight * value
                 for term, value in zip(self.terms, row, strict=True)

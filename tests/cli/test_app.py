@@ -40,7 +40,7 @@ COMMANDS: dict[str, list[str]] = {
     "predict": ["ADAPTER", "--text", "--data", "--out", "--base", "--force", "--json"],
     "eval": [
         "ADAPTER", "--data", "--tasks", "--include", "--limit", "--fewshot", "--chat-template",
-        "--base", "--force", "--json",
+        "--compare", "--run-rewards", "--base", "--force", "--json",
     ],
     "serve": [
         "[NAME=]RUN...", "--host", "--port", "--api-key", "--base", "--max-batch", "--max-waiting",

@@ -182,6 +182,19 @@ def test_eval_measures_and_speaks_json(inside: Run) -> None:
     facts = json.loads(inside("eval", "runs/demo", "--data", "eval.jsonl", "--json").out)
     assert facts["num_rows"] == 3
     assert list(facts) == names
+    both = json.loads(
+        inside("eval", "runs/demo", "--data", "eval.jsonl", "--compare", "--json").out
+    )
+    assert both["adapter"] == facts
+    assert both["base"]["loss"] > 1.5 * facts["loss"]
+    shown = inside("eval", "runs/demo", "--data", "eval.jsonl", "--compare")
+    header, *lines = (line.split() for line in shown.out.splitlines() if line.strip()[:1].isalpha())
+    assert header == ["metric", "base", "adapter", "change"]
+    loss = lines[0]
+    assert loss[0] == "loss"
+    assert float(loss[3]) == pytest.approx(
+        float(loss[2]) - float(loss[1]), abs=0.01
+    )  # of rounded figures
 
 
 def test_merge_writes_a_model_that_transformers_loads(

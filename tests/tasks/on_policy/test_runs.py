@@ -17,6 +17,7 @@ from peftkit.data.load import Record
 from peftkit.errors import ConfigError, PeftkitError, RunError
 from peftkit.events import EvalDone, Event, Notice, RolledOut, StepDone
 from peftkit.formats.open_adapter import read_side_adapter
+from peftkit.inference.generate import generate
 from peftkit.planning.plan import plan_run
 from peftkit.run import run as run_recipe
 from peftkit.settings import DataConfig
@@ -120,6 +121,51 @@ def test_evaluations_are_rewards_of_greedy_answers(done: Finished) -> None:
     assert [event.step for event in evals] == [2, 4]
     assert evals[0].metrics["loss"] == -evals[0].metrics["reward"]
     assert done.metrics["eval_loss"] == evals[1].metrics["loss"]
+
+
+def test_eval_gives_the_rewards_of_greedy_answers(
+    done: Finished, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["eval", str(done.folder), "--data", str(done.told["data"]["train"]), "--json"]
+    assert run(command) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out).keys() == {"cut", "length", "num_rows"}
+    assert "rewards.py:later" in printed.err  # a file that is not run unasked
+    assert run([*command, "--run-rewards", "--compare"]) == 0
+    sides = json.loads(capsys.readouterr().out)
+    last = done.of_kind(EvalDone)[1].metrics
+    for name in ("reward", "reward_share_of_o", "reward_later", "length"):
+        assert sides["adapter"][name] == pytest.approx(last[name], rel=1e-4)
+    assert sides["base"]["reward"] != pytest.approx(sides["adapter"]["reward"], rel=1e-3)
+
+
+def test_eval_counts_answers_that_are_the_rows_own(
+    asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(tmp_path, "schema.json").write_text('{"type": "object"}')
+    told = asked(
+        rewards=[
+            {"use": "exact_match"},
+            {"use": "json_schema", "schema_file": str(tmp_path / "schema.json")},
+            {"use": "length", "max_chars": 9},
+        ]
+    )
+    rows = [{"prompt": f"the quick brown {n}", "answer": "no"} for n in range(3)]
+    told["data"]["train"] = write(tmp_path / "answered.jsonl", rows)
+    folder = finished(told, train={"max_steps": 1}).folder
+    Path(tmp_path, "schema.json").unlink()
+    opened = open_adapter(folder)
+    how = {"style": opened.style, "max_new_tokens": 8}
+    (text,) = generate(opened.base.model, opened.base.tokenizer, "the quick brown 0", **how)
+    rows[0]["answer"] = text
+    file = write(tmp_path / "eval.jsonl", [*rows[:2], {"prompt": "the quick"}])
+    assert run(["eval", str(folder), "--data", file]) == 0
+    printed = capsys.readouterr()
+    figures = dict(line.split() for line in printed.out.splitlines())
+    names = ["reward_exact_match", "reward_length", "cut", "length", "exact_match", "num_rows"]
+    assert list(figures) == names
+    assert figures["exact_match"] == figures["reward_exact_match"] == "0.5"  # of two answers
+    assert "json_schema is left out" in " ".join(printed.err.split())
 
 
 def test_a_resumed_run_ends_with_the_same_bits(done: Finished, tmp_path: Path) -> None:
