@@ -50,7 +50,7 @@ def asked(folder: Path, out: Path, **sections: dict[str, Any]) -> Recipe:
     rows = out / "rows.jsonl"
     rows.write_text('{"text": "one two three four five"}\n' * 4, encoding="utf-8")
     given: dict[str, dict[str, Any]] = {
-        "base": {"model": str(folder), "quantize": "nf4", "store": "off"},
+        "base": {"model": str(folder), "quantize": "nf4", "dtype": "bf16", "store": "off"},
         "method": {"type": "lora", "rank": 2, "targets": ["q", "v"]},
         "data": {"train": str(rows), "max_length": 32, "packing": False},
         "train": {"output_dir": str(out / "run"), "max_steps": 2, "compile": False},
