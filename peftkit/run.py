@@ -186,11 +186,18 @@ def prepare(
     if why := _why_unpacked(recipe, adapter):
         recipe = recipe.model_copy(update={"data": recipe.data.without_packing()})
         on_event(Notice(f"Rows are not packed: {why}."))
-    task = settings.on(base.model, base.processor, recipe.data, on_event=on_event)
+    style = continued.style if continued and "chat_template" in settings.data_fields else None
+    kept = None if recipe.data.names_style else style
+    task = settings.on(base.model, base.processor, recipe.data, style=kept, on_event=on_event)
     task.compare_with(_reference(recipe, base, adapter, continued))
     _add_other_adapters(task, base)
     rows, eval_rows = task.load_splits(task.data)
     recipe = recipe.model_copy(update={"data": task.data})  # packed or not, as the rows suit
+    if style and task.style and replace(style, system=task.style.system) != task.style:
+        text = (
+            "As the data section asks, the adapter goes on in another prompt style than it learnt"
+        )
+        on_event(Notice(f"{text}: {task.style.kind}, and it was {style.kind}."))
     if world is not None:
         world.check_equal_across_ranks(rows={"train": _digest(rows), "eval": _digest(eval_rows)})
     return RunRecord(recipe, plan, base, adapter, task, settings, rows, eval_rows, continued)

@@ -97,6 +97,12 @@ class DataConfig(Config):
     """Largest share of rows that may be dropped because they have nothing to learn."""
 
     @property
+    def names_style(self) -> bool:
+        """Whether it says how rows become prompts, and does not leave that to rows or adapter."""
+        is_left = self.format == "auto" and self.chat_template is None
+        return not is_left or self.chat_template_kwargs is not None or self.reasoning != "learn"
+
+    @property
     def sources(self) -> tuple[Source, ...]:
         """The training files and data sets, with patterns replaced by their files.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -155,8 +156,6 @@ def _measured(
     opened: Opened, data: Path, run_code: bool, compare: bool
 ) -> dict[str, dict[str, float]]:
     """Return the metrics by "adapter", and by "base" if that is compared."""
-    from contextlib import nullcontext
-
     from peftkit.events import Event, Progress, Stage
     from peftkit.formats.open_adapter import before_training
     from peftkit.inference.evaluate import evaluate as measure
@@ -164,14 +163,16 @@ def _measured(
 
     metrics = {}
     style = opened.style if opened.is_causal else opened.file.provenance.prompt_style
-    sides = {"base": opened.adapter.disabled} if compare else {}
+    sides: dict[str, Callable[[], AbstractContextManager[None]]] = {"adapter": nullcontext}
+    if compare:
+        sides["base"] = opened.adapter.disabled
     with Renderer(transient=True) as on_event:
 
         def on_progress(event: Event) -> None:
             if isinstance(event, Stage | Progress):  # what the rows are like was told already
                 on_event(event)
 
-        for side, context in {"adapter": nullcontext, **sides}.items():
+        for side, context in sides.items():
             with context():
                 metrics[side] = measure(
                     opened.base,

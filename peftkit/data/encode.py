@@ -457,21 +457,29 @@ def shared_system(examples: Iterable[object]) -> dict[str, str]:
     return {"system": systems.pop()} if len(systems) == 1 and "" not in systems else {}
 
 
-def agreed_style(first: Style | None, style: Style, where: str) -> Style:
+def agreed_style(
+    first: Style | None, style: Style, where: str, *, of_adapter: bool = False
+) -> Style:
     """Check that rows have the style of all rows before; return that of all.
 
     Their system prompts may differ: the style of all then has none.
 
     Args:
         first: Of the rows before, or of the adapter; None: these are the first rows.
+        of_adapter: Whether it is the adapter's.
 
     Raises:
         DataError: These rows have another style.
     """
     if first is not None and replace(first, system=style.system) != style:
+        others = "the adapter learnt" if of_adapter else "the others have"
+        same = " with another chat template" * (first.kind == style.kind)
+        fix = "Give rows of one format, or set data.format and data.chat_template."
+        if of_adapter:
+            fix = "Give rows in that style, or set data.format or data.chat_template to change it."
         raise DataError(
             f"Cannot use {where} here.",
-            found=f"Its rows have the prompt style '{style.kind}', the others have '{first.kind}'.",
-            fix="Give rows of one format, or set data.format and data.chat_template.",
+            found=f"Its rows have the prompt style '{style.kind}', {others} '{first.kind}'{same}.",
+            fix=fix,
         )
     return style if first is None or first.system == style.system else replace(style, system=None)

@@ -224,12 +224,14 @@ class Continued:
         start: A copy of its tensors before training.
         digest: The sha256 of the folder's tensors.
         has_tokens: Tokens were added to the base; the new folder needs them too.
+        style: How its prompts were formatted; None if unknown.
     """
 
     adapter: Adapter
     start: Mapping[str, Tensor]
     digest: str
     has_tokens: bool
+    style: Style | None = None
 
 
 def continue_adapter(
@@ -276,7 +278,8 @@ def continue_adapter(
         head=base.head,
     )
     start = {name: tensor.clone() for name, tensor in adapter.state().items()}
-    return Continued(adapter, start, sha256_of(file.folder / TENSORS), bool(tokens))
+    digest, style = sha256_of(file.folder / TENSORS), file.provenance.prompt_style
+    return Continued(adapter, start, digest, bool(tokens), style)
 
 
 def _check_name(file: AdapterFile, base: Base) -> None:

@@ -321,7 +321,8 @@ class Task(ABC):
             style = Style(kind, self.template, self.reasoning, system) if is_chat else Style(kind)
             if self._style is None and kind == "alpaca":
                 self._on_event(Notice(NO_TEMPLATE))
-            self._style = agreed_style(self._style, style, rows.where)
+            of_adapter = not self._read
+            self._style = agreed_style(self._style, style, rows.where, of_adapter=of_adapter)
         check_dropped(rows, self.data, self.row_encoder.drops)
         if number := rows.counts["off_prompt"]:
             self._on_event(Notice(off_prompt(rows.where, number)))

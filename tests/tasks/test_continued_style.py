@@ -1,0 +1,77 @@
+"""An adapter goes on in the prompt style that it learnt, unless another one is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peftkit.errors import DataError
+from peftkit.events import Event, Notice
+from peftkit.run import prepare
+from tests.command_line import turn
+from tests.tasks.classifiers import write_rows
+from tests.tasks.finished import Finished, finished, recipe
+
+GRPO = {"type": "grpo", "rewards": [{"use": "length", "max_chars": 9}], "max_new_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Finished:
+    """An adapter of rows of prompt and completion."""
+    folder = tmp_path_factory.mktemp("plain")
+    rows = [{"prompt": "the dog ", "completion": "and the fox"}] * 4
+    told: dict[str, dict[str, Any]] = {
+        "base": {"model": str(model_folder), "dtype": "fp32"},
+        "method": {"type": "lora", "rank": 2},
+        "data": {"train": write_rows(folder / "sft.jsonl", rows), "max_length": 64},
+        "task": {"type": "causal_lm"},
+        "train": {"output_dir": str(folder / "run"), "max_steps": 1, "compile": False},
+    }
+    return finished(told)
+
+
+def continued(plain: Finished, events: list[Event] | None = None, **sections: Any) -> Any:
+    """Prepare a run that goes on from it."""
+    told = plain.told | {"method": {"start_from": str(plain.folder)}}
+    told = {**told, "train": {**told["train"], "output_dir": str(plain.folder.parent / "next")}}
+    told |= {name: {**told[name], **section} for name, section in sections.items()}
+    if "task" in sections:
+        told["task"] = sections["task"]
+    return prepare(recipe(told), on_event=(events if events is not None else []).append)
+
+
+def test_prompts_alone_are_formatted_as_the_adapter_learnt(plain: Finished, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "the dog "}] * 4)
+    data = {"train": file}
+    record = continued(plain, task=GRPO, data=data)
+    assert record.task.style.kind == "plain"
+    assert record.task.spans(record.train[0]) == [("prompt", "the dog ")]
+    events: list[Event] = []
+    record = continued(plain, events, task=GRPO, data={**data, "chat_template": "chatml"})
+    assert record.task.style.kind == "chat"
+    assert "another prompt style" in str([e.text for e in events if isinstance(e, Notice)])
+
+
+def test_rows_of_another_style_are_refused_with_the_cure(plain: Finished, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "chat.jsonl", [turn("the dog", "and the fox")] * 4)
+    with pytest.raises(DataError) as refused:
+        continued(plain, data={"train": file})
+    assert "'chat', the adapter learnt 'plain'" in str(refused.value)
+    assert "data.format" in str(refused.value)
+
+
+def test_another_style_that_is_asked_for_is_told(plain: Finished, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "chat.jsonl", [turn("the dog", "and the fox")] * 4)
+    events: list[Event] = []
+    record = continued(plain, events, data={"train": file, "format": "messages"})
+    assert record.task.style.kind == "chat"
+    texts = [event.text for event in events if isinstance(event, Notice)]
+    assert [text for text in texts if text.endswith("chat, and it was plain.")]
+
+
+def test_rows_of_the_same_style_go_on_without_a_word(plain: Finished) -> None:
+    events: list[Event] = []
+    assert continued(plain, events).task.style.kind == "plain"
+    assert not [e for e in events if isinstance(e, Notice) and "style" in e.text]
