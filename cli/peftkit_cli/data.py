@@ -101,6 +101,7 @@ def _show(summary: Survey) -> None:
         *([("cannot be read", _wrong(summary))] if summary.wrong else []),
         ("fits the task", ", ".join(summary.tasks) or _no_task(summary)),
         ("duplicates", f"{summary.num_duplicates:,}"),
+        *([("useless pairs", _useless(summary))] if summary.num_useless else []),
     ]
     print_table(f"Data: {summary.where}", ("", ""), lines)
     rows = [
@@ -108,3 +109,8 @@ def _show(summary: Survey) -> None:
         for field in summary.fields
     ]
     print_table("Fields", ("field", "rows", "empty", "mean characters"), rows)
+
+
+def _useless(summary: Survey) -> str:
+    where = Path(summary.first_useless).name
+    return f"{summary.num_useless:,}: an empty answer, or two equal ones; first {where}"

@@ -13,6 +13,7 @@ import torch
 
 from peftkit.data.format import detect, parse, with_usual_names
 from peftkit.data.load import Record, iterate_records
+from peftkit.data.preferences import is_useless
 from peftkit.errors import DataError
 from peftkit.settings import FormatName
 
@@ -76,6 +77,8 @@ class Survey:
         mixed: The first row of another format, and which; "" if there is none.
         num_wrong: Rows that cannot be read in that format.
         wrong: The first of these, and why; "" if there is none.
+        num_useless: Pairs with an empty answer, or with two equal ones; training drops them.
+        first_useless: The first of these, or "".
     """
 
     where: str
@@ -87,6 +90,8 @@ class Survey:
     mixed: str = ""
     num_wrong: int = 0
     wrong: str = ""
+    num_useless: int = 0
+    first_useless: str = ""
 
     @property
     def num_chars(self) -> int:
@@ -103,6 +108,7 @@ def survey(where: str) -> Survey:
     seen = array("q")  # a number for each row, equal for equal ones
     number, format_name, tasks, mixed = 0, None, tuple[str, ...](), ""
     num_wrong, wrong = 0, ""
+    num_useless, first_useless = 0, ""
     counts: dict[str, list[int]] = {}  # of each field: rows, empty ones, characters
     for record in map(with_usual_names, iterate_records(where)):
         if number == 0:
@@ -112,6 +118,9 @@ def survey(where: str) -> Survey:
             mixed = f"{record.source} has the format {other or 'of none known'}"
         if not mixed and (problem := _problem(record, format_name)):
             num_wrong, wrong = num_wrong + 1, wrong or problem
+        if is_useless(record):
+            num_useless += 1
+            first_useless = first_useless or record.source
         whole = json.dumps(record.fields, sort_keys=True, default=str)
         digest = hashlib.blake2b(whole.encode("utf-8", "replace"), digest_size=8).digest()
         seen.append(int.from_bytes(digest, "little", signed=True))
@@ -126,7 +135,19 @@ def survey(where: str) -> Survey:
     ]
     duplicates = number - len(torch.tensor(seen).unique())
     tasks = () if num_wrong == number else tasks
-    return Survey(where, number, format_name, tasks, fields, duplicates, mixed, num_wrong, wrong)
+    return Survey(
+        where,
+        number,
+        format_name,
+        tasks,
+        fields,
+        duplicates,
+        mixed,
+        num_wrong,
+        wrong,
+        num_useless,
+        first_useless,
+    )
 
 
 def _problem(record: Record, format_name: FormatName | None) -> str:

@@ -86,7 +86,7 @@ def read_pair(record: Record, margin: str | None = None) -> tuple[Pair | Dropped
     Raises:
         WrongField: It is no pair.
     """
-    if _is_useless(record):
+    if is_useless(record):
         return Dropped(record.source, USELESS), ()
     pair, used = _pair(record)
     if margin is None:
@@ -150,7 +150,7 @@ def check_both_labels(where: str, wanted: int, unwanted: int) -> None:
         )
 
 
-def _is_useless(record: Record) -> bool:
+def is_useless(record: Record) -> bool:
     """Return whether both answers are there, and one is empty or equal to the other."""
     sides = [record.fields.get(side) for side in SIDES]
     if any(side is None for side in sides):

@@ -65,6 +65,22 @@ def test_rows_are_told_what_they_are_for(
     assert json.loads(done.stdout)["tasks"] == tasks
 
 
+def test_pairs_that_nothing_can_be_learnt_from_are_counted_and_the_first_is_named(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "pairs.jsonl"
+    sides = [("b", "c"), ("b", "b"), (" ", "c"), ("b", "d")]
+    rows = [{"prompt": "a", "chosen": good, "rejected": bad} for good, bad in sides]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = CliRunner().invoke(app, ["data", str(path), "--json"])
+    facts = json.loads(done.stdout)
+    assert (facts["num_useless"], facts["first_useless"]) == (2, f"{path}:2")
+    shown = " ".join(CliRunner().invoke(app, ["data", str(path)]).stdout.split())
+    assert "useless pairs 2: an empty answer, or two equal ones; first" in shown
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[::3]))
+    assert "useless" not in CliRunner().invoke(app, ["data", str(path)]).stdout
+
+
 def test_wrong_rows_are_one_message(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n{"a": \n')
