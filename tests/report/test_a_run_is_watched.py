@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError, DataError, RunError
 from peftkit.events import EvalDone, Event, Notice, RunStarted, Sampled, StepDone
-from peftkit.inference import evaluate
+from peftkit.inference.cached_engine import CachedEngine
 from peftkit.recipe import Recipe
 from peftkit.report.history import RunFacts
 from peftkit.report.page import write_report
@@ -95,14 +95,15 @@ def test_watching_changes_no_weight(settings: dict[str, Any], tmp_path: Path) ->
 def test_memory_that_runs_out_while_it_generates_halves_the_prompts_at_once(
     fits: int, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = evaluate.generate_ids
+    real = CachedEngine._advance
 
-    def short(*given: Any, batch_size: int, **how: Any) -> Any:
-        if batch_size > fits:
+    def short(engine: CachedEngine) -> None:
+        real(engine)
+        is_trial = engine.limits.prefill == 4  # whether the model can be served by this engine
+        if not is_trial and engine.num_running > fits:
             raise RuntimeError("CUDA out of memory.")
-        return real(*given, batch_size=batch_size, **how)
 
-    monkeypatch.setattr(evaluate, "generate_ids", short)
+    monkeypatch.setattr(CachedEngine, "_advance", short)
     if not fits:
         with pytest.raises(RunError, match="while one prompt was answered"):
             run(settings, tmp_path / "run", sample_every=4, max_steps=1, sample_tokens=3)
