@@ -381,10 +381,15 @@ def bad_rows(problems: Sequence[str], total: int, name: str, where: str, fix: st
     listed = first_few(problems, MAX_SHOWN)
     if len(problems) > MAX_SHOWN:
         name_of_file = re.sub(r"[^\w.-]+", "-", Path(where).name) or "data"
-        file = Path(tempfile.gettempdir()) / f"peftkit-bad-rows-{name_of_file}.txt"
-        with suppress(OSError):
-            file.write_text("\n".join(problems) + "\n", encoding="utf-8", errors="replace")
-            listed += f"\nAll are listed in {file}"
+        prefix = f"peftkit-bad-rows-{name_of_file}-"  # a name that nobody else can have taken
+        with (
+            suppress(OSError),
+            tempfile.NamedTemporaryFile(
+                "w", encoding="utf-8", errors="replace", prefix=prefix, suffix=".txt", delete=False
+            ) as file,
+        ):
+            file.write("\n".join(problems) + "\n")
+            listed += f"\nAll are listed in {file.name}"
     return DataError(
         f"Cannot use {len(problems)} of {total} rows of {where} (format '{name}').",
         found=listed,

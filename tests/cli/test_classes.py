@@ -85,7 +85,7 @@ def test_train_says_what_to_do_next(peftkit: Run, classifier, tmp_path) -> None:
     card = (tmp_path / "runs" / "demo" / "README.md").read_text()
     assert "AutoModelForSequenceClassification" in card
     assert "num_labels=3" in card
-    assert "eval_accuracy" in card
+    assert "eval accuracy" in card
     assert "perplexity" not in card
     assert "vllm" not in card
 
