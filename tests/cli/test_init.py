@@ -46,9 +46,9 @@ def test_every_recipe_is_valid_and_says_what_was_asked(
     assert text.count("  # ") >= 4
 
 
-def test_options_answer_the_questions(peftkit: Run, tmp_path: Path) -> None:
+def test_options_answer_the_questions(peftkit: Run, tmp_path: Path, model_folder: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [turn("a", f"b {n}") for n in range(9)])
-    args = ("--data", "rows.jsonl", "--model", "smollm2-135m", "--memory", "12GB")
+    args = ("--data", "rows.jsonl", "--model", str(model_folder), "--memory", "12GB")
     done = peftkit("init", *args, "--task", "causal_lm")
     assert done[:2] == (0, "recipe.yaml\n"), done.err
     commands = [line.strip().removeprefix("Next: ") for line in done.err.splitlines()]

@@ -186,7 +186,7 @@ def test_the_style_is_that_of_the_rows(tmp_path: Path, task: Build) -> None:
         assert maker.style == style
     with pytest.raises(DataError, match=r"(?s)style 'chat'.*the others have 'plain'"):
         maker.encode(chat)
-    with pytest.raises(DataError, match=r"(?s)style 'plain'.*the others have 'chat'"):
+    with pytest.raises(DataError, match=r"(?s)style 'plain'.*the adapter learnt 'chat'"):
         task(style=Style("chat")).encode(plain)
 
 
