@@ -76,11 +76,19 @@ def settings_of(
     if "model" not in base:
         base = {**base, "model": str(_base(folder / "base", family or FAMILY.get(task, "bert")))}
     kinds = {"kto": {"type": "preference", "loss": "kto"}}
+    # so few rows are not packed by default
+    packing = {"packing": True} if task == "causal_lm" else {}
     return {
         "task": kinds.get(task, {"type": task}),
         "base": {"dtype": "fp32", **base},
         "method": METHODS[method],
-        "data": {"train": data, "eval": data, "max_length": 64, **sections.get("data", {})},
+        "data": {
+            "train": data,
+            "eval": data,
+            "max_length": 64,
+            **packing,
+            **sections.get("data", {}),
+        },
         "train": {
             "max_steps": 4,
             "batch_size": 2,
