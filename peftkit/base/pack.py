@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import transformers
@@ -77,6 +77,9 @@ class PackingLoader:
         put: Moves each finished tensor to its final storage; by default it is not moved.
     """
 
+    reads_tables: ClassVar[bool] = False
+    """Whether the files may hold the token embedding and the output layer packed."""
+
     def __init__(
         self,
         request: BaseRequest,
@@ -112,8 +115,10 @@ class PackingLoader:
             self._find_jobs(model)
 
     def _find_jobs(self, model: Any) -> None:
-        with as_tied(model):
-            jobs = weights_to_pack(self.request.settings, model, self._head)
+        with _as_tied(model):
+            jobs = weights_to_pack(
+                self.request.settings, model, self._head, tables=self.reads_tables
+            )
         self._jobs = {f"{job[0]}.{job[2]}": (job, kind) for job, kind in jobs.items()}
 
     def bytes_per_value(self, name: str) -> float | None:
@@ -197,7 +202,7 @@ def kept_in_float32(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
 
 
 @contextmanager
-def as_tied(model: Any) -> Iterator[None]:
+def _as_tied(model: Any) -> Iterator[None]:
     """Tie a model's weights for as long as the context holds: its loader ties them at the end."""
     before = []
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():

@@ -249,13 +249,11 @@ def some_values(codes: Codes, positions: Tensor) -> Tensor:
         stack, place = positions // (rows * width), positions % (rows * width)
         positions = stack * rows * width + place % rows * width + place // rows
     at = positions // width
-    if not codes.scales:  # rows of blocks, each with its own
-        form = codes.form._replace(shape=torch.Size([len(at), width]), transposed=False)
-        rows_of = Codes(codes.packed.flatten(0, -2)[at], form, ())
-        return unpacked(rows_of, torch.float32)[torch.arange(len(at)), positions % width]
-    grid = codes.scales[0].shape
-    row = at // rows * grid[-2] + at % rows // codes.form.rows
-    scales = [s.flatten(0, -2)[row] if s.dim() > 1 else s for s in codes.scales]
+    scales: list[Tensor] = []
+    if codes.scales:  # else the rows hold them
+        grid = codes.scales[0].shape
+        row = at // rows * grid[-2] + at % rows // codes.form.rows
+        scales = [s.flatten(0, -2)[row] if s.dim() > 1 else s for s in codes.scales]
     form = codes.form._replace(shape=torch.Size([len(at), width]), rows=1, transposed=False)
     part = Codes(codes.packed.flatten(0, -2)[at], form, tuple(scales))
     return unpacked(part, torch.float32)[torch.arange(len(at)), positions % width]

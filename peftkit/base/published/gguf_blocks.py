@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,19 +11,12 @@ from transformers.quantizers.auto import register_quantization_config, register_
 
 from peftkit.base.gguf import loading
 from peftkit.base.gguf_file import LazyTensor, blocks_of, parsed_once, source_of
-from peftkit.base.pack import (
-    LoaderArguments,
-    PackingConfig,
-    PackingLoader,
-    PackingQuantizer,
-    as_tied,
-)
+from peftkit.base.pack import LoaderArguments, PackingLoader
 from peftkit.base.published.codes import Codes
-from peftkit.base.published.loader import CodesLoader
+from peftkit.base.published.loader import CodesLoader, StoredConfig, StoredQuantizer
 from peftkit.base.skeleton import on_meta
 from peftkit.errors import BaseError
 from peftkit.events import Notice
-from peftkit.quant.quantize import weights_to_pack
 
 METHOD = "peftkit_gguf_blocks"
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -31,6 +24,8 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 class BlocksLoader(CodesLoader):
     """Keeps the blocks of a GGUF file, and casts its other tensors."""
+
+    reads_tables: ClassVar[bool] = True
 
     def arguments(self) -> LoaderArguments:
         """Return the arguments with which transformers loads the file's tensors."""
@@ -54,11 +49,6 @@ class BlocksLoader(CodesLoader):
         )
         kwargs = loading(request, tensors)
         return type(bare), None, kwargs | {"quantization_config": BlocksConfig(self)}
-
-    def _find_jobs(self, model: Any) -> None:
-        with as_tied(model):
-            jobs = weights_to_pack(self.request.settings, model, self._head, tables=True)
-        self._jobs = {f"{job[0]}.{job[2]}": (job, kind) for job, kind in jobs.items()}
 
     def take(self, name: str, value: Tensor) -> Tensor:
         """Return the model's parameter for a tensor of the file: blocks stay blocks."""
@@ -88,25 +78,12 @@ class BlocksLoader(CodesLoader):
 
 
 @register_quantization_config(METHOD)
-class BlocksConfig(PackingConfig):
+class BlocksConfig(StoredConfig):
     """Carries a `BlocksLoader` through transformers' loader."""
 
     method = METHOD
-    dequantize = True
-    """To transformers: nothing of the files' quantisation is left in the model."""
 
 
 @register_quantizer(METHOD)
-class BlocksQuantizer(PackingQuantizer):
-    """Hands blocks to the `BlocksLoader` as bytes, which transformers would cast otherwise."""
-
-    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
-        super().__init__(quantization_config, **kwargs)
-        self.pre_quantized = True
-
-    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> None:
-        """Read tensors as they are, and hand them to the loader.
-
-        transformers calls this, and not `param_needs_quantization`, for files that are quantised.
-        """
-        converter.quantization_operation = self.get_quantize_ops()
+class BlocksQuantizer(StoredQuantizer):
+    """Hands blocks to the `BlocksLoader` as bytes."""

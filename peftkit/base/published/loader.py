@@ -131,22 +131,40 @@ class CodesLoader(PackingLoader):
             ) from None
 
 
-@register_quantization_config(METHOD)
-class CodesConfig(PackingConfig):
-    """Carries a `CodesLoader` through transformers' loader."""
+class StoredConfig(PackingConfig):
+    """Says to transformers that nothing of the files' quantisation is left in the model."""
 
-    method = METHOD
     dequantize = True
-    """To transformers: nothing of the files' quantisation is left in the model."""
 
 
-@register_quantizer(METHOD)
-class CodesQuantizer(PackingQuantizer):
-    """Hands all tensors of a parameter to the `CodesLoader`."""
+class StoredQuantizer(PackingQuantizer):
+    """Hands tensors over in the dtype of the files, which transformers would cast otherwise."""
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.pre_quantized = True
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> None:
+        """Read tensors as they are, and hand them to the loader.
+
+        transformers calls this, and not `param_needs_quantization`, for files that are quantised.
+        """
+        converter.quantization_operation = self.get_quantize_ops()
+
+
+@register_quantization_config(METHOD)
+class CodesConfig(StoredConfig):
+    """Carries a `CodesLoader` through transformers' loader."""
+
+    method = METHOD
+
+
+@register_quantizer(METHOD)
+class CodesQuantizer(StoredQuantizer):
+    """Hands all tensors of a parameter to the `CodesLoader`."""
+
+    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
         loader: CodesLoader = quantization_config.loader
         checkpoint = published(loader.request.config)
         self._method = checkpoint.settings.get("quant_method") if checkpoint else None
@@ -171,14 +189,10 @@ class CodesQuantizer(PackingQuantizer):
         return renamings
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> None:
-        """Read tensors in the dtype of the files, and hand the parameters to the loader.
-
-        transformers calls this, and not `param_needs_quantization`, for files that are quantised.
-        """
+        """Hand tensors to the loader, unless they are read together: see `_Read`."""
         operations = getattr(converter, "operations", None) or [None]
         if not isinstance(operations[0], _Read):
-            converter.quantization_operation = self.get_quantize_ops()
-        return None
+            super().get_new_dtype(converter, param, dtype)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         model._weight_conversions = None  # it is saved as any model of its class
