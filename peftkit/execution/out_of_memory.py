@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from peftkit.kernels.device import gpu_here
+from peftkit.kernels.device import gpu_here, gpu_of
 
 # RuntimeErrors that torch and the vendors' libraries raise when memory runs out
 _SIGNS = (
@@ -29,6 +29,31 @@ def release_memory() -> None:
     gc.collect()
     if (here := gpu_here()) is not None:
         here[1].release()
+
+
+class RetryWatch:
+    """Watches a GPU's allocator, which releases its cache and waits when memory is nearly full."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._is_reported = device, False
+        self._before: int | None = None
+
+    def report(self, num_steps: int) -> str:
+        """Return, once, that it has done so in each of the steps since the last call; else "".
+
+        The first call counts only: in the steps before it a smaller plan may have been looked for.
+        """
+        gpu = gpu_of(self._device)
+        before, self._before = self._before, 0 if gpu is None else gpu.retries(self._device)
+        more = 0 if before is None else self._before - before
+        if self._is_reported or more < num_steps:
+            return ""
+        self._is_reported = True
+        return (
+            f"The GPU's memory is nearly full: in {num_steps} steps torch released its cache "
+            f"{more} times, and waits for the GPU each time. A lower train.tokens_per_batch or "
+            "train.gradient_checkpointing: true may be faster."
+        )
 
 
 def is_compile_error(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ from peftkit.adapter import prepared_for_training, refresh_copies
 from peftkit.errors import PeftkitError
 from peftkit.events import Listener, Notice, RunDone, StepDone, ignore
 from peftkit.execution import rng
-from peftkit.execution.out_of_memory import is_out_of_memory
+from peftkit.execution.out_of_memory import RetryWatch, is_out_of_memory
 from peftkit.execution.signals import Interrupted, stop_requests
 from peftkit.execution.state import Result, StepFacts
 from peftkit.figures import RECENT_STEPS, recent_mean
@@ -152,8 +152,7 @@ class Loop:
         self.validation = Validation(self.trainer, self.num_steps, watch)
         self.saver = Saver(self.trainer, self.sampler, weights, identity_of(run, identity))
         self._agreed_stop = 0
-        self._num_retries: int | None = None  # of the allocator; None: not counted yet
-        self._is_crowded = False
+        self._retries = RetryWatch(self.world.device)
         self._has_learnt = False
         self._began = time.perf_counter()  # minus the seconds before a resume
         self._resumed = (0, 0.0)  # steps and seconds before a resume
@@ -224,27 +223,8 @@ class Loop:
     def _give_back(self) -> None:
         if not self.trainer.plan.on_gpu:
             trim_malloc()
-        elif not self._is_crowded and self.run.state.step:
-            self._watch_allocator()
-
-    def _watch_allocator(self) -> None:
-        """Say once that the allocator releases its cache step after step.
-
-        Not of the first steps, in which a smaller plan may have been looked for.
-        """
-        device = self.world.device
-        gpu = gpu_of(device)
-        before, self._num_retries = self._num_retries, 0 if gpu is None else gpu.retries(device)
-        more = 0 if before is None else self._num_retries - before
-        if more < GIVE_BACK_EVERY:
-            return
-        self._is_crowded = True
-        text = (
-            f"The GPU's memory is nearly full: in {GIVE_BACK_EVERY} steps torch released its cache "
-            f"{more} times, and waits for the GPU each time. A lower train.tokens_per_batch or "
-            "train.gradient_checkpointing: true may be faster."
-        )
-        self.run.say(Notice(text))
+        elif self.run.state.step and (problem := self._retries.report(GIVE_BACK_EVERY)):
+            self.run.say(Notice(problem))
 
     def _step(self) -> None:
         run = self.run
