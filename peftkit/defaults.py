@@ -111,10 +111,8 @@ def why_too_short(
         num_rows: As they are trained on.
         num_documents: The same unpacked.
     """
-    in_step, num_steps = (
-        config.rows_per_step(num_processes),
-        config.num_steps(num_rows, num_processes),
-    )
+    in_step = config.rows_per_step(num_processes)
+    num_steps = config.num_steps(num_rows, num_processes)
     is_short = config.max_steps is None and num_steps < FEWEST_STEPS
     is_large = in_step > num_rows > 0
     if not (is_short or is_large):

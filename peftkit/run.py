@@ -12,6 +12,7 @@ from peftkit.adapter import Adapter, attach, check_fits
 from peftkit.base.load import Base, open_base
 from peftkit.base.skeleton import skeleton
 from peftkit.config.schema import flat
+from peftkit.data.encode import Style
 from peftkit.data.pack import fingerprint
 from peftkit.defaults import why_too_short
 from peftkit.errors import ConfigError
@@ -128,11 +129,11 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
     for row in documents[:num_rows]:
         spans = tuple(record.task.spans(row))
         on_event(Table(f"{row.source}, as the loss sees it", ("", "text"), spans))
-    num_rows, num_steps = len(record.train), recipe.train.num_steps(len(record.train))
+    num_steps = recipe.train.num_steps(len(record.train))
     on_event(Notice(f"Plan: {plan.describe()}."))
     is_short = _tell_if_short(record, 1, on_event)
     verdict = "It would run" if is_short else "All is well"
-    on_event(Notice(f"{verdict}: {num_rows} rows, {num_steps} optimizer steps."))
+    on_event(Notice(f"{verdict}: {len(record.train)} rows, {num_steps} optimizer steps."))
 
 
 def _tell_if_short(record: RunRecord, processes: int, on_event: Listener) -> bool:
@@ -193,14 +194,18 @@ def prepare(
     _add_other_adapters(task, base)
     rows, eval_rows = task.load_splits(task.data)
     recipe = recipe.model_copy(update={"data": task.data})  # packed or not, as the rows suit
-    if style and task.style and replace(style, system=task.style.system) != task.style:
-        text = (
-            "As the data section asks, the adapter goes on in another prompt style than it learnt"
-        )
-        on_event(Notice(f"{text}: {task.style.kind}, and it was {style.kind}."))
+    if style and task.style:
+        _tell_of_another_style(style, task.style, on_event)
     if world is not None:
         world.check_equal_across_ranks(rows={"train": _digest(rows), "eval": _digest(eval_rows)})
     return RunRecord(recipe, plan, base, adapter, task, settings, rows, eval_rows, continued)
+
+
+def _tell_of_another_style(learnt: Style, style: Style, on_event: Listener) -> None:
+    """Tell that a continued adapter learns prompts of another style; system prompts may differ."""
+    if replace(learnt, system=style.system) != style:
+        text = "As the data section asks, the adapter goes on in another prompt style"
+        on_event(Notice(f"{text} than it learnt: {style.kind}, and it was {learnt.kind}."))
 
 
 def _plan_over(recipe: Recipe, base: Base) -> ExecutionPlan:

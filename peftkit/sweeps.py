@@ -48,6 +48,7 @@ from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.signals import Interrupted, stopping_at_once
 from peftkit.figures import duration, loss_name, recent_mean
 from peftkit.files.disk import LOCKS, new_folder, read_json, writable_folder, write_json
+from peftkit.formats.folders import SWEEP
 from peftkit.planning.resolve import resolve_plan
 from peftkit.recipe import Recipe, check_settings, load
 from peftkit.report.history import is_run
@@ -57,7 +58,7 @@ from peftkit.train.checkpoint_files import Checkpoints
 from peftkit.train.metrics import require_trackers
 from peftkit.train.start import locked, prepare_output
 
-SWEEP, BEST = "sweep.json", "best"
+BEST = "best"
 MAX_MEMBERS = 256
 FIX_OVER = "Write KEY=VALUE,VALUE: method.rank=8,16,64"
 

@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 
 from peftkit.errors import ConfigError
+from peftkit.formats.folders import SWEEP
 from peftkit_cli.about import check_recipe_exists
 from peftkit_cli.arguments import Json, Overrides, Quiet, note
 
 SHOWN_SETTINGS = 6
-SWEEP = "sweep.json"
 
 
 def sweep(

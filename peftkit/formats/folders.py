@@ -19,6 +19,8 @@ TENSORS = "adapter_model.safetensors"
 NOTES = "peftkit.json"
 CARD = "README.md"
 RECIPE = "recipe.yaml"
+SWEEP = "sweep.json"
+"""Members of a sweep and what became of them, in its folder."""
 RUN_FILES = ("checkpoints", RECIPE, "metrics.jsonl")
 """Files of a training run that would not fit another adapter."""
 ORIGIN = "pulled.json"
@@ -154,9 +156,8 @@ def set_aside(folder: Path) -> Path | None:
         # the tensors first: without them the folder is refused by every command
         for name in (TENSORS, NOTES, START, *TOKENIZER_FILES, CARD, ORIGIN, *RECORDS):
             _move(folder / name, aside)
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # a copy: `peftkit distill` has written it anew
+        # a copy: `peftkit distill` has written it anew
+        with contextlib.suppress(FileNotFoundError):
             shutil.copyfile(folder / RECIPE, aside / RECIPE)
         _move(folder / CONFIG, aside)
         fsync_dir(aside)

@@ -97,12 +97,17 @@ def tokens_that_fit(model: Any) -> int | None:
     size = bytes_per_token(model.config.get_text_config(), compute_dtype(model))
     if environment.memory is None or size is None:
         return None
-    return int(cache_share(environment) * environment.usable) // size
+    return cache_tokens(environment, size)
 
 
-def cache_share(environment: Environment) -> float:
-    """Return the share of the free memory that keys and values may take."""
-    return CACHE_SHARE["cuda" if environment.on_gpu else "cpu"]
+def cache_tokens(environment: Environment, size: int, taken: int = 0) -> int:
+    """Return for how many tokens keys and values fit.
+
+    Args:
+        size: Bytes of a token. taken: Bytes of the free memory that something else will take.
+    """
+    share = CACHE_SHARE["cuda" if environment.on_gpu else "cpu"]
+    return int(share * max(environment.usable - taken, 0)) // size
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype) -> int | None:

@@ -20,7 +20,7 @@ from peftkit.errors import ConfigError
 from peftkit.execution.environment import gpu_of_size, this_machine
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.inference.cache import slot_length
-from peftkit.inference.open_engine import bytes_per_token, cache_share
+from peftkit.inference.open_engine import bytes_per_token, cache_tokens
 from peftkit.kernels.device import gpu_here
 from peftkit.planning.memory import CARDS, LINK, STEP, DeviceEstimate, MemoryEstimator, Strategy
 from peftkit.planning.resolve import config_of, plan_as_requested
@@ -224,8 +224,7 @@ def _answers(estimator: MemoryEstimator) -> dict[int, int]:
     size = bytes_per_token(config, estimator.steps.dtype)
     if size is None:
         return {}
-    free = max(environment.usable - estimator.steps.weights, 0)
-    tokens = int(cache_share(environment) * free) // size
+    tokens = cache_tokens(environment, size, taken=estimator.steps.weights)
     return {length: tokens // slot_length(length) for length in ANSWER_LENGTHS}
 
 

@@ -297,8 +297,14 @@ def _of_texts(judge: Callable[[list[str]], list[bool]]) -> Judge:
 
 def _are_of(texts: Sequence[str], schema: Mapping[str, Any], timeout: float) -> list[bool]:
     """Tell which texts are JSON of a schema."""
-    right = iter(all_matches([_json(text) for text in texts if _is_json(text)], schema, timeout))
-    return [_is_json(text) and next(right) for text in texts]
+    values = {number: _json(text) for number, text in enumerate(texts)}
+    values = {
+        number: value
+        for number, value in values.items()
+        if value is not None or texts[number].strip() == "null"
+    }
+    right = dict(zip(values, all_matches([*values.values()], schema, timeout), strict=True))
+    return [right.get(number, False) for number in range(len(texts))]
 
 
 def _share_of_fields(text: str, right: str | None) -> float | None:
@@ -315,10 +321,6 @@ def _share_of_fields(text: str, right: str | None) -> float | None:
 
 def _is_equal(text: str, right: str | None) -> float | None:
     return None if right is None else float(text.strip() == right.strip())
-
-
-def _is_json(text: str) -> bool:
-    return text.strip() == "null" or _json(text) is not None
 
 
 def _json(text: str) -> Any:
