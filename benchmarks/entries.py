@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-LORA = ("adapter.py", "kernels", "methods/base.py", "methods/lora.py", "model", "quant")
-"""Of peftkit/: what any run of a LoRA adapter goes through."""
+ON_A_CPU = ("attention", "block_scaled", "by_row", "cross_entropy", "device", "fused")
+KERNELS = tuple(
+    f"kernels/{name}.py" for name in (*ON_A_CPU, "lora", "packed", "stacked", "tiled", "varlen")
+)
+LORA = (*KERNELS, "adapter.py", "methods/base.py", "methods/lora.py", "model", "quant")
+"""Of peftkit/: what any run of a LoRA adapter goes through on a CPU."""
 LOADING = ("base/build.py", "base/load.py", "base/pack.py", "base/pretrained.py", "base/store.py")
 LOSS = (*("attention", "batches", "loss", "one_row"), "base")
 TRAINING = (*LORA, "execution", "train", "data/pack.py", *(f"tasks/{name}.py" for name in LOSS))
