@@ -1,0 +1,180 @@
+"""What a chat template writes between the end of an answer and the beginning of the next.
+
+A conversation that goes on is never written anew: the model's tokens stay as they were sampled, and
+what the template writes after them is appended. Tokenizers merge nothing across a special token, so
+what follows the one that ended the answer is tokenised by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from peftkit.data.chat import SENTINEL, Chat, special_texts
+from peftkit.data.encode import tokens
+from peftkit.data.format import Message
+from peftkit.errors import DataError
+
+_ASKED = {"role": "user", "content": "Hello"}
+_THOUGHT = "PEFTKITsentinelTHOUGHT"
+_ID = "call0000{}"  # nine letters and digits, which Mistral's templates require
+_FIX = "Set data.chat_template to a template that does, or leave the tools out."
+
+
+class Turns:
+    """Continues conversations after the model's answers.
+
+    Args:
+        template: A chat template's text; None: the tokenizer's own.
+        variables: For the template.
+    """
+
+    def __init__(
+        self, tokenizer: Any, template: str | None, variables: Mapping[str, Any] | None = None
+    ) -> None:
+        self._tokenizer, self._variables = tokenizer, variables
+        self._chat = Chat(tokenizer, template)
+        self._special = re.compile(
+            "|".join(re.escape(text) for text in special_texts(tokenizer)) or r"(?!)"
+        )
+
+    def after(
+        self,
+        replies: Sequence[Message],
+        calls: Sequence[tuple[str, str]] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        generation: bool = True,
+        ended_by: str | None = None,
+    ) -> tuple[int, list[int]]:
+        """Return the token that ends an answer, and those from there to the next answer.
+
+        What the model said plays no part: an answer with the same calls stands for it.
+
+        Args:
+            replies: Messages that follow the answer: of tools, or of the user.
+            calls: Names and ids of the tools that the answer calls.
+            tools: The functions that the prompt shows.
+            generation: Whether the beginning of the next answer is written too.
+            ended_by: Text of the token that ended the answer; None: the template's own.
+
+        Raises:
+            DataError: The template refuses the conversation, or writes an answer in another way
+                once something follows it.
+        """
+        # a mark in the answer tells what follows it even where a template writes an empty thought
+        # before it, or none; some write no content beside calls, or write it elsewhere
+        for content in (SENTINEL, ""):
+            said = _answer(content, calls)
+            closed = self._written([_ASKED, said], tools, generation=False)
+            whole = self._written([_ASKED, said, *replies], tools, generation=generation)
+            is_marked = closed.count(SENTINEL) == whole.count(SENTINEL) == 1
+            if content and not is_marked:
+                continue
+            if is_marked:
+                closed, whole = closed.partition(SENTINEL)[2], whole.partition(SENTINEL)[2]
+                if ended_by and ended_by in whole:  # it may open what follows: <|observation|>
+                    return self._from(ended_by, whole.partition(ended_by)[2])
+            if end := self._end_of(closed, whole, several=is_marked):
+                return self._from(end[0], whole[end.end() :])
+        raise DataError(
+            "the chat template writes an answer in another way once something follows it.",
+            found=f"Last, it ends with {closed[-60:]!r}; else {whole[-120:]!r}",
+            fix=_FIX,
+        )
+
+    def check(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Check that conversations of several turns are those that the template writes.
+
+        Two answers are written with all that follows them: the replies of tools, or the user's
+        words where there are no tools. Each must stay as it was, reasoning included, and go on with
+        the tokens that `after` returns.
+
+        Raises:
+            DataError: The template changes or leaves out what came before.
+        """
+        names = [tool["function"]["name"] for tool in tools[:1]]
+        turns: list[Message] = [_ASKED]
+        for number in range(2):
+            calls = [(name, _ID.format(number)) for name in names]
+            said = _answer("" if calls else f"Answer {number}.", calls, f"{_THOUGHT}{number}")
+            if _THOUGHT not in self._written([_ASKED, said], tools, generation=False):
+                said.pop("reasoning_content")
+            replies = [
+                {"role": "tool", "name": name, "tool_call_id": key, "content": f"Result {number}."}
+                for name, key in calls
+            ] or [{"role": "user", "content": f"Question {number}."}]
+            asked = self._written(turns, tools, generation=False)
+            closed = self._written([*turns, said], tools, generation=False)
+            turns += [said, *replies]
+            whole = self._written(turns, tools, generation=True)
+            _, ids = self.after(replies, calls, tools)
+            end = self._end_of(closed, whole)
+            known = [] if end is None else tokens(self._tokenizer, whole[: end.end()]) + ids
+            if not whole.startswith(asked) or known != tokens(self._tokenizer, whole):
+                raise DataError(
+                    "the chat template rewrites the turns before a reply.",
+                    found=f"An answer ends with {closed[-120:]!r}; with a reply: {whole[-240:]!r}",
+                    fix=_FIX,
+                )
+
+    def _end_of(self, closed: str, whole: str, *, several: bool = True) -> re.Match[str] | None:
+        """Return the special token that ends an answer, as it stands in the whole conversation.
+
+        Args:
+            closed: The conversation up to the answer.
+            several: Whether other special tokens may follow it there, as in Phi-3's.
+        """
+        rest = len(closed)
+        for end in reversed([*self._special.finditer(closed)]):
+            if closed[end.end() : rest].strip():
+                break  # not at the end
+            if whole.startswith(closed[: end.end()]):
+                return self._special.match(whole, end.start())
+            if not several:
+                break
+            rest = end.start()
+        # GLM's answers are ended by what opens the next turn
+        return self._special.match(whole, len(closed)) if whole.startswith(closed) else None
+
+    def _from(self, end: str, text: str) -> tuple[int, list[int]]:
+        (token,) = tokens(self._tokenizer, end)
+        both = tokens(self._tokenizer, end + text)
+        assert both[0] == token, end
+        return token, both[1:]
+
+    def _written(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, generation: bool
+    ) -> str:
+        def written(turns: Sequence[Message]) -> str:
+            where = "a conversation with replies"
+            given = self._variables
+            return self._chat.render(turns, tools, where, generation=generation, variables=given)
+
+        try:
+            return written(messages)
+        except DataError:  # DeepSeek's templates take arguments as JSON text
+            return written([_with_text_arguments(message) for message in messages])
+
+
+def _answer(
+    content: str, calls: Sequence[tuple[str, str]], thought: str | None = None
+) -> dict[str, Any]:
+    said: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        said["tool_calls"] = [
+            {"id": key, "type": "function", "function": {"name": name, "arguments": {}}}
+            for name, key in calls
+        ]
+    return said if thought is None else said | {"reasoning_content": thought}
+
+
+def _with_text_arguments(message: Message) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return dict(message)
+    calls = [
+        {**call, "function": {**call["function"], "arguments": "{}"}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}

@@ -1,0 +1,218 @@
+"""Tool calls in answers: which format a chat template writes, and answers taken apart as they come.
+
+The format is found by trying: the template writes a call, and the format that reads it back is its
+own. Templates that were changed, or came with an adapter, are recognised like those of families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from peftkit.inference.call_formats import FORMATS, NO_CALLS, Call, CallFormat, Unclosed, typed
+
+Render = Callable[[Sequence[Mapping[str, Any]]], str]
+"""Writes a conversation with a chat template."""
+
+
+class Said(NamedTuple):
+    """A piece of an answer: text, reasoning, or calls."""
+
+    text: str = ""
+    thought: str = ""
+    calls: tuple[Call, ...] = ()
+
+
+PROBE = Call("peftkit_probe", {"city": "Lima", "days": 3, "deep": {"a": [1, 2]}, "on": True})
+_TYPES = {"city": "string", "days": "integer", "deep": "object", "on": "boolean"}
+PROBE_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": PROBE.name,
+        "description": "A function.",
+        "parameters": {"type": "object", "properties": {k: {"type": t} for k, t in _TYPES.items()}},
+    },
+}
+_ASKED = {"role": "user", "content": "Hello"}
+_MARK = "PEFTKITsentinelCALL"
+
+
+def format_of(render: Render) -> CallFormat | None:
+    """Return the format in which a chat template writes calls; None: it writes none that is known.
+
+    Args:
+        render: Writes a conversation, without a generation prompt; what it raises means that the
+            template cannot write it.
+    """
+    try:
+        before = render([_ASKED])
+        ending = render([_ASKED, {"role": "assistant", "content": _MARK}]).partition(_MARK)[2]
+    except Exception:  # a template is a program: it can raise anything
+        return None
+    for as_text in (False, True):
+        said = replace(NO_CALLS, as_text=as_text).message("", [("abcdefghi", PROBE)])
+        try:
+            text = render([_ASKED, said])
+        except Exception:
+            continue
+        written = text.removeprefix(before).removesuffix(ending)
+        for form in FORMATS:
+            if _reads_probe(form, written):
+                return replace(form, as_text=as_text)
+    return None
+
+
+def _reads_probe(form: CallFormat, text: str) -> bool:
+    """Whether a format reads the probe in a turn, whose header may stand before it."""
+    starts = [at for mark in form.opens if (at := text.find(mark)) >= 0]
+    _, _, calls = read_answer(form, text[min(starts, default=0) :], [PROBE_TOOL])
+    return [one[:2] for one in calls] == [PROBE[:2]]
+
+
+class Reader:
+    """Takes an answer apart as it comes; any split of its text gives the same.
+
+    A call that cannot be read is text. White space beside reasoning and calls is dropped.
+
+    Args:
+        form: How calls are written; None: there are none.
+        tools: The functions, whose schemas tell the types of arguments.
+        thinks: Whether the answer begins within reasoning, which the prompt has opened.
+    """
+
+    def __init__(
+        self,
+        form: CallFormat | None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        thinks: bool = False,
+    ) -> None:
+        self._form = form or NO_CALLS
+        opens, skips = self._form.opens, self._form.skips
+        first = opens if self._form.at_start else ()
+        self._first = (self._form.thought[0], *first)  # where nothing has been said yet
+        self._marks = (*skips, *(() if self._form.at_start else opens))
+        self._tools = tools
+        self._buffer, self._searched = "", 0
+        self._step = self._in_thought if thinks else self._in_text
+        self._is_fresh, self._trims = True, thinks  # nothing said yet; drops white space
+        self._mark = self._space = ""
+
+    def feed(self, text: str, *, over: bool = False) -> Iterator[Said]:
+        """Yield what has become certain.
+
+        Args:
+            over: Whether the answer ends here.
+        """
+        self._buffer += text
+        goes_on = True
+        while goes_on:
+            said, goes_on = self._step(over)
+            if said != Said():
+                yield said
+
+    def _in_text(self, over: bool) -> tuple[Said, bool]:
+        if self._is_fresh:
+            head = self._buffer.lstrip()
+            mark = next((mark for mark in self._first if head.startswith(mark)), None)
+            if mark is not None:
+                return self._open(mark, len(self._buffer) - len(head))
+            if not over and any(mark.startswith(head) for mark in self._first):
+                return Said(), False
+        found = [(at, mark) for mark in self._marks if (at := self._buffer.find(mark)) >= 0]
+        if not found:
+            text = self._taken(self._marks, over)
+            self._is_fresh = self._is_fresh and not text
+            return Said(text), False
+        at, mark = min(found)
+        text = self._buffer[:at].rstrip()
+        if self._trims:
+            text = text.lstrip()
+        if text:
+            self._is_fresh = self._trims = False
+            self._buffer = self._buffer[len(self._buffer[:at].rstrip()) :]
+            return Said(text), True
+        return self._open(mark, at)
+
+    def _open(self, mark: str, at: int) -> tuple[Said, bool]:
+        """Go into reasoning or a call, or over a mark that is to be skipped."""
+        self._space = "" if self._trims else self._buffer[:at]
+        self._mark, self._buffer = mark, self._buffer[at:]
+        if mark in self._form.opens:
+            self._step, self._searched = self._in_call, len(mark)
+            return Said(), True
+        self._buffer = self._buffer[len(mark) :]
+        self._step = self._in_thought if mark == self._form.thought[0] else self._in_text
+        self._is_fresh = self._trims = True
+        return Said(), True
+
+    def _in_thought(self, over: bool) -> tuple[Said, bool]:
+        thought, close, rest = self._buffer.partition(self._form.thought[1])
+        if not close:
+            return Said(thought=self._taken(self._form.thought[1:], over)), False
+        thought = thought.rstrip()
+        said = Said(thought=thought.lstrip() if self._trims else thought)
+        self._buffer, self._step = rest, self._in_text
+        self._is_fresh = self._trims = True
+        return said, True
+
+    def _taken(self, marks: Sequence[str], over: bool) -> str:
+        """Take the text that no mark, and no white space before one, can begin in."""
+        if self._trims:
+            self._buffer = self._buffer.lstrip()
+        size = len(self._buffer)
+        if not over:
+            size -= _num_held(self._buffer, marks)
+            size = len(self._buffer[:size].rstrip())
+        text, self._buffer = self._buffer[:size], self._buffer[size:]
+        self._trims = self._trims and not text
+        return text
+
+    def _in_call(self, over: bool) -> tuple[Said, bool]:
+        close, calls, at = self._form.close, None, -1
+        while calls is None:
+            at = -1 if close is None else self._buffer.find(close, self._searched)
+            if at < 0 and not over:
+                self._searched = max(self._searched, len(self._buffer) - len(close or ""))
+                return Said(), False
+            self._searched = len(self._buffer) if at < 0 else at + len(close or "")
+            calls = self._read(self._buffer[: self._searched], is_last=at < 0)
+        self._step = self._in_text
+        if not calls:  # it began as one and is none
+            text, self._buffer = self._space + self._mark, self._buffer[len(self._mark) :]
+            self._is_fresh = self._trims = False
+            return Said(text), True
+        self._buffer, self._trims = self._buffer[self._searched :], True
+        return Said(calls=tuple(calls)), True
+
+    def _read(self, text: str, *, is_last: bool) -> list[Call] | None:
+        """Return the calls of a text, [] if there are none; None: it ends in one of its strings."""
+        try:
+            calls = self._form.read(text)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+            return None if isinstance(error, Unclosed) and not is_last else []
+        return [typed(call, self._tools) for call in calls] if self._form.is_untyped else calls
+
+
+def _num_held(text: str, marks: Sequence[str]) -> int:
+    """Return how many characters at the end may begin a mark."""
+    longest = max(map(len, marks), default=1) - 1
+    sizes = range(min(longest, len(text)), 0, -1)
+    return next((n for n in sizes if any(mark.startswith(text[-n:]) for mark in marks)), 0)
+
+
+def read_answer(
+    form: CallFormat | None,
+    text: str,
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    thinks: bool = False,
+) -> Said:
+    """Return the text, the reasoning and the calls of a whole answer; arguments as of `Reader`."""
+    pieces = [*Reader(form, tools, thinks=thinks).feed(text, over=True)]
+    return Said(
+        "".join(piece.text for piece in pieces),
+        "".join(piece.thought for piece in pieces),
+        tuple(call for piece in pieces for call in piece.calls),
+    )
