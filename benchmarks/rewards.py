@@ -29,7 +29,7 @@ from peftkit.base.locate import locate
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.methods.lora import LoRA
 
-LOSSES = ("dapo", "grpo", "dr_grpo", "gspo", "cispo")
+LOSSES = ("dapo", "grpo", "dr_grpo", "gspo", "cispo", "luspo", "sapo", "vespo")
 """RLOO is another trainer in TRL, with another formula of the ratio."""
 ANSWERS, MAX_NEW_TOKENS = 8, 32
 

@@ -33,6 +33,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "epsilon_high": 4e-4,
     },
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "luspo": {
+        "loss_type": "luspo",
+        "importance_sampling_level": "sequence",
+        "epsilon": 3e-4,
+        "epsilon_high": 4e-4,
+    },
+    "sapo": {"loss_type": "sapo"},
+    "vespo": {"loss_type": "vespo"},
 }
 COMMON: dict[str, Any] = {
     "report_to": [],

@@ -370,9 +370,10 @@ class GRPOConfig(AnswerConfig):
     kl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the divergence from the base, or from method.start_from."""
     clip_low: Annotated[float, Field(ge=0)] | None = None
-    """How far a token's ratio counts below 1; null: 0.2 (gspo: 3e-4)."""
+    """How far a token's ratio counts below 1; null: 0.2 (gspo, luspo: 3e-4)."""
     clip_high: Annotated[float, Field(ge=0)] | None = None
-    """And above 1; null: 0.28 of dapo, 4e-4 of gspo, else 0.2; of cispo the largest ratio, 5."""
+    """And above 1; null: 0.28 of dapo, 4e-4 of gspo and luspo, else 0.2; of cispo the largest
+    ratio, 5. sapo and vespo have no bounds."""
     normalise: bool | None = None
     """Divide by the standard deviation of the group's rewards; null: true but for dr_grpo, rloo."""
     mask_cut: bool = True

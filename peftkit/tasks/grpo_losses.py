@@ -9,6 +9,12 @@ r is exp(log p - log p_old) of a token, A its answer's advantage, and lo, hi the
 | gspo    | as grpo with r = exp(mean of log p - log p_old)    | answers       | 2507.18071 |
 | cispo   | -min(r, hi) A log p, no gradient through r         | answer tokens | 2506.13585 |
 | rloo    | as grpo with r = exp(sum of log p - log p_old)     | answers       | 2402.14740 |
+| luspo   | as gspo; sum over the tokens of an answer          | answers       | 2602.05261 |
+| sapo    | -4/t sigmoid(t (r - 1)) A; mean over the answer    | answers       | 2511.20347 |
+| vespo   | -w^k e^(l (1 - w)) A log p, w = exp(sum of log p   | answer tokens | 2602.10693 |
+|         | - log p_old), no gradient through w                |               |            |
+
+t, k and l depend on the sign of A (`SAPO_TEMPERATURE`, `VESPO_SHAPE`).
 
 Divided once over the whole step: over all micro-batches and processes.
 
@@ -24,7 +30,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-LossName = Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo"]
+LossName = Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo", "luspo", "sapo", "vespo"]
 CLIP: dict[LossName, tuple[float, float]] = {
     "dapo": (0.2, 0.28),
     "grpo": (0.2, 0.2),
@@ -32,10 +38,18 @@ CLIP: dict[LossName, tuple[float, float]] = {
     "gspo": (3e-4, 4e-4),
     "cispo": (0.0, 5.0),
     "rloo": (0.2, 0.2),
+    "luspo": (3e-4, 4e-4),
+    "sapo": (0.0, 0.0),
+    "vespo": (0.0, 0.0),
 }
-"""Low and high bounds where a recipe sets none; cispo's high is the largest r, not above 1."""
-OF_TOKENS = ("dapo", "cispo")
+"""Low and high bounds where a recipe sets none; cispo's high is the largest r, not above 1. sapo
+and vespo have none."""
+OF_TOKENS = ("dapo", "cispo", "vespo")
 """Losses divided by the step's answer tokens; the others by its answers."""
+SAPO_TEMPERATURE = (1.0, 1.05)
+"""Of answers with a positive advantage, and of the others."""
+VESPO_SHAPE = ((2.0, 3.0), (3.0, 2.0))
+"""k and l of answers whose advantage is not negative, and of the others."""
 STD_EPS = 1e-4
 EQUAL = 1e-8
 """Groups whose rewards differ by no more are left out."""
@@ -73,20 +87,40 @@ def policy_losses(
     ones = torch.ones_like(log_probs)
     lengths = ones.new_zeros(num_documents).index_add(0, document, ones.detach())[document]
     log_ratio = log_probs - old
-    if loss in ("gspo", "rloo"):
+    if loss in ("gspo", "luspo", "rloo", "vespo"):
         sums = log_ratio.new_zeros(num_documents).index_add(0, document, log_ratio)[document]
-        log_ratio = sums / lengths if loss == "gspo" else sums
+        log_ratio = sums if loss in ("rloo", "vespo") else sums / lengths
+    mean_weights, never = (ones if loss in OF_TOKENS else 1 / lengths), torch.zeros_like(ones)
+    if loss == "vespo":
+        losses = -_vespo_weights(log_ratio.detach(), advantages) * advantages * log_probs
+        return PolicyLosses(losses, ones, ones, never, never)
     ratio = log_ratio.exp()
+    if loss == "sapo":
+        t = _where(advantages > 0, SAPO_TEMPERATURE)
+        losses = -4 / t * torch.sigmoid(t * (ratio - 1)) * advantages
+        return PolicyLosses(losses, mean_weights, mean_weights, never, never)
     if loss == "cispo":
         losses = -ratio.detach().clamp(max=high) * advantages * log_probs
-        return PolicyLosses(losses, ones, ones, torch.zeros_like(ones), ratio.detach() > high)
+        return PolicyLosses(losses, ones, ones, never, ratio.detach() > high)
     clamped = ratio.clamp(1 - low, 1 + high)
     losses = -torch.minimum(ratio * advantages, clamped * advantages)
-    mean_weights = ones if loss in OF_TOKENS else 1 / lengths
-    weights = ones / max_new_tokens if loss == "dr_grpo" else mean_weights
+    weights = {"dr_grpo": ones / max_new_tokens, "luspo": ones}.get(loss, mean_weights)
     below = (ratio < 1 - low) & (advantages < 0)
     above = (ratio > 1 + high) & (advantages > 0)
     return PolicyLosses(losses, weights, mean_weights, below, above)
+
+
+def _vespo_weights(log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """Return how much each answer counts (n,): 1 at a ratio of 1, and less on both sides."""
+    log_ratio = log_ratio.clamp(math.log(1e-8), 20.0)  # where the weight is 0 in fp32
+    better, worse = VESPO_SHAPE
+    k, rate = (_where(advantages >= 0, pair) for pair in zip(better, worse, strict=True))
+    return (k * log_ratio + rate * (1 - log_ratio.exp())).exp()
+
+
+def _where(mask: Tensor, values: tuple[float, float]) -> Tensor:
+    """Return the first value where the mask is true (n,), else the second."""
+    return mask * values[0] + ~mask * values[1]
 
 
 def kl_to_reference(log_probs: Tensor, reference: Tensor) -> Tensor:

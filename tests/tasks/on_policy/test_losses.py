@@ -57,6 +57,15 @@ def clipped(r: Tensor, a: float, low: float, high: float) -> Tensor:
     return -torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
 
 
+def soft(r: Tensor, a: float, t: float) -> Tensor:
+    return -a * (4 / t / (1 + (-t * (r - 1)).exp())).mean()
+
+
+def gamma(lp: Tensor, old: Tensor, a: float, k: float, rate: float) -> Tensor:
+    w = (lp - old).sum().exp().detach()
+    return (-(w**k) * (rate * (1 - w)).exp() * a * lp).sum()
+
+
 Formula = Callable[[Tensor, Tensor, float], Tensor]
 FORMULAS: dict[str, tuple[Formula, str]] = {
     "dapo": (lambda lp, old, a: clipped((lp - old).exp(), a, 0.2, 0.28).sum(), "tokens"),
@@ -71,6 +80,12 @@ FORMULAS: dict[str, tuple[Formula, str]] = {
         "tokens",
     ),
     "rloo": (lambda lp, old, a: clipped((lp - old).sum().exp(), a, 0.2, 0.2), "answers"),
+    "luspo": (
+        lambda lp, old, a: len(lp) * clipped((lp - old).mean().exp(), a, 3e-4, 4e-4),
+        "answers",
+    ),
+    "sapo": (lambda lp, old, a: soft((lp - old).exp(), a, 1.0 if a > 0 else 1.05), "answers"),
+    "vespo": (lambda lp, old, a: gamma(lp, old, a, *((2, 3) if a >= 0 else (3, 2))), "tokens"),
 }
 
 
