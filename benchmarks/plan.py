@@ -59,14 +59,15 @@ def reckoner_of(
     *,
     on_gpu: bool = False,
     free: int | None = None,
+    dtype: str = "bf16",
 ) -> StepEstimator:
-    """Return what a model's plans are reckoned with: LoRA of rank 16, in bf16.
+    """Return what a model's plans are reckoned with: LoRA of rank 16.
 
     Args:
         free: Main memory in bytes, where a CPU may keep packed weights unpacked as well.
     """
     recipe = Recipe.model_construct(
-        base=BaseConfig.model_construct(model="x", quantize=quantize, dtype="bf16"),
+        base=BaseConfig.model_construct(model="x", quantize=quantize, dtype=dtype),
         task=task or CausalLMConfig(),
         method=LoRA(rank=16),
     )
@@ -87,10 +88,16 @@ class Measured:
     """
 
     def __init__(
-        self, config: Any, quantize: str, *, device: str = "cpu", kept: bool = False
+        self,
+        config: Any,
+        quantize: str,
+        *,
+        device: str = "cpu",
+        kept: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         torch.manual_seed(0)
-        made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         self.model = made.eval().requires_grad_(False).to(device)
         if quantize != "none":
             quantize_model(self.model, quantize)

@@ -33,6 +33,7 @@ from peftkit.kernels.cross_entropy import (
     ChunkedValues,
     Head,
     logits_of_chunk,
+    parts_of,
     rows_of_chunk,
 )
 
@@ -104,6 +105,12 @@ def values_and_gradient(
     Args:
         student, teacher: (C, V) logits of any float dtype.
     """
+    found = [_of_part(s, t, divergence) for s, t in parts_of(student, teacher)]
+    values, same = (torch.cat(each) for each in zip(*found, strict=True))
+    return values, same
+
+
+def _of_part(student: Tensor, teacher: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(student.dtype, torch.float32)
     same = student.argmax(-1) == teacher.argmax(-1)
     temperature = divergence.temperature

@@ -101,7 +101,7 @@ def spans_attention(
     """
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]
     if len(spans.tokens):
-        rows[1:] = [_Gathered.apply(x, *spans[2:6]) for x in rows[1:]]
+        rows[1:] = [_Gathered.apply(x, *spans[2:6], None) for x in rows[1:]]
     left = -1 if window is None else window - 1
     run = kernel()
     assert run is not None
@@ -157,23 +157,37 @@ def is_available(device: torch.device) -> bool:
 
 
 class _Gathered(torch.autograd.Function):
-    """Keys or values (N, H, D) of all documents, (K, H, D)."""
+    """Rows (N, H, D) of tokens as the documents have them, (K, H, D).
+
+    Its gradient takes a token's first row and adds the copies: torch's own, of an index, sums all
+    rows one by one, which took 6% of a training step on a CPU.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, tokens: Tensor, first: Tensor, copies: Tensor, owners: Tensor
+        ctx: Any,
+        x: Tensor,
+        tokens: Tensor,
+        first: Tensor,
+        copies: Tensor,
+        owners: Tensor,
+        unused: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(first, copies, owners)
+        """Return the rows; `unused` (N,): whether a token is in no document, thus no gradient."""
+        ctx.save_for_backward(first, copies, owners, unused)
         return x.index_select(0, tokens)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        first, copies, owners = ctx.saved_tensors
+        first, copies, owners, unused = ctx.saved_tensors
         (grad,) = grads
-        # copies are summed in float32: one token may have hundreds
-        grad_x = grad.index_select(0, first).float()
-        grad_x.index_add_(0, owners, grad.index_select(0, copies).float())
-        return grad_x.to(grad.dtype), None, None, None, None
+        # copies are summed in float32, or float64: one token may have hundreds
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        grad_x = grad.index_select(0, first).to(wide)
+        grad_x.index_add_(0, owners, grad.index_select(0, copies).to(wide))
+        if unused is not None:  # by a mask: padding may be infinite
+            grad_x.masked_fill_(unused[:, None, None], 0.0)
+        return grad_x.to(grad.dtype), None, None, None, None, None
 
 
 MULTIPLE = 8
@@ -189,10 +203,15 @@ class Grid(NamedTuple):
         tokens: (R, T) indices of tokens, N - 1 for padding; each row ends with padding.
         places: (B, L) indices into the flattened grid: the first one of a token of several
             documents, a padded one of a token of no document.
+        copies: (C,) indices into the flattened grid where a token of several documents is again;
+            two are of padding, for torch compiles code of its own for arrays of 0 and of 1.
+        unused: (B * L,) whether a token is in no document.
     """
 
     tokens: Tensor
     places: Tensor
+    copies: Tensor
+    unused: Tensor
 
 
 def width_of(longest: int) -> int:
@@ -229,18 +248,23 @@ def grid_of(documents: Sequence[Sequence[int]], shape: tuple[int, int]) -> Grid:
         tokens[number, : len(document)] = document
         places[document] = number * width + torch.arange(len(document))
     assert int(places[pad]) == width - 1, "the row has no token that pads the grid"
-    return Grid(tokens, places.view(shape))
+    flat, unused = tokens.flatten(), places == width - 1
+    again = ~unused[flat] & (places[flat] != torch.arange(len(flat)))
+    copies = torch.cat([again.nonzero().flatten(), places[pad].expand(2)])
+    return Grid(tokens, places.view(shape), copies, unused)
 
 
 def into_grid(x: Tensor, grid: Grid) -> Tensor:
     """Return queries, keys or values (B, H, L, D) as (R, H, T, D)."""
-    # in float32: the backward pass sums over all documents that share a token
-    rows = x.transpose(1, 2).flatten(0, 1).to(torch.promote_types(x.dtype, torch.float32))
-    # padding has no gradient: all documents share it, and a value that is not finite would spread
-    rows = torch.cat([rows[:-1], rows[-1:].detach()])
-    return rows[grid.tokens].transpose(1, 2).to(x.dtype)
+    tokens = grid.tokens.flatten()
+    rows = x.transpose(1, 2).flatten(0, 1)
+    made: Tensor = _Gathered.apply(
+        rows, tokens, grid.places.flatten(), grid.copies, tokens[grid.copies], grid.unused
+    )
+    return made.unflatten(0, grid.tokens.shape).transpose(1, 2)
 
 
 def out_of_grid(x: Tensor, grid: Grid) -> Tensor:
     """Return outputs of attention (R, H, T, D) as (B, L, H, D)."""
-    return x.transpose(1, 2).flatten(0, 1)[grid.places]
+    rows = x.transpose(1, 2).flatten(0, 1).index_select(0, grid.places.flatten())
+    return rows.unflatten(0, grid.places.shape)

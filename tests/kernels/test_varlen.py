@@ -94,7 +94,7 @@ def test_what_is_shared_by_many_is_summed_in_float32() -> None:
     documents = [[0, n] for n in range(1, 301)]
     spans = spans_of(documents, 304)
     x = torch.ones(304, 1, 8, dtype=torch.bfloat16, requires_grad=True)
-    gathered = varlen._Gathered.apply(x, *spans[2:6])
+    gathered = varlen._Gathered.apply(x, *spans[2:6], None)
     (grad,) = torch.autograd.grad(gathered.sum(), x)
     assert grad[0].unique().tolist() == [300.0]  # bfloat16 alone stands still at 256
 
