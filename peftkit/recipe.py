@@ -71,15 +71,17 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         ConfigError: Every error at once, each with its file and line.
     """
     recipe = schema.load(Recipe, Path(path), overrides)
-    code = recipe.task.code
-    setting = f"task.{recipe.task.code_setting}"
-    is_named_here = any(text.startswith((f"{setting}=", "task=")) for text in overrides)
-    if code and not is_named_here and (Path(path).parent / "adapter_config.json").exists():
+    code = {
+        f"task.{setting}": uses
+        for setting, uses in recipe.task.code.items()
+        if uses and not any(text.startswith((f"task.{setting}=", "task=")) for text in overrides)
+    }
+    if code and (Path(path).parent / "adapter_config.json").exists():
         raise ConfigError(
             f"the recipe {path} came with an adapter, and names functions: these are not run "
             "unasked.",
-            found=", ".join(code),
-            fix=f"Name your own: --set '{setting}=[{{use: {code[0]}}}]'",
+            found="; ".join(f"{setting}: {', '.join(uses)}" for setting, uses in code.items()),
+            fix="Name your own: " + " ".join(f"--set '{setting}=...'" for setting in code),
         )
     return recipe
 

@@ -118,6 +118,18 @@ class Row:
         """Tokens of the slot that it needs at its end."""
         return slot_length(self.owner.num_tokens - self.start)
 
+    def as_span(self) -> Span:
+        """Return its tokens with a copy of their keys and values, which leaves the slot free."""
+        assert self.arena is not None
+        tokens = [*self.owner.tokens, self.owner.end][self.start : self.start + self.length]
+        at = slice(self.slot, self.slot + 1)
+        layers = {
+            layer: (keys[at, :, : self.length].clone(), values[at, :, : self.length].clone())
+            for layer, (keys, values) in self.arena.layers.items()
+        }
+        adapter = self.owner.request.adapter
+        return Span(tokens, adapter, self.start, self.length, layers, self.base)
+
     @property
     def has_room(self) -> bool:
         """Whether its slot has room for the next token."""

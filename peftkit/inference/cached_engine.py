@@ -51,6 +51,7 @@ class CachedEngine(Engine):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._prompts: dict[Span, Completion | None] = {}
+        self._kept: dict[Completion, Span] = {}
         self._arenas: dict[int, Arena] = {}
         self._batch: Batch | None = None
         plan = plan_of(self.model)
@@ -82,7 +83,18 @@ class CachedEngine(Engine):
         self._prompts = {
             span: one for span, one in self._prompts.items() if span.adapter != adapter
         }
+        self._drop_kept(adapter)
         self._prefixes.forget(adapter)
+
+    def release(self, completion: Completion) -> None:
+        if (span := self._kept.pop(completion, None)) is not None:
+            self._release(span.base)
+
+    def _drop_kept(self, adapter: str | None = None, *, but: Completion | None = None) -> None:
+        """Drop what is kept of answers: those of an adapter, or all but one."""
+        for one in [*self._kept]:
+            if one is not but and adapter in (None, one.request.adapter):
+                self.release(one)
 
     @torch.no_grad()
     def _advance(self) -> None:
@@ -101,6 +113,7 @@ class CachedEngine(Engine):
     def _take_back(self) -> list[Completion]:
         running = self._running()
         self._prompts, self._arenas, self._batch, self._steps = {}, {}, None, {}
+        self._kept = {}
         self._prefixes = Prefixes(self.limits.prefix_tokens)
         return [one for one in running if one.ended_by is None]
 
@@ -132,6 +145,7 @@ class CachedEngine(Engine):
             return True
         is_alone = not (self._growing() or self._prompts)
         if is_alone:
+            self._drop_kept(but=completion.request.after)
             self._prefixes.drop()
         if is_alone or self._tokens_with(completion, shrunk=True) <= most:
             self._shrink()
@@ -157,6 +171,7 @@ class CachedEngine(Engine):
             lengths.setdefault(power_of_two(length), []).append(length)
         total = self._prefixes.num_tokens
         total += sum(len(span.tokens) for span, one in self._prompts.items() if one is not None)
+        total += sum(len(span.tokens) for span in self._kept.values())
         for size in lengths.keys() | self._arenas.keys():
             group, arena = lengths.get(size, []), self._arenas.get(size)
             num_slots, longest = len(group), max(group, default=0)
@@ -185,6 +200,12 @@ class CachedEngine(Engine):
     def _begin(self, completion: Completion) -> bool:
         """Start a request; False if its shared prefix is not computed yet."""
         request, target = completion.request, completion.tokens[:-1]
+        if request.after is not None and (kept := self._kept.pop(request.after, None)) is not None:
+            span = Span(target[kept.start :], request.adapter, kept.start, base=kept.base)
+            span.copy_from(kept)
+            self._prompts[span] = completion
+            self._finish_prompts()
+            return True
         base = self._base_of(completion)
         if base is not None and not base.is_ready:
             return False
@@ -364,8 +385,11 @@ class CachedEngine(Engine):
         """Free the slots of answers that have ended or were cancelled."""
         for row in [row for row in self._growing() if row.owner.ended_by is not None]:
             assert row.arena is not None
+            if row.owner.request.keeps and row.owner.end is not None:
+                self._kept[row.owner] = row.as_span()
+            else:
+                self._release(row.base)
             row.arena.remove(row)
-            self._release(row.base)
             self._batch = None
         for span, completion in list(self._prompts.items()):
             if completion is not None and completion.ended_by is not None:

@@ -68,6 +68,9 @@ class Request:
         adapter: A name in the engine's bank; None: no switch of adapters.
         log_probs: Whether to return log-probabilities.
         constraint: Restricts the answer to a grammar.
+        keeps: Whether its keys and values stay, once an end token has ended it, for a request that
+            continues it; see `Engine.release`.
+        after: The answer that this continues: `ids` begin with its tokens and its end token.
         on_token: Called after each token, and at the end, in the thread that steps the engine.
         inputs: The model's inputs for a prompt with media, (1, T); for `PlainEngine` only, which
             answers it in a batch of its own.
@@ -79,6 +82,8 @@ class Request:
     adapter: str | None = None
     log_probs: bool = False
     constraint: Constraint | None = None
+    keeps: bool = False
+    after: Completion | None = None
     on_token: Callable[[Completion], None] | None = None
     inputs: Mapping[str, Tensor] | None = None
 
@@ -314,6 +319,10 @@ class Engine(ABC):
     @abstractmethod
     def forget(self, adapter: str) -> None:
         """Drop what was computed with an adapter that no answer uses, since it changes."""
+
+    def release(self, completion: Completion) -> None:
+        """Drop what is kept of an answer (`Request.keeps`) that nothing will continue."""
+        return None
 
     @abstractmethod
     def _running(self) -> list[Completion]:

@@ -25,7 +25,7 @@ from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.base import Reference, Task
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.documents import DocumentTask
-from peftkit.tasks.grpo import GRPO, Prompt
+from peftkit.tasks.grpo import GRPO, GRPOConfig, Prompt
 from peftkit.tasks.media_text import MediaText
 from peftkit.tasks.metrics import rouge_l
 from peftkit.tasks.reward_functions import RewardTerm
@@ -72,6 +72,10 @@ def evaluate(
         DataError: The file has no usable rows.
         RunError: A reward function failed.
     """
+    if isinstance(task, GRPOConfig) and task.has_tools and not run_code:
+        text = "Tools are run only if asked (--run-rewards): answers are made without them."
+        on_event(Notice(text))
+        task = task.model_copy(update={"tools": (), "environment": None})
     built, rows = _rows(base, data, task or CausalLMConfig(), style, on_event)
     if before is not None and isinstance(built, DocumentTask):
         built.reference = Reference(before)
@@ -92,7 +96,7 @@ def _rewarded(
 
     The weighted sum is left out where one of the rewards cannot be given here.
     """
-    terms = [term for term in task.config.rewards if _is_usable(base, task, term, on_event)]
+    terms = [term for term in task.terms if _is_usable(base, task, term, on_event)]
     if functions := [term.use for term in terms if term.is_function and not run_code]:
         text = "Functions are called only if asked (--run-rewards): no reward by"
         on_event(Notice(f"{text} {', '.join(functions)}."))
@@ -102,7 +106,7 @@ def _rewarded(
     with evaluating(base.model):
         rollout = task.roll_out(rows, None, task.sampler(base.model))
     left_out = {"taught", "reward_std"}  # of groups of answers
-    if len(terms) < len(task.config.rewards):
+    if not terms or len(terms) < len(task.terms):
         left_out.add("reward")
     figures = {name: value for name, value in rollout.metrics.items() if name not in left_out}
     pairs = [

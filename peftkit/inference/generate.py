@@ -211,10 +211,20 @@ class TextStream:
 
 @dataclass(frozen=True, slots=True)
 class SampledAnswer:
-    """A model's answer: `ids` with its end token, which an answer that was cut lacks."""
+    """A model's answer: `ids` with its end token, which an answer that was cut lacks.
+
+    Attributes:
+        learnt: Which of `ids` the model wrote itself; None: all.
+    """
 
     ids: tuple[int, ...]
     is_cut: bool
+    learnt: tuple[bool, ...] | None = None
+
+    @property
+    def num_learnt(self) -> int:
+        """Number of tokens that the model wrote itself."""
+        return len(self.ids) if self.learnt is None else sum(self.learnt)
 
 
 class ModelSampler:

@@ -7,7 +7,7 @@ and makes the task itself, `on` that model.
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -45,8 +45,6 @@ class TaskConfig(Config, ABC):
     """Fields of DataConfig that this task reads besides train and eval; others are refused."""
     measures_before: ClassVar[bool] = False
     """Whether the base model is evaluated before training, too."""
-    code_setting: ClassVar[str] = ""
-    """The setting that names the functions of `code`."""
     num_texts: ClassVar[int] = 1
     """Least number of texts in a row, each of up to data.max_length tokens."""
 
@@ -74,9 +72,9 @@ class TaskConfig(Config, ABC):
         return False
 
     @property
-    def code(self) -> tuple[str, ...]:
-        """Python functions that the task runs, as its settings name them."""
-        return ()
+    def code(self) -> Mapping[str, Sequence[str]]:
+        """Python functions and classes that the task runs, by the setting that names them."""
+        return {}
 
     @property
     def makes_answers(self) -> str:

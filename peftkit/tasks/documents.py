@@ -158,9 +158,7 @@ class RolloutTask(DocumentTask):
         self.forget_layout()
         return sampler.answers(
             prompts,
-            None
-            if seeds is None
-            else [[rng.seed_of(seed, n) for n in range(number)] for seed in seeds],
+            drawn_seeds(seeds, number),
             max_new_tokens=self.config.max_new_tokens,
             stops=self.stops,
         )
@@ -236,6 +234,13 @@ class RolloutTask(DocumentTask):
             for part in run.micro_batches(rows):
                 batch = OnDevice(self.collate(part), run.world.device)
                 self.remember(part, self.log_probs(run.model, batch))
+
+
+def drawn_seeds(seeds: Sequence[int] | None, number: int) -> list[list[int]] | None:
+    """Return the seeds of `number` answers to each prompt; None: they are greedy."""
+    if seeds is None:
+        return None
+    return [[rng.seed_of(seed, n) for n in range(number)] for seed in seeds]
 
 
 def _means(rollout: Rollout, run: Run) -> dict[str, float]:

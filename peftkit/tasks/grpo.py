@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from peftkit.data.encode import Encoder, Style, prompt_ids, shared_system, stop_ids
@@ -25,7 +25,7 @@ from peftkit.data.load import Record
 from peftkit.data.pack import IGNORE, Row, padded_rows
 from peftkit.data.prompts import PromptExample, read_prompts
 from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, tokenizer_key
-from peftkit.errors import AdapterError
+from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, ScoredAnswer, ignore
 from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.model.modes import SideAdapter
@@ -40,9 +40,11 @@ from peftkit.tasks.grpo_losses import (
     kl_to_reference,
     policy_losses,
 )
+from peftkit.tasks.grpo_tools import Dialogue, Tools, figures
 from peftkit.tasks.loss import accepted, target_rows, unwrapped
-from peftkit.tasks.reward_functions import Rewards, RewardTerm, source_hashes
+from peftkit.tasks.reward_functions import Rewards, RewardTerm
 from peftkit.tasks.tokens import AnswerConfig
+from peftkit.tasks.user_code import PATTERN, UserCode, source_hashes
 
 SCORED = 16
 """Documents that a reward adapter reads at once."""
@@ -67,11 +69,27 @@ class GRPO(RolloutTask):
         if self._style is None:
             is_chat = Encoder(tokenizer, self.template).has_template
             self._style = Style("chat", self.template) if is_chat else Style("plain")
-        room = self.max_length - config.max_new_tokens
-        self.row_encoder = PromptEncoder(tokenizer, self._style, room)
         self._rewards: Rewards | None = None
+        self._code = UserCode()
         self._adapters: dict[str, SideAdapter] = {}
         self.stops = stop_ids(tokenizer, self._style)
+
+    @cached_property
+    def row_encoder(self) -> PromptEncoder:  # type: ignore[override]
+        """Made where rows are encoded, since prompts show the tools: opening runs no code."""
+        schemas = self._tools.schemas if self._tools is not None else ()
+        return PromptEncoder(self.tokenizer, self.prompt_style, self._max_prompt, schemas)
+
+    @cached_property
+    def _tools(self) -> Tools | None:
+        if not self.config.has_tools:
+            return None
+        most = self._max_prompt
+        return Tools(self.tokenizer, self.prompt_style, self.config, self._code, most)
+
+    @property
+    def _max_prompt(self) -> int:
+        return self.max_length - self.config.max_new_tokens
 
     @property
     def paths(self) -> dict[str, str]:
@@ -82,7 +100,8 @@ class GRPO(RolloutTask):
     def identity(self) -> Mapping[str, Any]:
         """The source of the reward functions, and the reward adapters."""
         adapters = {folder: adapter.key for folder, adapter in self._adapters.items()}
-        return {"rewards": source_hashes(self.config.rewards) | adapters}
+        uses = [use for part in self.config.code.values() for use in part]
+        return {"rewards": source_hashes(uses) | adapters}
 
     @property
     def other_adapters(self) -> Sequence[str]:
@@ -112,12 +131,23 @@ class GRPO(RolloutTask):
     def setup(self, run: Run) -> None:
         """Load the reward functions: here, so that opening an adapter runs no code."""
         self.check_answers(run)
-        self.use_rewards(run.model, self.config.rewards)
+        if not self.terms:
+            problem = f"nothing rewards answers: {self.config.environment} has no get_reward."
+            raise ConfigError(problem, fix="Give it one, or set task.rewards.")
+        self.use_rewards(run.model, self.terms)
+
+    @property
+    def terms(self) -> Sequence[RewardTerm]:
+        """The config's rewards, and the environment's."""
+        terms = self.config.rewards
+        if self._tools is not None and self._tools.has_reward:
+            terms = (*terms, RewardTerm(use=self.config.environment))
+        return terms
 
     def use_rewards(self, model: nn.Module, terms: Sequence[RewardTerm]) -> None:
         """Load the rewards that answers get from here on: some of the task's, or all."""
         scorer = partial(self._scores, model)
-        self._rewards = Rewards(terms, self.config.reward_timeout, scorer)
+        self._rewards = Rewards(terms, self.config.reward_timeout, scorer, self._code)
 
     def _scores(
         self, model: nn.Module, folder: str, prompts: Sequence[Any], texts: Sequence[str]
@@ -165,11 +195,10 @@ class GRPO(RolloutTask):
         self, prompts: Sequence[Prompt], seeds: Sequence[int] | None, sampler: ModelSampler
     ) -> Rollout:
         """Have the model answer prompts; groups with equal rewards are left out."""
-        ids = [prompt.input_ids for prompt in prompts]
-        sampled = self.sample(ids, seeds, sampler, self.config.answers)
+        prompts, sampled, dialogues = self._sampled(prompts, seeds, sampler)
         pairs = [(p, one) for p, group in zip(prompts, sampled, strict=True) for one in group]
-        texts = [self.text(one.ids, special=False) for _, one in pairs]
-        totals, parts = self._judged([prompt for prompt, _ in pairs], texts)
+        texts = [self.text(one.ids, special=bool(dialogues)) for _, one in pairs]
+        totals, parts = self._judged([prompt for prompt, _ in pairs], texts, dialogues)
         worth, groups, start = [], [], 0
         for prompt, group in zip(prompts, sampled, strict=True):
             mine = totals[start : start + len(group)]
@@ -193,24 +222,41 @@ class GRPO(RolloutTask):
             )
         )
         taught = len(groups) / max(len(prompts), 1)
-        return Rollout(groups, self._means(answers, pairs, taught), answers)
+        means = self._means(answers, pairs, taught)
+        return Rollout(groups, means | (figures(dialogues) if self._tools else {}), answers)
+
+    def _sampled(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int] | None, sampler: ModelSampler
+    ) -> tuple[Sequence[Prompt], list[list[SampledAnswer]], list[Dialogue]]:
+        """Return prompts, answers to each, and with tools the dialogues of all answers."""
+        if self._tools is None:
+            ids = [prompt.input_ids for prompt in prompts]
+            return prompts, self.sample(ids, seeds, sampler, self.config.answers), []
+        self.forget_layout()
+        number = 1 if seeds is None else self.config.answers
+        groups = self._tools.sample(prompts, seeds, sampler, number)
+        pairs = zip(prompts, groups, strict=True)
+        prompts = [replace(prompt, input_ids=group.prompt) for prompt, group in pairs]
+        every = [one for group in groups for one in group.dialogues]
+        return prompts, [group.answers for group in groups], every
 
     def _group(
         self, prompt: Prompt, group: Sequence[SampledAnswer], better: Sequence[float]
     ) -> list[Group]:
         """Return the answers of a group to train on: cut ones only count in its mean."""
         kept = [
-            (one.ids, advantage)
+            (one.ids, advantage, one.learnt or (True,) * len(one.ids))
             for one, advantage in zip(group, better, strict=True)
             if not (one.is_cut and self.config.mask_cut)
         ]
-        if not any(advantage for _, advantage in kept):
+        if not any(advantage for _, advantage, _ in kept):
             return []
-        ids, worth = zip(*kept, strict=True)
-        return [Group(prompt.input_ids, ids, worth, prompt.source)]
+        ids, worth, learnt = zip(*kept, strict=True)
+        masks = None if self._tools is None else learnt
+        return [Group(prompt.input_ids, ids, worth, prompt.source, masks)]
 
     def _judged(
-        self, prompts: Sequence[Prompt], texts: Sequence[str]
+        self, prompts: Sequence[Prompt], texts: Sequence[str], dialogues: Sequence[Dialogue]
     ) -> tuple[list[float], dict[str, list[float]]]:
         """Call the reward functions; conversations are passed as messages, as in TRL."""
         assert self._rewards is not None
@@ -224,6 +270,10 @@ class GRPO(RolloutTask):
         names = dict.fromkeys(name for row in fields for name in row)
         columns: dict[str, Any] = {name: [row.get(name) for row in fields] for name in names}
         columns["references"] = [prompt.reference for prompt in prompts]
+        if dialogues:
+            asked_for = [one.asked for one in dialogues]
+            completions = [one.messages for one in dialogues]
+            columns["environments"] = [one.environment for one in dialogues]
         for name in ("prompt", "prompts", "completions"):
             columns.pop(name, None)
         sources = [prompt.source for prompt in prompts]
@@ -236,7 +286,7 @@ class GRPO(RolloutTask):
         taught: float,
     ) -> dict[str, float]:
         rewards = torch.tensor([one.reward for one in answers])
-        lengths = [len(one.ids) for _, one in pairs]
+        lengths = [one.num_learnt for _, one in pairs]
         number = max(len(pairs), 1)
         assert self._rewards is not None
         means = {"reward": _mean(rewards), "reward_std": _deviation(rewards)}
@@ -293,7 +343,7 @@ class GRPO(RolloutTask):
         return log_probs
 
     def remember(self, rows: Sequence[Group], values: Mapping[str, Tensor]) -> None:
-        sizes = [sum(map(len, group.answers)) for group in rows]
+        sizes = [sum(t != IGNORE for one in g.labels for t in one) for g in rows]
         for name, each in values.items():
             for group, part in zip(rows, each.cpu().split(sizes), strict=True):
                 setattr(group, name, part)
@@ -351,20 +401,30 @@ class GRPOConfig(AnswerConfig):
     """Reinforcement learning from rewards of the model's own answers: GRPO and variants."""
 
     writes_text: ClassVar[bool] = False
-    code_setting: ClassVar[str] = "rewards"
     data_fields: ClassVar[frozenset[str]] = frozenset({"max_length", *CHAT, "max_dropped"})
 
     task: ClassVar = GRPO
 
     type: Literal["grpo"] = "grpo"
-    rewards: Annotated[tuple[RewardTerm, ...], Field(min_length=1)]
-    """Reward functions; an answer's reward is their weighted sum."""
+    rewards: tuple[RewardTerm, ...] = ()
+    """Reward functions; an answer's reward is their weighted sum, and what the environment's
+    get_reward() returns."""
+    tools: tuple[Annotated[str, Field(pattern=PATTERN)], ...] = ()
+    """Functions that the model may call in its answers, FILE.py:FUNCTION: with types and a
+    docstring, sync or async."""
+    environment: Annotated[str, Field(pattern=PATTERN)] | None = None
+    """A class of which each answer has an instance, FILE.py:CLASS: reset(**row) begins, its public
+    methods are tools, get_reward() rewards."""
+    max_turns: Annotated[int, Field(ge=1)] = 8
+    """The most turns of an answer; after the last one no tool is called."""
+    tool_timeout: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds that a call may take; what takes longer is told to the model as an error."""
     loss: LossName = "dapo"
     """The policy-gradient loss: see peftkit/tasks/grpo_losses.py."""
     answers: Annotated[int, Field(ge=2)] = 8
     """Answers to each prompt: the size of a group."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 256
-    """The most tokens of an answer."""
+    """The most tokens of an answer; with tools, of all its turns and the replies to them."""
     updates: Annotated[int, Field(ge=1)] = 1
     """Optimizer steps with the same answers."""
     kl: Annotated[float, Field(ge=0)] = 0.0
@@ -384,9 +444,27 @@ class GRPOConfig(AnswerConfig):
     reward_timeout: Annotated[float, Field(gt=0)] = 60.0
     """Seconds that one call of a reward function may take."""
 
+    @model_validator(mode="after")
+    def _has_rewards(self) -> GRPOConfig:
+        if not self.rewards and self.environment is None:
+            raise ConfigError(
+                "nothing rewards answers.",
+                fix="Set task.rewards, or task.environment, a class with get_reward().",
+            )
+        return self
+
     @property
-    def code(self) -> tuple[str, ...]:
-        return tuple(term.use for term in self.rewards if term.is_function)
+    def code(self) -> Mapping[str, Sequence[str]]:
+        return {
+            "rewards": [term.use for term in self.rewards if term.is_function],
+            "tools": self.tools,
+            "environment": [self.environment] if self.environment else [],
+        }
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the model may call functions in its answers."""
+        return bool(self.tools) or self.environment is not None
 
     @property
     def texts_per_row(self) -> int:
@@ -444,13 +522,15 @@ class Group:
     Attributes:
         answers: Tokens of each, with the one that ended it.
         advantages: Of each answer.
-        old, reference: Log-probabilities of all their tokens, where the loss needs them.
+        learnt: Which tokens of each the model wrote itself; None: all.
+        old, reference: Log-probabilities of those, where the loss needs them.
     """
 
     prompt: tuple[int, ...]
     answers: tuple[tuple[int, ...], ...]
     advantages: tuple[float, ...]
     source: str
+    learnt: tuple[tuple[bool, ...], ...] | None = None
     old: Tensor | None = None
     reference: Tensor | None = None
 
@@ -459,8 +539,18 @@ class Group:
         """Each answer after the prompt, as a row."""
         n = len(self.prompt)
         return [
-            Row(self.prompt + ids, (IGNORE,) * n + ids, (n + len(ids),), self.source)
-            for ids in self.answers
+            Row(self.prompt + ids, (IGNORE,) * n + labels, (n + len(ids),), self.source)
+            for ids, labels in zip(self.answers, self.labels, strict=True)
+        ]
+
+    @property
+    def labels(self) -> Sequence[tuple[int, ...]]:
+        """The answers' tokens; what the model did not write itself is IGNORE."""
+        if self.learnt is None:
+            return self.answers
+        return [
+            tuple(token if own else IGNORE for token, own in zip(ids, mask, strict=True))
+            for ids, mask in zip(self.answers, self.learnt, strict=True)
         ]
 
     @property
@@ -475,12 +565,19 @@ class PromptEncoder(RowEncoder):
     kind: ClassVar[type[Prompt]] = Prompt
     drops: Mapping[str, str] = {"no room for an answer": "raise data.max_length"}
 
-    def __init__(self, tokenizer: Any, style: Style, max_prompt: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        style: Style,
+        max_prompt: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         self._tokenizer, self._style, self._max_prompt = tokenizer, style, max_prompt
+        self._tools = tools
 
     def key(self, where: str) -> object:
         style = (self._style.kind, self._style.chat_template)
-        return (*tokenizer_key(self._tokenizer), *style, self._max_prompt)
+        return (*tokenizer_key(self._tokenizer), *style, self._max_prompt, json.dumps(self._tools))
 
     def read(self, records: Sequence[Record], where: str) -> list[tuple[PromptExample, str]]:
         prompts, _ = read_prompts(records, where=where)
@@ -490,7 +587,9 @@ class PromptEncoder(RowEncoder):
     def rows(self, read: list[tuple[PromptExample, str]]) -> EncodedRows:
         rows: list[Prompt | Dropped] = []
         for one, fields in read:
-            ids = tuple(prompt_ids(self._tokenizer, one.prompt, self._style, one.tools))
+            ids = tuple(
+                prompt_ids(self._tokenizer, one.prompt, self._style, self._tools or one.tools)
+            )
             if len(ids) > self._max_prompt:
                 rows.append(Dropped(one.source, 0))
             else:

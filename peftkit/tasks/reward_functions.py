@@ -4,20 +4,15 @@
 
 `columns` are the fields of the prompts' records, a list each. Functions may be async. What raises,
 hangs, or returns something else than one finite number (or None: not judged) an answer ends the
-run, with the row's name. A function's file is read when training begins and at no other time:
-opening an adapter runs nothing.
+run, with the row's name. FILE.py:CLASS is the `get_reward` of environments (`grpo_tools`).
 """
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import importlib.util
 import inspect
 import json
 import math
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,6 +24,7 @@ from peftkit.errors import ConfigError, RunError
 from peftkit.files.disk import read_json
 from peftkit.files.safe_regex import searched
 from peftkit.tasks.json_schema import all_matches, is_same
+from peftkit.tasks.user_code import PATTERN, UserCode, outcome
 
 BuiltIn = Literal["exact_match", "json_fields", "json_schema", "regex", "length", "adapter"]
 Judge = Callable[..., Any]
@@ -38,7 +34,7 @@ NAN = float("nan")
 class RewardTerm(Config):
     """One reward: built in, or a function; an answer's reward is the weighted sum of all."""
 
-    use: BuiltIn | Annotated[str, Field(pattern=r"^.+\.py:\w+$")] = "adapter"
+    use: BuiltIn | Annotated[str, Field(pattern=PATTERN)] = "adapter"
     """exact_match: equal to the row's answer. json_fields: share of the fields of the row's answer
     that are right, both being JSON objects. json_schema: whether it is JSON of this schema. regex:
     whether the pattern is found in it. length: 1 up to max_chars, then falling to 0 at twice as
@@ -97,13 +93,18 @@ class Rewards:
     Args:
         timeout: Seconds that one call of a function may take.
         scorer: Scores answers by reward adapters.
+        code: Loads functions, those of the run's tools too.
 
     Raises:
         ConfigError: A file or function is not there.
     """
 
     def __init__(
-        self, terms: Sequence[RewardTerm], timeout: float, scorer: Scorer = lambda *_: []
+        self,
+        terms: Sequence[RewardTerm],
+        timeout: float,
+        scorer: Scorer = lambda *_: [],
+        code: UserCode | None = None,
     ) -> None:
         self.terms, self.timeout, self._scorer = terms, timeout, scorer
         names = [term.name for term in terms]
@@ -111,7 +112,8 @@ class Rewards:
             name if names.count(name) == 1 else f"{name}_{number}"
             for number, name in enumerate(names, 1)
         ]
-        self._judges = [None if term.adapter else _judge(term, timeout) for term in terms]
+        code = code or UserCode()
+        self._judges = [None if term.adapter else _judge(term, timeout, code) for term in terms]
 
     def judge(
         self,
@@ -158,47 +160,24 @@ class Rewards:
         columns: Mapping[str, Sequence[Any]],
         sources: Sequence[str],
     ) -> Any:
-        """Call a function in a thread, for at most so long."""
-        box: dict[str, Any] = {}
-
-        def work() -> None:
-            try:
-                found = judge(prompts=[*prompts], completions=[*completions], **columns)
-                box["found"] = asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
-            except BaseException as error:
-                box["error"] = error
-
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        thread.join(self.timeout)
+        """Call a function, for at most so long."""
+        given = {**columns, "prompts": [*prompts], "completions": [*completions]}
+        found, error = outcome(judge, self.timeout, **given)
         rows = f"It was called for answers to {sources[0]} to {sources[-1]}."
-        if thread.is_alive() or isinstance(box.get("error"), TimeoutError):
+        if isinstance(error, TimeoutError):
             raise RunError(
                 f"the reward {term.use} took longer than {self.timeout:g} seconds",
                 found=rows,
                 fix="Fix the function, or raise task.reward_timeout; then start again, with "
                 "--resume if a step was saved.",
             )
-        if (error := box.get("error")) is not None:
+        if error is not None:
             raise RunError(
                 f"the reward {term.use} failed: {type(error).__name__}: {error}",
                 found=rows,
                 fix="Fix the function; then start again, with --resume if a step was saved.",
             ) from error
-        return box["found"]
-
-
-async def _awaited(found: Any) -> Any:
-    return await found
-
-
-def source_hashes(terms: Sequence[RewardTerm]) -> dict[str, str]:
-    """Return a hash of each function's file: part of what a resumed run must have in common."""
-    return {
-        term.use: hashlib.sha256(_file(term).read_bytes()).hexdigest()[:16]
-        for term in terms
-        if term.is_function
-    }
+        return found
 
 
 def _checked(term: RewardTerm, found: Any, sources: Sequence[str]) -> list[float]:
@@ -224,35 +203,10 @@ def _checked(term: RewardTerm, found: Any, sources: Sequence[str]) -> list[float
     return numbers
 
 
-def _file(term: RewardTerm) -> Path:
-    path = Path(term.use.rpartition(":")[0])
-    if not path.is_file():
-        raise ConfigError(
-            f"there is no file {path} for the reward {term.use}.",
-            fix="Paths are relative to the folder that peftkit is started in.",
-        )
-    return path
-
-
-def _function(term: RewardTerm) -> Judge:
-    path, name = _file(term), term.name
-    spec = importlib.util.spec_from_file_location(f"peftkit_rewards_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(f"{path} has no function {name}.")
-    return function
-
-
-def _judge(term: RewardTerm, timeout: float) -> Judge:
+def _judge(term: RewardTerm, timeout: float, code: UserCode) -> Judge:
     if term.is_function:
-        return _function(term)
+        found = code.load(term.use)
+        return _own_rewards if inspect.isclass(found) else found
     if term.use == "regex":
         pattern = re.compile(term.pattern or "", re.S).pattern
         return _of_texts(
@@ -270,8 +224,18 @@ def _judge(term: RewardTerm, timeout: float) -> Judge:
     return _each(_is_equal)
 
 
+async def _own_rewards(environments: Sequence[Any], **_: Any) -> list[Any]:
+    """Return what environments say of the answers that used them."""
+    found = [one.get_reward() for one in environments]
+    return [await one if inspect.isawaitable(one) else one for one in found]
+
+
 def _text(completion: Any) -> str:
-    return str(completion if isinstance(completion, str) else completion[-1]["content"])
+    """Return an answer's text: of several messages the last of the assistant's."""
+    if isinstance(completion, str):
+        return completion
+    said = (each["content"] for each in reversed(completion) if each["role"] == "assistant")
+    return str(next(said, ""))
 
 
 def _each(judge: Callable[[str, str | None], float | None]) -> Judge:

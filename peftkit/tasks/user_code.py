@@ -1,0 +1,103 @@
+"""Functions and classes of the user, which recipes name as FILE.py:NAME.
+
+A file is run when training begins and at no other time: opening an adapter runs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.util
+import inspect
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from peftkit.errors import ConfigError
+
+PATTERN = r"^.+\.py:\w+$"
+
+
+class UserCode:
+    """Loads what recipes name. Each file is run once: its functions share what it holds."""
+
+    def __init__(self) -> None:
+        self._modules: dict[Path, Any] = {}
+
+    def load(self, use: str) -> Callable[..., Any]:
+        """Return a function or class.
+
+        Raises:
+            ConfigError: A file or name is not there, or the file fails.
+        """
+        path, name = file_of(use), use.rpartition(":")[2]
+        if path not in self._modules:
+            self._modules[path] = _run(path)
+        found: Callable[..., Any] | None = getattr(self._modules[path], name, None)
+        if not callable(found):
+            raise ConfigError(f"{path} has no function {name}.")
+        return found
+
+
+def _run(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"peftkit_user_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def file_of(use: str) -> Path:
+    """Return the file of FILE.py:NAME.
+
+    Raises:
+        ConfigError: It is not there.
+    """
+    path = Path(use.rpartition(":")[0])
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no file {path} for {use}.",
+            fix="Paths are relative to the folder that peftkit is started in.",
+        )
+    return path
+
+
+def source_hashes(uses: Iterable[str]) -> dict[str, str]:
+    """Return a hash of each function's file: part of what a resumed run must have in common."""
+    return {use: hashlib.sha256(file_of(use).read_bytes()).hexdigest()[:16] for use in uses}
+
+
+def returned(function: Callable[..., Any], /, **arguments: Any) -> Any:
+    """Return what a function returns, also one that is async."""
+    found = function(**arguments)
+    return asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
+
+
+async def _awaited(found: Any) -> Any:
+    return await found
+
+
+def outcome(
+    function: Callable[..., Any], seconds: float, /, **arguments: Any
+) -> tuple[Any, BaseException | None]:
+    """Return what a function returns, or what it raises: TimeoutError after so many seconds.
+
+    It runs in a thread, which goes on where it hangs.
+    """
+    box: list[tuple[Any, BaseException | None]] = []
+
+    def work() -> None:
+        try:
+            box.append((returned(function, **arguments), None))
+        except BaseException as error:
+            box.append((None, error))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return box[0] if box else (None, TimeoutError(f"It took longer than {seconds:g} seconds."))

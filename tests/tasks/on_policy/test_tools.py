@@ -1,0 +1,404 @@
+"""Tools in answers: what is called, told to the model, learnt from, and how runs resume."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import log_softmax
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from peftkit.data.chat import CHATML
+from peftkit.data.encode import Style, tokens
+from peftkit.errors import ConfigError, DataError, PeftkitError, RunError
+from peftkit.events import EvalDone, RolledOut, StepDone
+from peftkit.inference.call_formats import Call
+from peftkit.inference.calls import Said
+from peftkit.inference.generate import SampledAnswer
+from peftkit.tasks.grpo import Group, GRPOConfig
+from peftkit.tasks.grpo_tools import Dialogue, Tools
+from peftkit.tasks.user_code import UserCode
+from peftkit_cli.app import run
+from tests.tasks.classifiers import write_rows
+from tests.tasks.finished import WEIGHTS, Finished, finished
+from tests.tasks.on_policy.test_losses import FORMULAS, MAX_NEW, gradients, task_of
+from tests.tasks.preference.cases import moved_adapter
+
+CODE = '''
+import time
+
+def multiply(a: int, b: int) -> int:
+    """
+    Multiply two numbers.
+
+    Args:
+        a: One.
+        b: The other.
+    """
+    return a * b
+
+async def later(text: str) -> str:
+    """
+    Say a text back.
+
+    Args:
+        text: It.
+    """
+    return text * 2
+
+def fails(text: str) -> str:
+    """
+    Fail.
+
+    Args:
+        text: Why.
+    """
+    raise KeyError(text)
+
+def hangs() -> str:
+    """Hang."""
+    time.sleep(5)
+
+def huge() -> str:
+    """Return ten million characters."""
+    return "ab" * 5_000_000
+
+def untold(a):
+    return a
+
+def long(prompts, completions, **columns):
+    return [float(sum(len(m["content"]) for m in one)) for one in completions]
+
+class Counter:
+    made = 0
+
+    def __init__(self):
+        type(self).made += 1
+
+    def reset(self, word: str, **row):
+        self.calls = 0
+        return f" Word: {word}."
+
+    def later(self, text: str) -> str:
+        """
+        Count a call.
+
+        Args:
+            text: Any.
+        """
+        self.calls += 1
+        return f"{self.calls} {len(text)}"
+
+    def get_reward(self) -> float:
+        return float(self.calls)
+'''
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> str:
+    (tmp_path / "tools.py").write_text(CODE)
+    return str(tmp_path / "tools.py")
+
+
+def tools_of(tokenizer: Any, *uses: str, environment: str | None = None, **more: Any) -> Tools:
+    asked = {"tools": uses, "environment": environment, "rewards": [{"use": "exact_match"}], **more}
+    style = Style("chat", CHATML)
+    return Tools(tokenizer, style, GRPOConfig(**asked), UserCode(), 200)
+
+
+def said(tokenizer: Any, text: str) -> SampledAnswer:
+    return SampledAnswer((*tokens(tokenizer, text), tokenizer.eos_token_id), False)
+
+
+def calls(*pairs: tuple[str, dict[str, Any]]) -> str:
+    each = (json.dumps({"name": name, "arguments": given}) for name, given in pairs)
+    return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in each)
+
+
+@pytest.mark.parametrize(
+    ("call", "told", "failed"),
+    [
+        (("multiply", {"a": 37, "b": 84}), "3108", 0),
+        (("later", {"text": "ab"}), "abab", 0),
+        (("fails", {"text": "why"}), "{'error': \"'why'\"}", 1),
+        (("nothing", {}), "{'error': 'Tool nothing not found.'}", 1),
+        (("multiply", {"a": 1}), "missing 1 required positional argument: 'b'", 1),
+        (("hangs", {}), "{'error': 'It took longer than 0.2 seconds.'}", 1),
+    ],
+)
+def test_what_a_call_returns_is_told_to_the_model(
+    call: Any, told: str, failed: int, code: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    names = ("multiply", "later", "fails", "hangs")
+    tools = tools_of(tokenizer, *(f"{code}:{name}" for name in names), tool_timeout=0.2)
+    dialogue = Dialogue(tools, [1, 2, 3], [], None)
+    wait = dialogue.reply(said(tokenizer, f"I ask.\n{calls(call)}"))
+    assert wait is not None
+    ids = wait(500)
+    assert ids is not None
+    assert told in tokenizer.decode(ids)
+    answer, reply = dialogue.messages
+    assert answer["content"] == "I ask."
+    assert answer["tool_calls"][0]["function"] == {"name": call[0], "arguments": call[1]}
+    assert reply["role"] == "tool"
+    assert reply["tool_call_id"] == answer["tool_calls"][0]["id"]
+    assert told in reply["content"]
+    assert (dialogue.num_calls, dialogue.num_failed) == (1, failed)
+    assert dialogue.reply(said(tokenizer, "It is done.")) is None
+    assert dialogue.messages[-1] == {"role": "assistant", "content": "It is done."}
+
+
+def test_two_calls_of_a_turn_run_while_the_model_is_free(
+    code: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tools = tools_of(tokenizer, f"{code}:multiply", f"{code}:hangs", tool_timeout=0.3)
+    dialogue = Dialogue(tools, [1], [], None)
+    began = time.monotonic()
+    wait = dialogue.reply(said(tokenizer, calls(("hangs", {}), ("multiply", {"a": 2, "b": 3}))))
+    assert time.monotonic() - began < 0.25
+    assert wait is not None
+    assert wait(500)
+    assert [each["content"] for each in dialogue.messages[1:]][1] == "6"
+
+
+def test_a_result_that_does_not_fit_ends_the_answer(
+    code: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = tools_of(tokenizer, f"{code}:huge", max_turns=2)
+    dialogue = Dialogue(tools, [1], [], None)
+    wait = dialogue.reply(said(tokenizer, calls(("huge", {}))))
+    assert wait is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(tools.turns, "after", None)  # ten megabytes are not even tokenised
+        assert wait(400) is None
+    assert [each["role"] for each in dialogue.messages] == ["assistant"]
+    # the last turn's calls, and those of a turn that was cut, are not made
+    assert dialogue.reply(said(tokenizer, calls(("huge", {})))) is None
+    cut = Dialogue(tools, [1], [], None)
+    assert cut.reply(SampledAnswer(tuple(tokens(tokenizer, calls(("huge", {})))), True)) is None
+    assert cut.messages[0]["tool_calls"]
+    assert cut.num_calls == 0
+
+
+def test_what_cannot_be_a_tool_is_refused(code: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ConfigError, match="untold cannot be a tool"):
+        tools_of(tokenizer, f"{code}:untold")
+    with pytest.raises(ConfigError, match="no function absent"):
+        tools_of(tokenizer, f"{code}:absent")
+    with pytest.raises(ConfigError, match="nothing rewards"):
+        GRPOConfig(tools=(f"{code}:multiply",))
+
+
+T, F = True, False
+GROUPS = (
+    (
+        (5, 9, 4, 11),
+        ((7, 8, 3, 1, 2, 9, 6), (12, 3), (6, 6, 6, 10, 3, 4, 4)),
+        (1.1, -0.4, -0.7),
+        ((T, T, T, F, F, F, T), (T, T), (F, F, T, T, T, F, T)),
+    ),
+    ((9, 2), ((4, 4, 3), (13, 3, 7, 7)), (-0.5, 0.5), ((T, T, T), (T, F, F, T))),
+)
+
+
+@pytest.mark.parametrize(
+    ("loss", "together"), [*((loss, True) for loss in FORMULAS), ("dapo", False)]
+)
+def test_what_tools_said_is_not_learnt(
+    loss: str, together: bool, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    llama.double()
+    adapter = moved_adapter(llama)
+    task = task_of(llama, tokenizer, loss, updates=2)
+    groups = [Group(p, a, w, "rows:1", m) for p, a, w, m in GROUPS]
+
+    def each() -> list[torch.Tensor]:
+        found = []
+        for prompt, answers, _, masks in GROUPS:
+            for answer, mask in zip(answers, masks, strict=True):
+                ids = torch.tensor([prompt + answer])
+                logits = llama(input_ids=ids, use_cache=False).logits[0, :-1]
+                every = log_softmax(logits.double(), -1).gather(1, ids[0, 1:, None])[:, 0]
+                found.append(every[len(prompt) - 1 :][torch.tensor(mask)])
+        return found
+
+    with task.training(llama):
+        if not together:
+            task._attention = None
+        old = [one.detach() for one in each()]
+        with torch.no_grad():
+            task.remember(groups, task.log_probs(llama, task.collate(groups)))
+            for parameter in adapter.parameters():
+                parameter += 0.02 * torch.randn_like(parameter)
+        formula, unit = FORMULAS[loss]
+        worth = [value for _, _, values, _ in GROUPS for value in values]
+        now = each()
+        terms = [formula(lp, o, a) for lp, o, a in zip(now, old, worth, strict=True)]
+        torch.stack(terms).sum().backward()
+        expected, grads = float(torch.stack(terms).sum().detach()), gradients(adapter)
+        llama.zero_grad()
+        batch = task.collate(groups)
+        found = task.loss(llama, batch)
+        found[0].backward()
+    assert float(found[0].detach()) == pytest.approx(expected, abs=1e-5, rel=1e-5)
+    assert torch.allclose(gradients(adapter), grads, atol=1e-5, rtol=1e-5)
+    learnt = sum(sum(mask) for *_, masks in GROUPS for mask in masks)
+    assert task.num_targets(batch) == (learnt if unit == "tokens" else 5)
+    surprise = sum(float(-(lp.sum() if unit == "tokens" else lp.mean()).detach()) for lp in now)
+    assert float(found[1].detach()) == pytest.approx(surprise, rel=1e-4)
+    assert MAX_NEW == 7
+
+
+# Runs: a model with random weights calls no tool by itself, so that each of its answers is read as
+# a call of `later`.
+
+
+def as_call(_: Any, text: str, *__: Any, **___: Any) -> Said:
+    calls = (Call("later" if len(text) % 3 else "fails", {"text": text[:3]}),)
+    return Said(text, "", calls if len(text) % 5 else ())
+
+
+def spec(folder: Path, model_folder: Path, **task: Any) -> dict[str, Any]:
+    (folder / "tools.py").write_text(CODE)
+    begin, end = CHATML.index("{{- '# Tools"), CHATML.index("{{- '\\n</tools>")
+    names = "{%- for tool in tools %}{{- tool.function.name }}{%- endfor %}{{- '<|im_end|>\n' }}"
+    after = CHATML.index("{%- endif %}\n{%- for message")
+    assert begin < end < after
+    (folder / "short.jinja").write_text(CHATML[:begin] + names + CHATML[after:])
+    rows = [{"prompt": f"the quick brown {n}", "word": str(n)} for n in range(6)]
+    return {
+        "task": {
+            "type": "grpo",
+            "answers": 4,
+            "max_new_tokens": 120,
+            "max_turns": 4,
+            "mask_cut": False,
+            "updates": 2,
+            **task,
+        },
+        "base": {"model": str(model_folder), "dtype": "fp32"},
+        "method": {"type": "lora", "rank": 4},
+        "data": {
+            "train": write_rows(folder / "p.jsonl", rows),
+            "max_length": 250,
+            "chat_template": str(folder / "short.jinja"),
+        },
+        "train": {
+            "output_dir": str(folder / "run"),
+            "max_steps": 3,
+            "batch_size": 2,
+            "learning_rate": 0.02,
+            "save_every": 1,
+            "compile": False,
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def patched() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("peftkit.tasks.grpo_tools.read_answer", as_call)
+        patch.setattr("peftkit.tasks.grpo_tools.stop_ids", lambda *_: list(range(0, 384, 8)))
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, patched: Any) -> Finished:
+    folder = tmp_path_factory.mktemp("tools")
+    asked = spec(folder, model_folder, environment=f"{folder}/tools.py:Counter")
+    asked["data"]["eval"] = asked["data"]["train"]
+    return finished(asked, train={"eval_every": 3})
+
+
+def test_a_run_with_an_environment_rewards_what_it_says(done: Finished) -> None:
+    steps = done.of_kind(StepDone)
+    figures = steps[0].figures
+    assert figures["turns"] > 1.5
+    assert figures["calls"] > figures["failed_calls"] > 0
+    assert figures["length"] < 120
+    answers = [one for event in done.of_kind(RolledOut) for one in event.answers]
+    assert {one.reward for one in answers} > {0.0, 1.0}
+    assert all(one.parts == {"Counter": one.reward} for one in answers)
+    assert any("<|im_start|>tool\n1 3<|im_end|>" in one.completion for one in answers)
+    assert all(f" Word: {one.prompt[-30:].split('brown ')[1][0]}." in one.prompt for one in answers)
+    (evaluation,) = done.of_kind(EvalDone)
+    assert evaluation.metrics["turns"] >= 1
+
+
+def test_a_resumed_run_with_tools_ends_with_the_same_bits(done: Finished, tmp_path: Path) -> None:
+    half = done.resumed(tmp_path / "half", "step-3")
+    assert (half.folder / WEIGHTS).read_bytes() == (done.folder / WEIGHTS).read_bytes()
+    file = done.folder.parent / "tools.py"
+    file.write_text(CODE + "\n# changed\n")
+    try:
+        with pytest.raises(PeftkitError, match=r"tools\.py:Counter"):
+            done.resumed(tmp_path / "changed", "step-3")
+    finally:
+        file.write_text(CODE)
+
+
+def test_strangers_tools_are_not_run(
+    done: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = done.folder.parent / "tools.py"
+    file.write_text("raise SystemExit('it ran')")
+    try:
+        for more in ([], ["--set", "task.rewards=[{use: exact_match}]"]):
+            given = [str(done.folder / "recipe.yaml"), "--out", str(tmp_path / "again"), *more]
+            assert run(["train", *given]) == 2
+            told = capsys.readouterr().err
+            assert "task.environment" in told
+            assert "it ran" not in told
+        data = str(done.told["data"]["train"])
+        assert run(["eval", str(done.folder), "--data", data, "--json"]) == 0
+        printed = capsys.readouterr()
+        assert "--run-rewards" in printed.err
+        assert json.loads(printed.out).keys() == {"cut", "length", "num_rows"}
+    finally:
+        file.write_text(CODE)
+    assert run(["eval", str(done.folder), "--data", data, "--json", "--run-rewards"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    last = done.of_kind(EvalDone)[0].metrics
+    assert told["reward"] == pytest.approx(last["reward"], rel=1e-4)
+    assert told["turns"] == pytest.approx(last["turns"])
+
+
+def test_rewards_get_the_dialogue(tmp_path: Path, model_folder: Path, patched: Any) -> None:
+    here = f"{tmp_path}/tools.py"
+    asked = spec(tmp_path, model_folder, tools=[f"{here}:later"], rewards=[{"use": f"{here}:long"}])
+    (rolled,) = finished(asked, train={"max_steps": 1}).of_kind(RolledOut)
+    assert max(one.reward for one in rolled.answers) > 10
+
+
+def test_an_environment_that_fails_ends_the_run(
+    tmp_path: Path, model_folder: Path, patched: Any
+) -> None:
+    asked = spec(tmp_path, model_folder, environment=f"{tmp_path}/tools.py:Counter")
+    file = tmp_path / "tools.py"
+    file.write_text(CODE.replace("self.calls = 0", "self.calls = 0\n        {}[word]"))
+    with pytest.raises(RunError, match=r"reset\(\) of .* failed: KeyError(.|\n)*p\.jsonl:\d"):
+        finished(asked)
+    file.write_text(CODE.replace("get_reward", "_reward"))
+    with pytest.raises(ConfigError, match="no get_reward"):
+        finished(asked, overwrite=True)
+
+
+def test_a_template_that_rewrites_the_past_is_refused(
+    code: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    strips = CHATML.replace(
+        "{%- if message.content %}", "{%- if message.content and (loop.last or loop.first) %}"
+    ).replace(
+        "{%- for call in message.tool_calls or [] %}",
+        "{%- for call in (message.tool_calls or []) if messages[-1].role == 'assistant' %}",
+    )
+    asked = GRPOConfig(tools=(f"{code}:multiply",), rewards=({"use": "exact_match"},))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="in another way once something follows"):
+        Tools(tokenizer, Style("chat", strips), asked, UserCode(), 200)
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ConfigError, match="no calls"):
+        Tools(tokenizer, Style("chat", plain), asked, UserCode(), 200)
