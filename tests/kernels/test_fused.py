@@ -5,9 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from peftkit.kernels.fused import ACTIVATIONS, Gated, Rotary, gated, gated_backward, rotated
+from peftkit.kernels import fused
+from peftkit.kernels.fused import (
+    ACTIVATIONS,
+    Gated,
+    RMSNorm,
+    Rotary,
+    gated,
+    gated_backward,
+    norm,
+    norm_gradient,
+    rotated,
+)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -57,3 +69,36 @@ def test_a_rotation_is_that_of_transformers_and_keeps_no_input(
         torch.autograd.grad(actual, x, direction), expected_gradients, **rounding
     )
     torch.library.opcheck(rotated, (x.detach(), cos, sin, False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 9, 16), (1, 1, 16), (3, 0, 16)], ids=str)
+def test_a_norm_in_parts_is_the_norm_to_the_bit(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, direction = torch.randn(2, *shape).to(dtype)
+    x, weight = x.requires_grad_(), torch.randn(16).to(dtype)
+
+    def both() -> tuple[Tensor, Tensor]:
+        out = RMSNorm.apply(x, weight, 1e-5)
+        return out.detach(), torch.autograd.grad(out, x, direction)[0]
+
+    expected = functional.rms_norm(x, (16,), weight, 1e-5)
+    gradient = torch.autograd.grad(expected, x, direction)[0]
+    whole = both()
+    monkeypatch.setattr(fused, "PART", 5 * 16)
+    for actual, same, torchs in zip(both(), whole, (expected, gradient), strict=True):
+        assert torch.equal(actual, same)
+        rounding = (
+            {"rtol": 0.02, "atol": 0.05}
+            if dtype == torch.bfloat16
+            else {"rtol": 1e-4, "atol": 1e-5}
+        )
+        torch.testing.assert_close(actual, torchs.detach(), **rounding)
+
+
+def test_operators_of_norms_keep_what_torch_asks_of_them() -> None:
+    x, direction = torch.randn(2, 4, 6)
+    _, scale = norm(x, torch.ones(6), 1e-5)
+    torch.library.opcheck(norm, (x, torch.ones(6), 1e-5))
+    torch.library.opcheck(norm_gradient, (direction, x, torch.ones(6), scale))
