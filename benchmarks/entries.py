@@ -82,6 +82,18 @@ ENTRIES: Mapping[str, Benchmark] = {
         "WER of the new voice, seeds 0, 1, 2: {before} -> {after}",
         {"before": r"other voice: WER (\S+) ->", "after": r"other voice: WER \S+ -> ([^\s,]+)"},
     ),
+    "calculator": Benchmark(
+        ("python recipes/calculator.py",),
+        (*RECIPE, "inference", "tasks/grpo.py", "tasks/grpo_losses.py", "tasks/grpo_tools.py"),
+        "GRPO with a calculator, SmolLM2-135M, after six plain products; 32 held-out word problems",
+        "right answers {right}; right calls {called}; cut {cut}; {minutes} minutes",
+        {
+            "right": r"right answers: (.+)",
+            "called": r"right calls: (.+)",
+            "cut": r"cut: (.+)",
+            "minutes": r"([\d.]+) minutes",
+        },
+    ),
     "parity": Benchmark(
         ("python -m benchmarks.parity", "python -m benchmarks.parity --quantize nf4"),
         (*CAUSAL, *LOADING),

