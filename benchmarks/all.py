@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.entries import ENTRIES, Benchmark
+from benchmarks.entries import ENTRIES, PEERS, Benchmark
 from benchmarks.report import machine, table, versions
 
 ROOT = Path(__file__).parent.parent
@@ -76,15 +76,18 @@ def is_stale(name: str) -> bool:
 # ----------------------------------------------------------------------------------------- running
 
 
-def measure(name: str, peers: str) -> bool:
-    """Run a benchmark's commands and write its file; return whether all went well."""
+def measure(name: str, pythons: Mapping[str, str]) -> bool:
+    """Run a benchmark's commands and write its file; return whether all went well.
+
+    Args:
+        pythons: Of other environments, by the words that stand for them in commands.
+    """
     entry, outputs = ENTRIES[name], []
     code, commit = digest(entry.measures), _commit()
     before, known = machine(), {"ours": versions()}
-    if entry.needs_peers:
-        known["peers"] = _versions(peers)
+    known |= {word.lower(): _versions(pythons[word]) for word in entry.needs}
     for command in entry.commands:
-        words = shlex.split(command.replace("PEERS", peers))
+        words = [pythons.get(word, word) for word in shlex.split(command)]
         python = [sys.executable, *words[1:]]
         environ = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'cli'}"}
         ran = subprocess.run(python, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environ)
@@ -112,11 +115,18 @@ def measure(name: str, peers: str) -> bool:
 
 
 def _commit() -> str:
-    asked = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    """Return the commit of the code, and -dirty where more than figures and pages has changed."""
+    written = [f":!{path}" for path in (*PAGES, FILES.relative_to(ROOT).as_posix())]
     try:
-        return subprocess.run(asked, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+        commit = _git("rev-parse", "--short", "HEAD")
+        return commit + "-dirty" * bool(_git("status", "--porcelain", "-uno", "--", ".", *written))
     except OSError:  # no git here
         return ""
+
+
+def _git(*words: str) -> str:
+    ran = subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT)
+    return ran.stdout.strip()
 
 
 def _versions(python: str) -> dict[str, str]:
@@ -225,19 +235,22 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run benchmarks one after the other, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ENTRIES))
-    parser.add_argument("--peers", default="", help="python with trl and peft")
+    for word, has in PEERS.items():
+        parser.add_argument(
+            f"--{word.lower()}", default="", metavar=word, help=f"python with {has}"
+        )
     parser.add_argument("--write", action="store_true", help="run nothing, write the tables")
     args = parser.parse_args(words)
     if unknown := [name for name in args.names if name not in ENTRIES]:
         parser.error(f"{', '.join(unknown)}: there are {', '.join(ENTRIES)}")
     names = [] if args.write else args.names or [name for name in ENTRIES if is_stale(name)]
-    failed = []
+    failed, pythons = [], {word: getattr(args, word.lower()) for word in PEERS}
     for name in names:
-        if ENTRIES[name].needs_peers and not args.peers:
-            print(f"{name}: left out, it needs --peers", file=sys.stderr)
+        if missing := [f"--{word.lower()}" for word in ENTRIES[name].needs if not pythons[word]]:
+            print(f"{name}: left out, it needs {', '.join(missing)}", file=sys.stderr)
             continue
         print(f"{name}: {'; '.join(ENTRIES[name].commands)}", file=sys.stderr, flush=True)
-        failed += [] if measure(name, args.peers) else [name]
+        failed += [] if measure(name, pythons) else [name]
     print(*write(), sep="\n")
     return int(bool(failed))
 

@@ -16,6 +16,8 @@ LOSS = (*("attention", "batches", "loss", "one_row"), "base")
 TRAINING = (*LORA, "execution", "train", "data/pack.py", *(f"tasks/{name}.py" for name in LOSS))
 CAUSAL = (*TRAINING, "tasks/tokens.py")
 ANSWERS = (*LORA, "inference")
+PEERS = {"PEERS": "trl and peft", "UNSLOTH": "unsloth"}
+"""Words of commands that stand for the Python of another environment -> what it has."""
 TRAIN = "python -m benchmarks.train --peers PEERS "
 RECIPE = (*CAUSAL, "data", "recipe.py", "run.py")
 
@@ -25,8 +27,7 @@ class Benchmark:
     """One entry: what is run, and what stands in a table.
 
     Attributes:
-        commands: As one types them, one after the other; PEERS stands for the Python of an
-            environment with trl and peft.
+        commands: As one types them, one after the other; the words of `PEERS` stand for Pythons.
         measures: Files and folders of peftkit/ whose change makes the figures old.
         what, tells: The first two cells of a row that sums it up; {names} are figures.
         reads: Name of a figure -> where it stands in the output; all places, with commas.
@@ -39,9 +40,10 @@ class Benchmark:
     reads: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def needs_peers(self) -> bool:
-        """Whether another environment takes part."""
-        return any("PEERS" in command for command in self.commands)
+    def needs(self) -> tuple[str, ...]:
+        """The words of other environments that take part."""
+        words = {word for command in self.commands for word in command.split()}
+        return tuple(word for word in PEERS if word in words)
 
 
 def _trained(options: str) -> Benchmark:

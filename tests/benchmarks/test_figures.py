@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import all as figures
-from benchmarks.entries import ENTRIES, Benchmark
+from benchmarks.entries import ENTRIES, PEERS, Benchmark
 
 FIELDS = {
     *("commands", "commit", "code", "cpu", "cores", "threads", "load", "versions"),
@@ -125,10 +125,11 @@ def test_a_figure_that_is_not_printed_is_an_error(
         figures.main(["one"])
 
 
+@pytest.mark.parametrize("word", PEERS)
 def test_a_benchmark_with_peers_waits_for_them(
-    house: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    word: str, house: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    needy = Benchmark(("python -m this --peers PEERS",), ("code.py",))
+    needy = Benchmark((f"python -m this --there {word}",), ("code.py",))
     monkeypatch.setattr(figures, "ENTRIES", {"one": entry(speed=r"(\d+ x)"), "needy": needy})
     assert figures.main([]) == 0
-    assert "needy: left out, it needs --peers" in capsys.readouterr().err
+    assert f"needy: left out, it needs --{word.lower()}" in capsys.readouterr().err
