@@ -208,16 +208,16 @@ class MemoryEstimator:
     ) -> int:
         """Return the longest row that fits, extrapolated no further than REACH.
 
-        Rows of ever more tokens are counted, REACH times as many each time, and the one that is
-        found: a short row's loss grows faster than a long one's, which is computed in chunks.
+        Rows of ever more tokens are counted, REACH times as many each time, and at last the one
+        that is found, if it is far: a short row's loss grows faster than one computed in chunks.
 
         Args:
             longest: As it is extrapolated from a row of the recipe's length.
         """
-        length, is_last = self.length, False
-        while longest > length and not is_last:
-            is_last = longest <= REACH * length
-            length = longest if is_last else REACH * length
+        length, is_near = self.length, False
+        while longest > 2 * length and not is_near:
+            is_near = longest <= REACH * length
+            length = longest if is_near else REACH * length
             _, tokens, _ = self._count(footprint, activations, 1, length)
             longest = min(tokens // STEP * STEP, self.limit)
         return longest

@@ -89,7 +89,7 @@ def test_a_time_that_was_measured_beside_other_programs_says_so(
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert run(["plan", str(folder), "--memory", "24GB"]) in (0, 1)
+    assert run(["plan", str(folder), "--memory", "4GB"]) in (0, 1)
     told = " ".join(capsys.readouterr().out.split())
     assert "once loaded" in told
     assert ("on this busy machine" in told) == busy
@@ -218,11 +218,13 @@ def test_answers_beside_a_base_take_no_more_than_is_free(folder: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(folder)
     heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     kept = 2 * 2 * config.num_hidden_layers * heads * size  # keys and values, 16 bits
-    plan = a_plan(folder, "24GB", "base.quantize=nf4", "base.dtype=bf16")
+    base = ("base.quantize=nf4", "base.dtype=bf16", "base.placement=device")
+    asked = (*base, "train.gradient_checkpointing=false")  # one way, whose rows are short
+    plan = a_plan(folder, "24GB", *asked)
     weights = next(s for s in plan.ways if s.placement == "device").by_category["weights"]
     free = 0.95 * 24e9 - PROCESS_BYTES["cuda"] - weights
     for length, number in plan.answers.items():
         assert 0.7 * free < number * length * kept < free
-    smaller = a_plan(folder, "8GB", "base.quantize=nf4", "base.dtype=bf16")
+    smaller = a_plan(folder, "8GB", *asked)
     assert 0 < smaller.answers[1024] < plan.answers[1024]
     assert "answers at once" in _facts(plan)
