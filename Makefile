@@ -1,6 +1,7 @@
 # make test        install into .venv and run everything that must stay green
 # make quickstart  install into .venv and teach a small model a task, before and after shown
 # make test-all    the same with the slow tests: the full grid of methods and architectures, compilers
+# make peers       environments for the other programs that the slow tests run (llama.cpp, vLLM, ...)
 # make lint        ruff and mypy alone
 # make docs        the guide as a site, in build/site; DOCS=serve shows it while one writes
 #
@@ -13,7 +14,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 SAY := @printf '\n== %s\n'
 
-.PHONY: test test-all lint docs quickstart
+.PHONY: test test-all peers lint docs quickstart
 .DELETE_ON_ERROR:
 
 test: lint
@@ -23,6 +24,10 @@ test: lint
 test-all: lint
 	$(SAY) "All tests, $(JOBS) at a time"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --durations=10
+
+# Several GB; without them those tests are skipped.
+peers: .venv/dev
+	$(BIN)/python -m tests.peers.environment
 
 lint: .venv/dev
 	$(SAY) "Style and types"

@@ -1,6 +1,6 @@
 """Run what the tables in README.md and docs/ say, and write those tables.
 
-    python -m benchmarks.all                       # what is not of this code yet, one by one
+    python -m benchmarks.all                       # what is not of this code yet, shortest first
     python -m benchmarks.all train growth --peers PEERS/bin/python
     python -m benchmarks.all --write               # the tables alone, from the files
 
@@ -14,12 +14,15 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
+import itertools
 import json
+import math
 import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -73,6 +76,11 @@ def is_stale(name: str) -> bool:
     return facts is None or facts["code"] != digest(ENTRIES[name].measures)
 
 
+def _minutes(name: str) -> float:
+    """Return how long a benchmark took when it last ran; what is not known comes last."""
+    return (stored(name) or {}).get("minutes", math.inf)
+
+
 # ----------------------------------------------------------------------------------------- running
 
 
@@ -86,10 +94,13 @@ def measure(name: str, pythons: Mapping[str, str]) -> bool:
     code, commit = digest(entry.measures), _commit()
     before, known = machine(), {"ours": versions()}
     known |= {word.lower(): _versions(pythons[word]) for word in entry.needs}
+    began, environ = time.perf_counter(), dict(os.environ)
     for command in entry.commands:
         words = [pythons.get(word, word) for word in shlex.split(command)]
-        python = [sys.executable, *words[1:]]
-        environ = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'cli'}"}
+        given = list(itertools.takewhile(lambda word: re.match(r"[A-Z_]+=", word), words))
+        python = [sys.executable, *words[len(given) + 1 :]]
+        environ = os.environ | dict(word.split("=", 1) for word in given)
+        environ |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'cli'}"}
         ran = subprocess.run(python, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environ)
         if ran.returncode:
             print(f"{name}: {command} ended with {ran.returncode}", file=sys.stderr)
@@ -101,8 +112,9 @@ def measure(name: str, pythons: Mapping[str, str]) -> bool:
         "code": code,
         "cpu": before["cpu"],
         "cores": before["cores"],
-        "threads": before["threads"],
+        "threads": environ.get("OMP_NUM_THREADS", "all"),
         "load": [before["load"], machine()["load"]],
+        "minutes": round((time.perf_counter() - began) / 60, 1),
         "versions": known,
         "figures": figures_in(entry, "\n".join(outputs)),
         "tables": [part for output in outputs for part in tables_in(output)],
@@ -243,7 +255,8 @@ def main(words: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     if unknown := [name for name in args.names if name not in ENTRIES]:
         parser.error(f"{', '.join(unknown)}: there are {', '.join(ENTRIES)}")
-    names = [] if args.write else args.names or [name for name in ENTRIES if is_stale(name)]
+    stale = sorted(filter(is_stale, ENTRIES), key=_minutes)
+    names = [] if args.write else args.names or stale
     failed, pythons = [], {word: getattr(args, word.lower()) for word in PEERS}
     for name in names:
         if missing := [f"--{word.lower()}" for word in ENTRIES[name].needs if not pythons[word]]:

@@ -22,13 +22,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.report import table
 from peftkit.base.locate import locate
 
 WORDS = "the order of pizza street large small with olives and cheese to Ann".split()  # noqa: SIM905
 
 
 def main() -> None:
-    """Measure, and print a line for each way and number of rows."""
+    """Measure, and print a row for each way and number of rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000])
     parser.add_argument("--against", choices=["map", "trl"], nargs="*", default=[])
@@ -38,7 +39,7 @@ def main() -> None:
     print(
         f"{asked.processes} processes; MiB above imports, all processes together, the most at once"
     )
-    print(f"{'rows':>10}  {'way':6} {'seconds':>8} {'rows/s':>8} {'anonymous':>10} {'mapped':>8}")
+    lines = []
     with tempfile.TemporaryDirectory() as folder:
         for number in asked.rows:
             path = Path(folder) / f"{number}.jsonl"
@@ -46,12 +47,13 @@ def main() -> None:
             for way in ("ours", "again", *asked.against):
                 python = asked.peers if way == "trl" else sys.executable
                 found = in_process(way, path, asked.processes, python)
-                print(
-                    f"{number:>10,}  {way:6} {found['seconds']:8.1f} "
-                    f"{number / found['seconds']:8,.0f} {found['anonymous'] / 2**20:10,.0f} "
-                    f"{found['mapped'] / 2**20:8,.0f}",
-                    flush=True,
+                sizes = (f"{found[kind] / 2**20:,.0f}" for kind in ("anonymous", "mapped"))
+                seconds = found["seconds"]
+                lines.append(
+                    (way, f"{number:,}", f"{seconds:.1f}", f"{number / seconds:,.0f}", *sizes)
                 )
+                print(*lines[-1], file=sys.stderr, flush=True)
+    print(table(("way", "rows", "seconds", "rows/s", "anonymous", "mapped"), lines))
 
 
 def in_process(way: str, path: Path, processes: int, python: str) -> dict[str, float]:

@@ -27,7 +27,8 @@ class Benchmark:
     """One entry: what is run, and what stands in a table.
 
     Attributes:
-        commands: As one types them, one after the other; the words of `PEERS` stand for Pythons.
+        commands: As one types them, one after the other, variables of the environment first; the
+            words of `PEERS` stand for Pythons.
         measures: Files and folders of peftkit/ whose change makes the figures old.
         what, tells: The first two cells of a row that sums it up; {names} are figures.
         reads: Name of a figure -> where it stands in the output; all places, with commas.
@@ -144,7 +145,12 @@ ENTRIES: Mapping[str, Benchmark] = {
     "generation": Benchmark(
         tuple(
             f"python -m benchmarks.generation --dtype fp32 --layers 4 {options} --repeats 1"
-            for options in ("--new-tokens 16", "--scenario mixed --prompts 16")
+            for options in (
+                "--new-tokens 16",
+                "--new-tokens 16 --batch-size 64",
+                "--scenario mixed --prompts 48",
+                "--scenario forks --prompts 8 --new-tokens 16",
+            )
         ),
         ANSWERS,
     ),
@@ -170,6 +176,48 @@ ENTRIES: Mapping[str, Benchmark] = {
             "step": r"\| one step, 512 tokens, streamed +\| +(\S+)",
             "memory": r"\| one step, 512 tokens, streamed +\| +\S+ +\| +(\S+)",
         },
+    ),
+    "profile": Benchmark(
+        ("python -m benchmarks.profile --side peft", "python -m benchmarks.profile"), CAUSAL
+    ),
+    "generation-more": Benchmark(
+        tuple(
+            f"python -m benchmarks.generation --repeats 1 {options}"
+            for options in (
+                "--dtype fp32 --prompts 32 --new-tokens 16",
+                "--dtype fp32 --batch-size 64 --new-tokens 12",
+                "--dtype fp32 --scenario forks --prompts 3 --new-tokens 12 --layers 15",
+                "--quantize nf4 --prompts 24 --new-tokens 8 --layers 15",
+            )
+        ),
+        ANSWERS,
+    ),
+    "serving": Benchmark(
+        ("OMP_NUM_THREADS=1 python -m benchmarks.serving --requests 1 --longest 16",),
+        (*ANSWERS, "serve"),
+    ),
+    "encoding": Benchmark(
+        ("python -m benchmarks.encoding --rows 10000 --against map trl --peers PEERS",),
+        ("data", "tasks/loss.py", "tasks/tokens.py", "tasks/one_row.py"),
+    ),
+    "large": Benchmark(("python -m benchmarks.large",), (*CAUSAL, *LOADING)),
+    "plan": Benchmark(("python -m benchmarks.plan",), (*CAUSAL, "planning")),
+    "sharding": Benchmark(
+        ("OMP_NUM_THREADS=1 python -m benchmarks.sharding --peers PEERS",), CAUSAL
+    ),
+    "preferences": Benchmark(
+        (
+            "python -m benchmarks.preferences --peers PEERS",
+            "OMP_NUM_THREADS=1 python -m benchmarks.preferences --speed --rows 24 --peers PEERS",
+        ),
+        (*CAUSAL, "tasks/preference.py"),
+    ),
+    "rewards": Benchmark(
+        (
+            "python -m benchmarks.rewards --peers PEERS",
+            "OMP_NUM_THREADS=1 python -m benchmarks.rewards --speed --peers PEERS",
+        ),
+        (*CAUSAL, "inference", "tasks/grpo.py", "tasks/grpo_losses.py"),
     ),
     "streaming": Benchmark(("python -m benchmarks.streaming",), (*CAUSAL, "planning")),
     "fits": Benchmark(("python -m benchmarks.fits",), (*CAUSAL, "planning")),
@@ -222,4 +270,3 @@ ENTRIES: Mapping[str, Benchmark] = {
         },
     ),
 }
-"""In the order in which they are run."""

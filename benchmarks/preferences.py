@@ -22,6 +22,7 @@ import torch
 import transformers
 
 from benchmarks.orders import make_rows
+from benchmarks.report import table
 from benchmarks.workers import work
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
@@ -36,6 +37,7 @@ NAME = "smollm2-135m"
 TOLERANCE = 1e-4
 LOSSES = ("dpo", "ipo", "robust", "hinge", "orpo", "simpo", "cpo", "kto")
 STEPS, BATCH_SIZE = 10, 4
+NAMES = {"ours": "peftkit", "trl": "TRL + PEFT"}
 SHAPES = {"long prompts": (6, 1), "long answers": (1, 4)}
 """Orders in a prompt, and in an answer."""
 
@@ -126,12 +128,13 @@ def parity(args: argparse.Namespace, folder: Path) -> int:
     ours = work("ours_preferences", {"jobs": jobs}, folder)
     theirs = work("trl_preferences", {"jobs": jobs}, folder, python=args.peers)
     worst = 0.0
-    print("loss     first     last      TRL's last  largest difference")
+    lines = []
     for loss in args.losses:
         a, b = ours[loss], theirs[loss]
         differs = max(abs(x - y) for x, y in zip(a, b, strict=True))
         worst = max(worst, differs)
-        print(f"{loss:8} {a[0]:.6f}  {a[-1]:.6f}  {b[-1]:.6f}    {differs:.1e}", flush=True)
+        lines.append((loss, *(f"{value:.6f}" for value in (a[0], a[-1], b[-1])), f"{differs:.1e}"))
+    print(table(("loss", "first", "last", "TRL's last", "largest difference"), lines))
     print(f"largest difference {worst:.1e}, allowed {TOLERANCE:.0e}")
     return int(worst > TOLERANCE)
 
@@ -139,7 +142,7 @@ def parity(args: argparse.Namespace, folder: Path) -> int:
 def speed(args: argparse.Namespace, folder: Path) -> int:
     """Compare pairs per second and peak memory of DPO, the reference computed before."""
     args.model = args.model or NAME
-    print("rows          by       pairs/s  with the reference  peak MB")
+    lines = []
     for name, (asked, answered) in SHAPES.items():
         job = job_of(args, pairs(folder, args.rows, asked, answered), folder)
         job |= {"loss": "dpo", "dtype": "bf16", "rank": 16, "learning_rate": 1e-5, "exact": False}
@@ -150,7 +153,10 @@ def speed(args: argparse.Namespace, folder: Path) -> int:
             rate = BATCH_SIZE * len(steps) / sum(steps)
             whole = args.rows / found["seconds"]
             peak = found["peak_bytes"] / 1e6
-            print(f"{name:13} {side:8} {rate:7.2f}  {whole:18.2f}  {peak:7,.0f}", flush=True)
+            lines.append((name, NAMES[side], f"{rate:.2f}", f"{whole:.2f}", f"{peak:,.0f}"))
+            print(*lines[-1], flush=True)
+    columns = ("rows", "by", "pairs/s", "with reference and first step", "peak MB")
+    print(table(columns, lines))
     return 0
 
 

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from benchmarks.orders import make_rows
-from benchmarks.preferences import NAME, TOLERANCE, small_model, write
+from benchmarks.preferences import NAME, NAMES, TOLERANCE, small_model, write
+from benchmarks.report import table
 from benchmarks.workers import work
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
@@ -68,11 +69,12 @@ def parity(args: argparse.Namespace, folder: Path) -> int:
     ours = work("ours_rewards", job, folder)
     theirs = work("trl_rewards", job | {"old": ours["old"]}, folder, python=args.peers)
     worst = 0.0
-    print("loss       peftkit      TRL          difference")
+    lines = []
     for loss in LOSSES:
         a, b = ours[loss], theirs[loss]
         worst = max(worst, abs(a - b))
-        print(f"{loss:8}  {a:11.7f}  {b:11.7f}  {abs(a - b):.1e}")
+        lines.append((loss, f"{a:.7f}", f"{b:.7f}", f"{abs(a - b):.1e}"))
+    print(table(("loss", "peftkit", "TRL", "difference"), lines))
     print(f"largest difference {worst:.1e}, allowed {TOLERANCE:.0e}")
     return int(worst > TOLERANCE)
 
@@ -92,14 +94,17 @@ def speed(args: argparse.Namespace, folder: Path) -> int:
         "dtype": args.dtype,
         "environ": {"OMP_NUM_THREADS": "1"},
     }
-    print("by        processor s a step  new tokens a step  tokens/s  peak MB")
+    lines = []
     for side, python in (("ours", None), ("trl", args.peers)):
         kwargs = {} if python is None else {"python": python}
         found = work(f"{side}_rewards", job, folder, **kwargs)
         seconds, tokens = found["cpu_seconds"][1:], found["new_tokens"][1:]
         each, made = sum(seconds) / len(seconds), sum(tokens) / len(tokens)
         peak = found["peak_bytes"] / 1e6
-        print(f"{side:8} {each:19.1f}  {made:17.0f}  {made / each:8.1f}  {peak:7,.0f}", flush=True)
+        figures = (f"{each:.1f}", f"{made:.0f}", f"{made / each:.1f}", f"{peak:,.0f}")
+        lines.append((NAMES[side], *figures))
+    columns = ("by", "processor s a step", "new tokens a step", "tokens/s", "peak MB")
+    print(table(columns, lines))
     return 0
 
 

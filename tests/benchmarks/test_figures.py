@@ -68,7 +68,7 @@ def test_no_figure_stands_in_the_readme_without_its_file() -> None:
 def test_a_file_says_what_ran_where_but_not_on_whose_machine(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     facts = json.loads(text)
-    assert facts.keys() == FIELDS
+    assert facts.keys() - {"minutes"} == FIELDS
     assert not re.search(r"(?<![\w.])/(home|root|tmp|work|Users)/", text)
     assert socket.gethostname() not in text.split()
     known = ENTRIES[path.stem]
@@ -133,3 +133,34 @@ def test_a_benchmark_with_peers_waits_for_them(
     monkeypatch.setattr(figures, "ENTRIES", {"one": entry(speed=r"(\d+ x)"), "needy": needy})
     assert figures.main([]) == 0
     assert f"needy: left out, it needs --{word.lower()}" in capsys.readouterr().err
+
+
+def test_variables_before_a_command_are_those_of_its_process(
+    house: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (house / "speed.py").write_text("import os\nprint(os.environ['OMP_NUM_THREADS'], 'x')\n")
+    threads = Benchmark(
+        ("OMP_NUM_THREADS=3 python speed.py",), ("code.py",), reads={"it": r"(\d+ x)"}
+    )
+    monkeypatch.setattr(figures, "ENTRIES", {"one": threads})
+    monkeypatch.setattr(figures, "write", list)
+    assert figures.main([]) == 0
+    facts = figures.stored("one")
+    assert facts
+    assert (facts["threads"], facts["figures"]["it"]) == ("3", "3 x")
+
+
+def test_the_shortest_runs_first_and_what_never_ran_comes_last(
+    house: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = {name: entry(speed=r"(\d+ x)") for name in ("unknown", "long", "short")}
+    monkeypatch.setattr(figures, "ENTRIES", entries)
+    ran: list[str] = []
+    monkeypatch.setattr(figures, "measure", lambda name, pythons: bool(ran.append(name)))
+    (house / "figures").mkdir()
+    for name, minutes in (("long", 9.0), ("short", 0.5)):
+        known = {"code": "", "minutes": minutes}
+        (house / "figures" / f"{name}.json").write_text(json.dumps(known))
+    monkeypatch.setattr(figures, "write", list)
+    figures.main([])
+    assert ran == ["short", "long", "unknown"]

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from tests.peers.cases import CASES, Agreement, Desk
-from tests.peers.environment import ROOT, UnavailableError, versions
+from tests.peers.environment import ROOT, UnavailableError, make, versions
 
 PAGE = ROOT / "docs" / "use.md"
 COLUMNS = ("program", "version", "given", "adapter", "answers equal to ours", "largest difference")
@@ -38,6 +38,7 @@ def main(names: list[str]) -> None:
             if names and case.peer not in names:
                 continue
             try:
+                make(case.peer)
                 found = [row(each) for each in desk.run(case)]
             except UnavailableError as reason:
                 print(f"{case.peer} cannot be had: {reason}")

