@@ -56,6 +56,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
         "recipe",
         "report/history",
         "serve/requests",
+        "serve/tool_fields",
     ),
     "yaml": ("config/", "cli/import_recipe"),  # there: files of other programs
     "PIL": ("data/media",),  # the optional extra `images`; imported when called
@@ -65,7 +66,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "jiwer": ("tasks/metrics",),
     "starlette": ("serve/",),  # the optional extra `serve`, with uvicorn; imported when called
     "uvicorn": ("serve/server",),
-    "llguidance": ("serve/requests",),  # the optional extra `json`; imported when called
+    "llguidance": ("serve/grammars",),  # the optional extra `json`; imported when called
     "lm_eval": ("inference/harness",),  # the optional extra `lm-eval`; imported when called
     "typer": ("cli/",),
     "rich": ("cli/",),

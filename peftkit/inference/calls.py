@@ -24,6 +24,7 @@ class Said(NamedTuple):
     calls: tuple[Call, ...] = ()
 
 
+PROBE_ID = "abcdefghi"  # nine letters and digits, as Mistral's templates require
 PROBE = Call("peftkit_probe", {"city": "Lima", "days": 3, "deep": {"a": [1, 2]}, "on": True})
 _TYPES = {"city": "string", "days": "integer", "deep": "object", "on": "boolean"}
 PROBE_TOOL: Mapping[str, Any] = {
@@ -46,21 +47,32 @@ def format_of(render: Render) -> CallFormat | None:
             template cannot write it.
     """
     try:
-        before = render([_ASKED])
-        ending = render([_ASKED, {"role": "assistant", "content": _MARK}]).partition(_MARK)[2]
+        turns = [written_probe(render, as_text=as_text) for as_text in (False, True)]
     except Exception:  # a template is a program: it can raise anything
         return None
-    for as_text in (False, True):
-        said = replace(NO_CALLS, as_text=as_text).message("", [("abcdefghi", PROBE)])
-        try:
-            text = render([_ASKED, said])
-        except Exception:
-            continue
-        written = text.removeprefix(before).removesuffix(ending)
+    for as_text, written in enumerate(turns):
         for form in FORMATS:
             if _reads_probe(form, written):
-                return replace(form, as_text=as_text)
+                return replace(form, as_text=bool(as_text))
     return None
+
+
+def written_probe(render: Render, *, as_text: bool) -> str:
+    """Return the turn that a chat template writes for the probe call; "": it refuses the call.
+
+    A header of the turn may stand before the call.
+
+    Args:
+        as_text: Whether it takes a call's arguments as JSON text.
+    """
+    before = render([_ASKED])
+    ending = render([_ASKED, {"role": "assistant", "content": _MARK}]).partition(_MARK)[2]
+    said = replace(NO_CALLS, as_text=as_text).message("", [(PROBE_ID, PROBE)])
+    try:
+        text = render([_ASKED, said])
+    except Exception:
+        return ""
+    return text.removeprefix(before).removesuffix(ending)
 
 
 def _reads_probe(form: CallFormat, text: str) -> bool:
@@ -210,7 +222,12 @@ def read_answer(
     thinks: bool = False,
 ) -> Said:
     """Return the text, the reasoning and the calls of a whole answer; arguments as of `Reader`."""
-    pieces = [*Reader(form, tools, thinks=thinks).feed(text, over=True)]
+    return whole(Reader(form, tools, thinks=thinks), text)
+
+
+def whole(reader: Reader, text: str) -> Said:
+    """Return what a reader makes of a whole answer."""
+    pieces = [*reader.feed(text, over=True)]
     return Said(
         "".join(piece.text for piece in pieces),
         "".join(piece.thought for piece in pieces),

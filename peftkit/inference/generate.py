@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -142,12 +143,13 @@ def stream(
             thread.join()
 
 
-def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Return the text of an answer."""
+def decoded(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, special: bool = False
+) -> str:
+    """Return the text of an answer, with special tokens if asked for."""
     # Cleaning up would take spaces out of code and JSON.
-    return str(
-        tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    )
+    options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
+    return str(tokenizer.decode(list(ids), **options))
 
 
 class TextStream:
@@ -155,14 +157,21 @@ class TextStream:
 
     Args:
         stop_texts: Texts that end the answer before them.
+        special: Whether special tokens are text, too.
 
     Attributes:
         text: All text returned so far.
         is_stopped: Whether a stop text has ended it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_texts: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_texts: Sequence[str] = (),
+        *,
+        special: bool = False,
+    ) -> None:
+        self._decode = partial(decoded, tokenizer, special=special)
         self._stop_texts = [text for text in stop_texts if text]
         self._decoded_text = ""
         self._start = self._end = 0
@@ -189,8 +198,8 @@ class TextStream:
 
         Decodes only the last tokens, with some before them, on which spaces depend.
         """
-        before = decoded(self._tokenizer, ids[self._start : self._end])
-        after = decoded(self._tokenizer, ids[self._start :])
+        before = self._decode(ids[self._start : self._end])
+        after = self._decode(ids[self._start :])
         if has_ended or not after.endswith("\N{REPLACEMENT CHARACTER}"):
             self._decoded_text += after[len(before) :]
             self._start, self._end = self._end, len(ids)

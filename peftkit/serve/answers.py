@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse
 
 from peftkit.errors import PeftkitError, RunError
 from peftkit.inference.sampling import Chosen
+from peftkit.serve.answer_calls import call_fields
 from peftkit.serve.requests import RequestError
 from peftkit.serve.worker import Job, Piece
 
@@ -58,19 +59,23 @@ class ReplyFormat:
 
     Attributes:
         num_top: Number of likeliest tokens to report with each token; None: no log-probabilities.
+        is_named: Whether the client named the tool to call; OpenAI's answers then end with "stop".
+        num_calls: How many calls of each answer a stream has sent.
     """
 
     is_chat: bool
     model: str
     token_text: Callable[[int], str]
     num_top: int | None = None
+    is_named: bool = False
+    num_calls: dict[int, int] = field(default_factory=dict)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, answers: Sequence[Piece], num_prompt: int) -> dict[str, Any]:
         """Return the response with whole answers."""
         choices = [
-            self._choice(index, "message", {"role": "assistant", "content": answer.text}, answer)
+            self._choice(index, "message", message(answer), answer)
             for index, answer in enumerate(answers)
         ]
         return self._object(choices, False) | {"usage": usage(answers, num_prompt)}
@@ -83,9 +88,14 @@ class ReplyFormat:
 
     def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         """Return the chunks of a piece: its text, and the end of the answer."""
-        parts = []
+        parts: list[tuple[dict[str, Any], Piece]] = []
         if piece.text or piece.chosen:
             parts.append(({"content": piece.text}, Piece(piece.text, piece.chosen)))
+        if piece.thought:
+            parts.append(({"reasoning_content": piece.thought}, Piece("")))
+        for call in piece.calls:
+            number = self.num_calls[index] = self.num_calls.get(index, -1) + 1
+            parts.append(({"tool_calls": [{"index": number, **call_fields(call)}]}, Piece("")))
         if piece.reason is not None:
             parts.append(({}, Piece("", (), piece.reason)))
         return [
@@ -97,12 +107,15 @@ class ReplyFormat:
         return self._object([], True) | {"usage": usage(answers, num_prompt)}
 
     def _choice(
-        self, index: int, place: str, turn: Mapping[str, str], piece: Piece
+        self, index: int, place: str, turn: Mapping[str, Any], piece: Piece
     ) -> dict[str, Any]:
         content = {place: dict(turn)} if self.is_chat else {"text": piece.text}
         has_log_probs = self.num_top is not None and piece.chosen
         log_probs = self._log_probs(piece.chosen) if has_log_probs else None
-        return {"index": index, **content, "logprobs": log_probs, "finish_reason": piece.reason}
+        reason: str | None = piece.reason
+        if reason == "stop" and not self.is_named and (piece.calls or index in self.num_calls):
+            reason = "tool_calls"
+        return {"index": index, **content, "logprobs": log_probs, "finish_reason": reason}
 
     def _log_probs(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
         if self.is_chat:
@@ -145,6 +158,17 @@ class ReplyFormat:
         }
 
 
+def message(answer: Piece) -> dict[str, Any]:
+    """Return a whole answer as a message; its content is null where it only calls."""
+    fields: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.thought:
+        fields["reasoning_content"] = answer.thought
+    if answer.calls:
+        fields["content"] = answer.text or None
+        fields["tool_calls"] = [call_fields(call) for call in answer.calls]
+    return fields
+
+
 def usage(answers: Sequence[Piece], num_prompt: int) -> dict[str, int]:
     """Return the token counts of a request."""
     new = sum(answer.num_tokens for answer in answers)
@@ -183,6 +207,8 @@ async def whole_answers(request: Request, jobs: Sequence[Job], queue: PieceQueue
         replace(
             of[-1],
             text="".join(piece.text for piece in of),
+            thought="".join(piece.thought for piece in of),
+            calls=tuple(call for piece in of for call in piece.calls),
             chosen=tuple(one for piece in of for one in piece.chosen),
         )
         for of in pieces

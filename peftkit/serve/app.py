@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -26,13 +26,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from peftkit.data.encode import Style, prompt_ids, stop_ids
 from peftkit.errors import PeftkitError, did_you_mean
 from peftkit.inference.bank import AdapterBank
+from peftkit.inference.call_style import CallStyle
 from peftkit.inference.engine import Limits as EngineLimits
 from peftkit.inference.engine import Request as AnswerRequest
 from peftkit.inference.engine import room_left
 from peftkit.inference.open_engine import tokens_that_fit
 from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
+from peftkit.serve.answer_calls import AnswerCalls
 from peftkit.serve.answers import PieceQueue, ReplyFormat, refusal, streamed, whole_answers
-from peftkit.serve.requests import Body, ChatBody, JsonGrammars, RequestError, TextBody, read_body
+from peftkit.serve.call_grammar import call_grammar
+from peftkit.serve.grammars import Grammars
+from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
+from peftkit.serve.tool_fields import ToolUse
 from peftkit.serve.worker import Job, Piece, Worker
 
 BARE = "base"
@@ -108,15 +113,48 @@ def make_app(
     return app
 
 
-_Read = tuple[Body, str | None, list[list[int]]]
-"""A request's fields, its adapter, and its prompts as tokens."""
+class _Read(NamedTuple):
+    """A request: its fields, its adapter, its prompts as tokens, and how its answers may call."""
+
+    body: Body
+    adapter: str | None
+    prompts: list[list[int]]
+    calls: CallStyle | None = None
+    tools: ToolUse | None = None
+
+    def reader(self, prompt: Sequence[int]) -> AnswerCalls | None:
+        """Return what reads an answer for calls; None: it is text."""
+        if self.calls is None or self.tools is None:
+            return None
+        tools, is_single = self.tools.offered, self.tools.is_single
+        return AnswerCalls(self.calls, prompt, tools, is_single=is_single)
+
+    def grammar(self, tokenizer: Any, prompt: Sequence[int]) -> str:
+        """Return the grammar of a forced call.
+
+        Raises:
+            RequestError: This model's format of calls has none.
+        """
+        assert self.calls is not None
+        assert self.tools is not None
+        thinks = self.calls.thinks(prompt)
+        grammar = call_grammar(self.calls, tokenizer, self.tools.forced, thinks=thinks)
+        if grammar is None:
+            raise RequestError(
+                "this model cannot be made to call a tool.",
+                found=f"It writes calls in the format {self.calls.form.name}, which is not JSON.",
+                fix='Use "tool_choice": "auto".',
+                param="tool_choice",
+            )
+        return grammar
 
 
 class _Service:
     def __init__(self, bank: AdapterBank, worker: Worker, limits: Limits) -> None:
         self._bank, self._worker, self._limits = bank, worker, limits
         self._began = time.time()
-        self._grammars: dict[tuple[int, ...], JsonGrammars] = {}
+        self._grammars: dict[tuple[int, ...], Grammars] = {}
+        self._call_styles = cache(lambda style: CallStyle(bank.base.tokenizer, style))
         self._stops = cache(lambda style: tuple(stop_ids(bank.base.tokenizer, style)))
         # prompts and grammars take a while; one thread, because tokenizers are not for several
         self._thread = ThreadPoolExecutor(1, "peftkit-requests")
@@ -149,28 +187,39 @@ class _Service:
         assert isinstance(body, ChatBody)
         adapter = self._adapter(body.model)
         style = self._bank.style(adapter)
-        turns = body.conversation()
+        tools = body.tool_use
+        needs_calls = body.has_calls or (tools is not None and tools.offered)
+        calls = self._call_styles(style) if needs_calls else None
+        turns = body.conversation(calls.form if calls else None)
         single = style.kind != "chat" and [turn["role"] for turn in turns] == ["user"]
         prompt = turns[0]["content"] if single else turns
         tokenizer, variables = self._bank.base.tokenizer, body.chat_template_kwargs
-        return body, adapter, [prompt_ids(tokenizer, prompt, style, variables=variables)]
+        ids = prompt_ids(tokenizer, prompt, style, variables=variables)
+        if tools is None or not tools.offered:
+            return _Read(body, adapter, [ids])
+        shown = prompt_ids(tokenizer, prompt, style, tools.offered, variables=variables)
+        if shown == ids:
+            raise RequestError("the chat template shows no tools to the model.", param="tools")
+        return _Read(body, adapter, [shown], calls, tools)
 
     def _text_prompts(self, data: bytes) -> _Read:
         body = read_body(data, TextBody)
         assert isinstance(body, TextBody)
-        return body, self._adapter(body.model), [self._ids(prompt) for prompt in body.prompts()]
+        return _Read(body, self._adapter(body.model), [self._ids(each) for each in body.prompts()])
 
     async def _respond(self, request: Request, read: Callable[[bytes], _Read]) -> Response:
         data, loop = await self._body(request), asyncio.get_running_loop()
         queue: PieceQueue = asyncio.Queue()
 
-        def prepared() -> tuple[Body, list[list[int]], list[Job]]:
-            body, adapter, prompts = read(data)
-            return body, prompts, self._jobs(body, adapter, prompts, queue, loop)
+        def prepared() -> tuple[_Read, list[Job]]:
+            found = read(data)
+            return found, self._jobs(found, queue, loop)
 
-        body, prompts, jobs = await loop.run_in_executor(self._thread, prepared)
-        form = ReplyFormat(isinstance(body, ChatBody), body.model, self._token_text, body.num_top)
-        num_prompt = sum(map(len, prompts))
+        found, jobs = await loop.run_in_executor(self._thread, prepared)
+        body, named = found.body, found.tools is not None and found.tools.is_named
+        is_chat = isinstance(body, ChatBody)
+        form = ReplyFormat(is_chat, body.model, self._token_text, body.num_top, named)
+        num_prompt = sum(map(len, found.prompts))
         self._worker.submit(jobs)
         if body.stream:
             chunks = streamed(form, jobs, queue, num_prompt, body.wants_usage)
@@ -178,14 +227,8 @@ class _Service:
         answers = await whole_answers(request, jobs, queue)
         return JSONResponse(form.whole(answers, num_prompt))
 
-    def _jobs(
-        self,
-        body: Body,
-        adapter: str | None,
-        prompts: Sequence[list[int]],
-        queue: PieceQueue,
-        loop: asyncio.AbstractEventLoop,
-    ) -> list[Job]:
+    def _jobs(self, found: _Read, queue: PieceQueue, loop: asyncio.AbstractEventLoop) -> list[Job]:
+        body, adapter, prompts, calls, _ = found
         copies = body.n or 1
         if not 0 < len(prompts) * copies <= self._limits.max_batch:
             raise RequestError(
@@ -207,7 +250,7 @@ class _Service:
                 temperature=_given(body.temperature, self._limits.temperature),
                 top_p=_given(body.top_p, 1.0),
                 seed=body.seed,
-                stops=self._stops(self._bank.style(adapter)),
+                stops=calls.stops if calls else self._stops(self._bank.style(adapter)),
                 top_logprobs=body.num_top or 0,
             )
             answer = AnswerRequest(
@@ -216,9 +259,9 @@ class _Service:
                 seed_of(sampling, index),
                 adapter,
                 log_probs=body.num_top is not None,
-                constraint=self._constraint(body, sampling),
+                constraint=self._constraint(found, ids, sampling),
             )
-            jobs.append(Job(answer, send, body.stop_texts))
+            jobs.append(Job(answer, send, body.stop_texts, found.reader(ids)))
         return jobs
 
     def _room_left(self, ids: list[int], length: int) -> int:
@@ -232,16 +275,20 @@ class _Service:
             )
         return room if most is None else min(room, most - len(ids))
 
-    def _constraint(self, body: Body, sampling: Sampling) -> Constraint | None:
-        if body.schema_of_answer is None:
+    def _constraint(self, found: _Read, ids: list[int], sampling: Sampling) -> Constraint | None:
+        schema, forced = found.body.schema_of_answer, found.tools and found.tools.forced
+        if schema is None and not forced:
             return None
         base = self._bank.base
         stops = tuple(sampling.stops)
         if stops not in self._grammars:
             ends = sorted({*end_tokens(base.model, base.tokenizer), *stops})
             size = base.model.get_output_embeddings().weight.shape[0]
-            self._grammars[stops] = JsonGrammars(base.tokenizer, size, ends)
-        return self._grammars[stops].constraint(body.schema_of_answer)
+            self._grammars[stops] = Grammars(base.tokenizer, size, ends)
+        if schema is not None:
+            return self._grammars[stops].of_json(schema)
+        grammar = found.grammar(base.tokenizer, ids)
+        return self._grammars[stops].of_lark(grammar, "tool_choice")
 
     def _token_text(self, token: int) -> str:
         return str(self._bank.base.tokenizer.decode([token]))

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's clients, checked field by field, and the grammars that they ask for.
+"""Requests of OpenAI's clients, checked field by field.
 
 Fields that this server does not support are refused by name; only fields that change no answer are
 ignored. Source: the API reference of OpenAI, /v1/completions and /v1/chat/completions.
@@ -6,16 +6,15 @@ ignored. Source: the API reference of OpenAI, /v1/completions and /v1/chat/compl
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from peftkit.errors import PeftkitError, did_you_mean, first_few
 from peftkit.files.strict_json import parse_json
-from peftkit.inference.sampling import Constraint
+from peftkit.inference.call_formats import CallFormat
+from peftkit.serve.tool_fields import MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolUse, with_calls
 
 MAX_TOKENS = 1 << 20
 
@@ -53,8 +52,10 @@ class _Part(_Strict):
 
 
 class _Message(_Strict):
-    role: Annotated[str, Field(pattern="^(system|developer|user|assistant)$")]
-    content: str | list[_Part]
+    role: Annotated[str, Field(pattern="^(system|developer|user|assistant|tool)$")]
+    content: str | list[_Part] = ""
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
 
@@ -66,11 +67,22 @@ class _Message(_Strict):
             return fields
         return {name: value for name, value in fields.items() if value is not None}
 
-    def plain(self) -> dict[str, str]:
-        """Return the message in the form of chat templates."""
+    @model_validator(mode="after")
+    def _is_whole(self) -> _Message:
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id is for the role tool, which needs it")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are the assistant's")
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("content is missing")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message in the form of chat templates, without its calls."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        more = {"name": self.name, "reasoning_content": self.reasoning_content}
+        names = ("name", "reasoning_content", "tool_call_id")
+        more = {name: getattr(self, name) for name in names}
         given = {key: value for key, value in more.items() if value is not None}
         return {"role": self.role, "content": text, **given}
 
@@ -91,15 +103,12 @@ class _Unsupported(_Strict):
     modalities: list[Literal["text"]] | None = None
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     suffix: Annotated[str, Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
 class _Ignored(_Strict):
     """Fields that change no answer."""
 
     metadata: Any = None
-    parallel_tool_calls: Any = None
     prompt_cache_key: Any = None
     safety_identifier: Any = None
     service_tier: Any = None
@@ -172,6 +181,9 @@ class ChatBody(Body):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: _ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
     """Variables of the chat template; by default those of the adapter's training."""
 
@@ -180,6 +192,18 @@ class ChatBody(Body):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         return self
+
+    @model_validator(mode="after")
+    def _has_its_tools(self) -> ChatBody:
+        use = self.tool_use
+        if use is not None and use.forced and self.schema_of_answer is not None:
+            raise ValueError("response_format and a forced tool call exclude each other")
+        return self
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """The tools of the request; None: it offers none."""
+        return ToolUse.of(self.tools or (), self.tool_choice, self.parallel_tool_calls)
 
     @property
     def num_top(self) -> int | None:
@@ -197,9 +221,25 @@ class ChatBody(Body):
         """Maximum length of an answer; `max_tokens` is the older name."""
         return self.max_completion_tokens or self.max_tokens
 
-    def conversation(self) -> list[dict[str, str]]:
-        """Return the messages in the form of chat templates."""
-        return [message.plain() for message in self.messages]
+    @property
+    def has_calls(self) -> bool:
+        """Whether the conversation has calls of tools."""
+        return any(message.tool_calls for message in self.messages)
+
+    def conversation(self, form: CallFormat | None = None) -> list[dict[str, Any]]:
+        """Return the messages in the form of chat templates.
+
+        Args:
+            form: How the template writes calls; None: it writes none.
+
+        Raises:
+            RequestError: There are calls and no form, or a reply to no call.
+        """
+        turns = [message.plain() for message in self.messages]
+        try:
+            return with_calls(turns, [message.tool_calls or () for message in self.messages], form)
+        except ValueError as problem:
+            raise RequestError(f"{problem}.", param="messages") from None
 
 
 class TextBody(Body):
@@ -254,49 +294,4 @@ def _request_error(problem: ValidationError, kind: type[Body]) -> RequestError:
         found=first_few(lines, 5),
         param=fields[0],
         code="unsupported_parameter" if fields[0] in _Unsupported.model_fields else None,
-    )
-
-
-class JsonGrammars:
-    """Makes the constraints of JSON schemas with llguidance (the extra `json`).
-
-    Args:
-        vocab_size: Of the model's logits.
-        ends: Tokens that may end a complete answer.
-    """
-
-    def __init__(self, tokenizer: Any, vocab_size: int, ends: list[int]) -> None:
-        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, ends
-        self._words: Any = None  # llguidance's tokenizer, slow to make
-
-    def constraint(self, schema: Mapping[str, Any]) -> Constraint:
-        """Return the constraint of one answer.
-
-        Raises:
-            RequestError: llguidance is not installed, or refuses the schema or the tokenizer.
-        """
-        if find_spec("llguidance") is None:
-            raise _no_grammar("this server has no grammars.", "pip install 'peftkit[json]'")
-        from llguidance import LLMatcher
-        from llguidance.hf import from_tokenizer
-
-        try:
-            if self._words is None:
-                self._words = from_tokenizer(
-                    self._tokenizer, n_vocab=len(self._tokenizer), eos_token=self._ends
-                )
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-        except ValueError as problem:
-            raise _no_grammar(str(problem).splitlines()[0], "Use another schema.") from None
-        if wrong := LLMatcher.validate_grammar(grammar, self._words):
-            raise _no_grammar(wrong.splitlines()[0], "Use another schema.")
-        return Constraint(LLMatcher(self._words, grammar), self._vocab_size)
-
-
-def _no_grammar(found: str, fix: str) -> RequestError:
-    return RequestError(
-        "the answer cannot be held to this response_format.",
-        found=found,
-        fix=fix,
-        param="response_format",
     )

@@ -10,9 +10,12 @@ from typing import Literal
 
 from peftkit.errors import PeftkitError, RunError
 from peftkit.inference.bank import AdapterBank
+from peftkit.inference.call_formats import Call
+from peftkit.inference.calls import Said
 from peftkit.inference.engine import AnswerTooLarge, Completion, Engine, Limits, Request
 from peftkit.inference.generate import TextStream
 from peftkit.inference.sampling import Chosen
+from peftkit.serve.answer_calls import AnswerCalls
 from peftkit.serve.requests import RequestError
 
 _LOG = logging.getLogger(__name__)
@@ -26,6 +29,7 @@ class Piece:
         chosen: Its tokens with their log-probabilities, if requested.
         reason: Why the answer ended, in the last piece. stop: an end token or a stop text; length:
             its maximum, or the model's context.
+        thought, calls: Reasoning and calls, where the answer is read for them.
         num_tokens: Tokens of the whole answer with its end token, in the last piece.
     """
 
@@ -33,6 +37,8 @@ class Piece:
     chosen: tuple[Chosen, ...] = ()
     reason: Literal["stop", "length"] | None = None
     num_tokens: int = 0
+    thought: str = ""
+    calls: tuple[Call, ...] = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -42,11 +48,13 @@ class Job:
     Args:
         send: Receives the pieces of the answer, or an error; the worker's thread calls it.
         stop_texts: Texts that end it.
+        calls: Reads it for calls of tools; None: it is text.
     """
 
     request: Request
     send: Callable[[Piece | Exception], None]
     stop_texts: tuple[str, ...] = ()
+    calls: AnswerCalls | None = None
     completion: Completion | None = None
     is_cancelled: bool = False
     is_done: bool = False
@@ -184,19 +192,27 @@ class Worker:
 
     def _sender(self, job: Job) -> Callable[[Completion], None]:
         """Return the callback that sends each new piece of a job's answer."""
-        text, num_sent = TextStream(self.bank.base.tokenizer, job.stop_texts), 0
+        reads = job.calls
+        text, num_sent = (
+            TextStream(self.bank.base.tokenizer, job.stop_texts, special=reads is not None),
+            0,
+        )
 
         def send(completion: Completion) -> None:
             nonlocal num_sent
-            new, number = text.take(completion), len(completion.ids)
+            if job.is_done:
+                return
+            said, number = Said(text.take(completion)), len(completion.ids)
+            if reads is not None:
+                said = reads.take(said.text, completion)
             chosen = tuple(completion.chosen[num_sent:number]) if job.request.log_probs else ()
             num_sent += len(chosen)
             if completion.ended_by in ("stop", "length"):
                 job.is_done = True
                 reason = "stop" if text.is_stopped else completion.ended_by
-                job.send(Piece(new, chosen, reason, len(completion.chosen)))
-            elif new or chosen:
-                job.send(Piece(new, chosen))
+                job.send(Piece(said.text, chosen, reason, len(completion.chosen), *said[1:]))
+            elif said != Said() or chosen:
+                job.send(Piece(said.text, chosen, None, 0, *said[1:]))
 
         return send
 

@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from transformers.utils.chat_template_utils import get_json_schema
 
-from peftkit.data.chat import Chat, special_texts
-from peftkit.data.encode import Style, prompt_ids, stop_ids
+from peftkit.data.encode import Style, prompt_ids
 from peftkit.data.turns import Turns
 from peftkit.errors import ConfigError, RunError
 from peftkit.inference.cache import num_common
-from peftkit.inference.call_formats import Call, CallFormat
-from peftkit.inference.calls import format_of, read_answer
+from peftkit.inference.call_formats import Call
+from peftkit.inference.call_style import CallStyle
+from peftkit.inference.calls import whole
 from peftkit.inference.dialogues import Wait, dialogues
 from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.tasks.documents import drawn_seeds
@@ -34,8 +32,6 @@ from peftkit.tasks.user_code import UserCode, outcome, returned
 
 Message = dict[str, Any]
 NOT_TOOLS = ("reset", "get_reward")
-ENDS = ("<|eom_id|>", "<|call|>", "<|observation|>", "<|tool_response>")
-"""Special tokens that end a turn with calls in some families, besides what the template writes."""
 RESETS = 16
 """Environments that are reset at once."""
 
@@ -106,24 +102,13 @@ class Tools:
         self._factory = code.load(config.environment) if config.environment else None
         self._pool: list[Any] = []
         self.schemas = _schemas(self.functions(self._environments(1)[0]))
-        template = style.chat_template
-        chat = Chat(tokenizer, template) if style.kind == "chat" else None
-        form = chat and format_of(partial(_rendered, chat))
-        if not form:
-            raise ConfigError(
-                "the chat template writes no calls of tools.",
-                fix="Set data.chat_template to chatml, or to a template that writes them.",
-            )
-        self.form: CallFormat = form
-        self.turns = Turns(tokenizer, template)
+        self.calls = CallStyle(tokenizer, style)
+        self.turns = Turns(tokenizer, style.chat_template)
         self.turns.check(self.schemas)
-        texts = special_texts(tokenizer)
-        self.special = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
         name = self.schemas[0]["function"]["name"]
         said = {"role": "tool", "name": name, "tool_call_id": "call00000", "content": ""}
         end, _ = self.turns.after([said], [(name, "call00000")], self.schemas)
-        ends = [tokenizer.convert_tokens_to_ids(text) for text in ENDS if text in texts]
-        self.stops = sorted({*stop_ids(tokenizer, style), end, *ends})
+        self.stops = sorted({*self.calls.stops, end})
         self.widest = max(map(len, tokenizer.get_vocab()))
         """Most characters of a token."""
 
@@ -241,21 +226,20 @@ class Dialogue:
     def reply(self, turn: SampledAnswer) -> Wait | None:
         """Read a turn; call the tools that it calls, in a thread."""
         tools, ids = self.tools, turn.ids if turn.is_cut else turn.ids[:-1]
-        opened = self._decoded(self._before[-16:]).rstrip().endswith(tools.form.thought[0])
-        said = read_answer(tools.form, self._decoded(ids), tools.schemas, thinks=opened)
+        said = whole(tools.calls.reader(self._before, tools.schemas), tools.calls.decoded(ids))
         keys = [one.id or f"call{self.num_turns:03}{n:02}" for n, one in enumerate(said.calls)]
         calls = list(zip(keys, said.calls, strict=True))
-        text = tools.special.sub("", said.text)
+        text = tools.calls.special.sub("", said.text)
         message: Message = {"role": "assistant", "content": text}
         if calls:
-            message = tools.form.message(text, calls)
+            message = tools.calls.form.message(text, calls)
         if said.thought:
             message["reasoning_content"] = said.thought
         self.messages.append(message)
         self.num_turns += 1
         if not calls or turn.is_cut or self.num_turns >= tools.config.max_turns:
             return None
-        return self._waiting(calls, self._decoded(turn.ids[-1:]))
+        return self._waiting(calls, tools.calls.decoded(turn.ids[-1:]))
 
     def _waiting(self, calls: Sequence[tuple[str, Call]], ended_by: str) -> Wait:
         results: list[Message] = []
@@ -298,13 +282,6 @@ class Dialogue:
         self.num_failed += 1
         return str({"error": str(error)})
 
-    def _decoded(self, ids: Sequence[int]) -> str:
-        return str(
-            self.tools.tokenizer.decode(
-                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
-
 
 def figures(dialogues: Sequence[Dialogue]) -> dict[str, float]:
     """Return the means of calls, failed calls and turns of an answer."""
@@ -325,10 +302,6 @@ def _together(group: list[Dialogue], answers: Sequence[SampledAnswer]) -> Sample
         learnt = (*[False] * len(rest), *(answer.learnt or ()))
         own.append(replace(answer, ids=rest + answer.ids, learnt=learnt))
     return Sampled(tuple(first[:size]), own, group)
-
-
-def _rendered(chat: Chat, turns: Sequence[Mapping[str, Any]]) -> str:
-    return chat.render(turns, (), "a call")
 
 
 def _messages(prompt: AskedPrompt) -> list[Message]:

@@ -308,8 +308,8 @@ def spec(folder: Path, model_folder: Path, **task: Any) -> dict[str, Any]:
 def calling() -> Iterator[None]:
     """Have the model end its turns soon, and each of them read as a call."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("peftkit.tasks.grpo_tools.read_answer", as_call)
-        patch.setattr("peftkit.tasks.grpo_tools.stop_ids", lambda *_: list(range(0, 384, 8)))
+        patch.setattr("peftkit.tasks.grpo_tools.whole", as_call)
+        patch.setattr("peftkit.inference.call_style.stop_ids", lambda *_: list(range(0, 384, 8)))
         yield
 
 

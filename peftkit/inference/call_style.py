@@ -1,0 +1,66 @@
+"""How one model calls tools: what its chat template writes, and where its turns end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from peftkit.data.chat import Chat, special_texts
+from peftkit.data.encode import Style, stop_ids
+from peftkit.errors import ConfigError
+from peftkit.inference.call_formats import CallFormat
+from peftkit.inference.calls import Reader, Render, format_of
+from peftkit.inference.generate import decoded
+
+ENDS = ("<|eom_id|>", "<|call|>", "<|observation|>", "<|tool_response>")
+"""Special tokens that end a turn with calls in some families, besides what the template writes."""
+TAIL = 16
+"""Tokens of a prompt in which it can open reasoning."""
+
+
+class CallStyle:
+    """How a model with a chat template calls tools.
+
+    Attributes:
+        form: How it writes calls.
+        stops: Tokens that end a turn.
+        special: Matches special tokens, which stay in the text of an answer until it is read.
+
+    Raises:
+        ConfigError: The template writes no calls, or in no known way.
+    """
+
+    def __init__(self, tokenizer: Any, style: Style) -> None:
+        self._tokenizer = tokenizer
+        self._chat = Chat(tokenizer, style.chat_template) if style.kind == "chat" else None
+        form = self._chat and format_of(self.render)
+        if not form:
+            raise ConfigError(
+                "the chat template writes no calls of tools.",
+                fix="Set data.chat_template to chatml, or to a template that writes them.",
+            )
+        self.form: CallFormat = form
+        texts = special_texts(tokenizer)
+        self.special = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        ends = [tokenizer.convert_tokens_to_ids(text) for text in ENDS if text in texts]
+        self.stops = sorted({*stop_ids(tokenizer, style), *ends})
+
+    @property
+    def render(self) -> Render:
+        """Writes a conversation without tools, up to the end of its last turn."""
+        chat = self._chat
+        assert chat is not None
+        return lambda turns: chat.render(turns, (), "a call")
+
+    def reader(self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Reader:
+        """Return a reader of the answer to a prompt, whose text comes from `decoded`."""
+        return Reader(self.form, tools, thinks=self.thinks(prompt))
+
+    def thinks(self, prompt: Sequence[int]) -> bool:
+        """Return whether a prompt ends where reasoning has begun."""
+        return self.decoded(prompt[-TAIL:]).rstrip().endswith(self.form.thought[0])
+
+    def decoded(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, the special ones too."""
+        return decoded(self._tokenizer, ids, special=True)

@@ -1,0 +1,125 @@
+"""A forced call is written as the chat template writes it, and in no other way."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
+
+from peftkit.data.encode import Style
+from peftkit.inference.call_style import CallStyle
+from peftkit.inference.calls import read_answer
+from peftkit.serve.call_grammar import call_grammar
+from peftkit.serve.grammars import Grammars
+from tests.call_templates import TEMPLATES, with_template
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "now"}},
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "unit": {"enum": ["C", "F"]},
+                    "days": {"type": "integer"},
+                    "more": {"type": "object"},
+                },
+                "required": ["city"],
+            },
+        },
+    },
+]
+NONE = ("gemma", "lfm", "olmo", "pythonic")
+"""Formats whose arguments are not JSON."""
+GOOD = [
+    ("now", {}),
+    ("weather", {"city": "Lima"}),
+    ("weather", {"city": 'a "b" <c>', "unit": "F", "days": 3, "more": {"a": [1, 2]}}),
+]
+BAD = [
+    ("later", {}),
+    ("weather", {}),
+    ("weather", {"city": "Lima", "unit": "K"}),
+    ("weather", {"city": "Lima", "days": "x"}),
+    ("now", {"a": 1}),
+]
+
+
+def held(name: str, tokenizer: Any, thinks: bool = False) -> tuple[Any, CallStyle, Any] | None:
+    own = with_template(tokenizer, TEMPLATES[name])
+    calls = CallStyle(own, Style("chat"))
+    grammar = call_grammar(calls, own, TOOLS, thinks=thinks)
+    if grammar is None:
+        return None
+    constraint = Grammars(own, len(own), sorted(calls.stops)).of_lark(grammar, "tool_choice")
+    return constraint._matcher, calls, own
+
+
+def written(calls: CallStyle, name: str, arguments: dict[str, Any]) -> str:
+    """Return what a template writes as an answer with a call, without its header and end."""
+    from peftkit.inference.call_formats import Call
+
+    asked = [{"role": "user", "content": "Hello"}]
+    message = calls.form.message("", [("call00000", Call(name, arguments))])
+    text = calls.render([*asked, message]).removeprefix(calls.render(asked))
+    begin = min(at for mark in calls.form.opens if (at := text.find(mark)) >= 0)
+    text = text[begin:].rstrip("\n")
+    for end in ("<|im_end|>", "<|call|>"):
+        text = text.removesuffix(end)
+    return text
+
+
+def accepts(matcher: Any, own: Any, text: str) -> bool:
+    copy = matcher.deep_copy()
+    ids = own(text, add_special_tokens=False).input_ids
+    return copy.try_consume_tokens(ids) == len(ids) and copy.is_accepting()
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_what_a_template_writes_is_what_its_grammar_takes(name: str, tokenizer: Any) -> None:
+    found = held(name, tokenizer)
+    if name in NONE:
+        assert found is None
+        return
+    assert found is not None
+    matcher, calls, own = found
+    for tool, arguments in GOOD:
+        text = written(calls, tool, arguments)
+        assert accepts(matcher, own, text), text
+        said = read_answer(calls.form, text, TOOLS)
+        assert [(one.name, one.arguments) for one in said.calls] == [(tool, arguments)]
+    for tool, arguments in BAD:
+        text = written(calls, tool, arguments)
+        assert not accepts(matcher, own, text), text
+    assert not accepts(matcher, own, "Hello")
+
+
+@pytest.mark.parametrize("name", ["hermes", "coder"])
+def test_reasoning_that_the_prompt_opened_comes_before_the_call(name: str, tokenizer: Any) -> None:
+    found = held(name, tokenizer, thinks=True)
+    assert found is not None
+    matcher, calls, own = found
+    call = written(calls, "weather", {"city": "Lima"})
+    assert accepts(matcher, own, f"it is < 3\n</think>\n\n{call}")
+    assert not accepts(matcher, own, f"it is\n{call}")
+
+
+def test_a_grammar_says_its_field_where_it_is_refused(tokenizer: Any) -> None:
+    from peftkit.serve.requests import RequestError
+
+    own = with_template(tokenizer, TEMPLATES["hermes"])
+    schema = {"type": "object", "properties": {"a": {"pattern": "(", "type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    calls = CallStyle(own, Style("chat"))
+    grammar = call_grammar(calls, own, tools, thinks=False)
+    assert grammar is not None
+    assert json.dumps(schema)[:-1] in grammar
+    with pytest.raises(RequestError, match=r"held to this tool_choice\.") as refused:
+        Grammars(own, len(own), [0]).of_lark(grammar, "tool_choice")
+    assert refused.value.param == "tool_choice"

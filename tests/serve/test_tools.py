@@ -1,0 +1,269 @@
+"""Tools in chats: OpenAI's own client over a socket, to a tiny model whose words are given."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+openai = pytest.importorskip("openai", reason="the official client is not installed")
+pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
+pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
+import uvicorn  # noqa: E402
+
+from peftkit.data.chat import CHATML  # noqa: E402
+from peftkit.data.encode import Style  # noqa: E402
+from peftkit.inference.bank import AdapterBank  # noqa: E402
+from peftkit.inference.call_formats import FORMATS  # noqa: E402
+from peftkit.methods.lora import LoRA  # noqa: E402
+from peftkit.serve.app import Limits, _Service, make_app  # noqa: E402
+from peftkit.serve.grammars import Grammars  # noqa: E402
+from peftkit.serve.server import listening  # noqa: E402
+from peftkit.serve.tool_fields import ToolCall, with_calls  # noqa: E402
+from tests.inference.test_bank import a_base, write  # noqa: E402
+
+KEY = "a-key-of-this-test"
+ASKED: list[Any] = [{"role": "user", "content": "Hi"}]
+# names alone stand for the functions: the tiny model has room for few tokens
+SHORT = (
+    CHATML[: CHATML.index("{{- '# Tools")]
+    + "{%- for tool in tools %}{{- tool.function.name }}{%- endfor %}{{- '<|im_end|>\\n' }}"
+    + CHATML[CHATML.index("{%- endif %}\n{%- for message") :]
+)
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": [*properties]}
+    schema["additionalProperties"] = False
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+TOOLS = [tool("add", n={"enum": [1, 2]}), tool("now")]
+
+
+@pytest.fixture
+def tool_bank(llama: Any, tokenizer: Any, tmp_path: Path) -> AdapterBank:
+    def folder(name: str, style: Style) -> Path:
+        return write(llama, LoRA(rank=2, alpha=4), tmp_path / name, 1, prompt_style=style)
+
+    kinds = {
+        "tools": Style("chat", SHORT),
+        "plain": Style("plain"),
+        "mute": Style("chat", "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"),
+    }
+    return AdapterBank(
+        a_base(llama, tokenizer), {name: folder(name, style) for name, style in kinds.items()}
+    )
+
+
+@pytest.fixture
+def client(tool_bank: AdapterBank) -> Iterator[Any]:
+    app = make_app(tool_bank, key=KEY, limits=Limits(max_body=1 << 16, max_new_tokens=8))
+    with listening("127.0.0.1", 0) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            while not server.started:
+                assert thread.is_alive()
+                time.sleep(0.01)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+            with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=30) as client:
+                yield client
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture
+def says(monkeypatch: pytest.MonkeyPatch, tool_bank: AdapterBank) -> Callable[[str], None]:
+    """Have the model say a text."""
+
+    def say(text: str) -> None:
+        base = tool_bank.base
+        grammars = Grammars(base.tokenizer, 384, [base.tokenizer.eos_token_id])
+        rule = f"start: {json.dumps(text)}"
+        monkeypatch.setattr(_Service, "_constraint", lambda *_: grammars.of_lark(rule, "x"))
+
+    return say
+
+
+def ask(client: Any, messages: Any = ASKED, **options: Any) -> Any:
+    given = {"model": "tools", "tools": TOOLS, "max_tokens": 180, **options}
+    return client.chat.completions.create(messages=messages, **given)
+
+
+def pieces(client: Any, **options: Any) -> Any:
+    """Stream an answer; return its message and why it ended, put together by the client."""
+    given = {"model": "tools", "tools": TOOLS, "max_tokens": 180, **options}
+    with client.chat.completions.stream(messages=ASKED, **given) as stream:
+        for _ in stream:
+            pass
+        return stream.get_final_completion().choices[0]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two choices are equal but for the ids of calls."""
+    a, b = (each.to_dict() for each in (one, other))
+    for each in (a, b):
+        for call in each["message"].get("tool_calls") or []:
+            assert len(call.pop("id")) == 9
+            for key in ("index", "parsed_arguments"):
+                call.pop(key, None)
+                call["function"].pop(key, None)
+        each["message"] = {k: v for k, v in each["message"].items() if v not in (None, "", [])}
+        each["message"].pop("parsed", None)
+    return bool(a["message"] == b["message"] and a["finish_reason"] == b["finish_reason"])
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "reason"),
+    [
+        ("required", {"add", "now"}, "tool_calls"),
+        ({"type": "function", "function": {"name": "add"}}, {"add"}, "stop"),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "required",
+                    "tools": [{"type": "function", "function": {"name": "now"}}],
+                },
+            },
+            {"now"},
+            "tool_calls",
+        ),
+    ],
+)
+def test_a_forced_call_is_made_answered_and_gone_on_from(
+    choice: Any, names: set[str], reason: str, client: Any
+) -> None:
+    answer = ask(client, tool_choice=choice).choices[0]
+    (call,) = answer.message.tool_calls
+    assert answer.message.content is None
+    assert answer.finish_reason == reason
+    assert call.function.name in names
+    given = json.loads(call.function.arguments)
+    assert given == {} if call.function.name == "now" else given["n"] in (1, 2)
+    assert same(pieces(client, tool_choice=choice), answer)
+    replies = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+    after = ask(client, [*ASKED, answer.message, replies], max_tokens=4).choices[0]
+    assert after.finish_reason in ("stop", "length")
+    assert after.message.content
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"n": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "thought", "calls", "reason"),
+    [
+        (f"I look.\n{CALL}\n{CALL}", "I look.", None, 2, "tool_calls"),
+        (f"<think>\nhm {CALL}\n</think>\n\n{CALL}", None, f"hm {CALL}", 1, "tool_calls"),
+        (CALL[:-3], CALL[:-3], None, 0, "stop"),
+        ("a <tool b", "a <tool b", None, 0, "stop"),
+    ],
+)
+def test_what_a_model_says_is_text_reasoning_and_calls(
+    text: str, content: str, thought: str, calls: int, reason: str, client: Any, says: Any
+) -> None:
+    says(text)
+    answer = ask(client).choices[0]
+    message = answer.message.to_dict()
+    assert message.get("content") == content
+    assert message.get("reasoning_content") == thought
+    made = message.get("tool_calls", [])
+    assert [json.loads(one["function"]["arguments"]) for one in made] == [{"n": 1}] * calls
+    assert answer.finish_reason == reason
+    assert same(pieces(client), answer)
+    plain = ask(client, tool_choice="none").choices[0]
+    assert plain.message.content == text
+    assert plain.finish_reason == "stop"
+
+
+def test_without_parallel_calls_an_answer_ends_after_the_first(client: Any, says: Any) -> None:
+    says(f"{CALL}\n{CALL}")
+    answer = ask(client, parallel_tool_calls=False)
+    assert len(answer.choices[0].message.tool_calls) == 1
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert same(pieces(client, parallel_tool_calls=False), answer.choices[0])
+    both = ask(client)
+    assert both.usage.completion_tokens > answer.usage.completion_tokens
+
+
+def test_a_call_that_was_cut_is_text(client: Any, says: Any) -> None:
+    says(CALL)
+    answer = ask(client, max_tokens=20).choices[0]
+    assert answer.finish_reason == "length"
+    assert not answer.message.tool_calls
+    assert CALL.startswith(answer.message.content)
+
+
+NAMED = {"type": "function", "function": {"name": "later"}}
+MADE = {
+    "role": "assistant",
+    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tools": [], "tool_choice": "required"}, "tool_choice needs tools"),
+        ({"tool_choice": NAMED}, "tool_choice names later"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools are called add"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type"),
+        ({"tools": [tool("no spaces")]}, "tools.0.function.name"),
+        ({"tools": TOOLS * 65}, "tools"),
+        ({"model": "plain"}, "writes no calls"),
+        ({"model": "mute"}, "writes no calls"),
+        (
+            {"tools": [tool("f", a={"type": "nothing"})], "tool_choice": "required"},
+            "held to this tool_choice",
+        ),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "exclude"),
+        (
+            {"messages": [*ASKED, {"role": "tool", "tool_call_id": "b", "content": "3"}]},
+            "messages.1 replies to a call that is not there",
+        ),
+        ({"messages": [*ASKED, {"role": "tool", "content": "3"}]}, "tool_call_id"),
+        ({"messages": [*ASKED, {**MADE, "role": "user", "content": ""}]}, "the assistant's"),
+        ({"model": "mute", "messages": [*ASKED, MADE], "tools": []}, "writes no calls"),
+    ],
+)
+def test_what_cannot_be_done_is_one_clear_refusal(options: Any, message: str, client: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, **options)
+    assert message in str(refused.value)
+
+
+def test_arguments_that_are_no_object_are_refused(client: Any) -> None:
+    for wrong in ("[1]", "{", "7"):
+        call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": wrong}}
+        with pytest.raises(openai.BadRequestError, match="JSON object"):
+            ask(client, [*ASKED, {"role": "assistant", "tool_calls": [call]}])
+
+
+def test_calls_and_replies_stand_as_templates_take_them() -> None:
+    def made(*keys: str) -> list[ToolCall]:
+        return [
+            ToolCall.model_validate({"id": key, "function": {"name": "f", "arguments": '{"a": 1}'}})
+            for key in keys
+        ]
+
+    turns = [
+        {"role": "assistant", "content": ""},
+        {"role": "tool", "content": "1", "tool_call_id": "call_abcdef0123456789"},
+        {"role": "tool", "content": "2", "tool_call_id": "abcdefgh1"},
+    ]
+    calls = [made("call_abcdef0123456789", "abcdefgh1"), [], []]
+    for form in FORMATS[:1]:
+        done = with_calls(turns, calls, form)
+        assert [one["id"] for one in done[0]["tool_calls"]] == ["call00000", "abcdefgh1"]
+        assert [one["tool_call_id"] for one in done[1:]] == ["call00000", "abcdefgh1"]
+        assert [one["name"] for one in done[1:]] == ["f", "f"]
+        assert done[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
