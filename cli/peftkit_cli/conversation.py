@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import typer
 
@@ -19,14 +19,19 @@ from peftkit.data.media import KINDS, Media
 from peftkit.errors import DataError, PeftkitError, did_you_mean
 from peftkit.formats.open_adapter import Opened
 from peftkit.inference.bank import AdapterBank
+from peftkit.inference.call_formats import Call
+from peftkit.inference.calls import Said
 from peftkit.inference.generate import stream
 from peftkit.inference.predict import MediaPrompt, inputs_of, media_task
 from peftkit.tasks.media_text import MediaTextConfig
 from peftkit_cli.arguments import note
+from peftkit_cli.chat_tools import ChatTools
 from peftkit_cli.terminal import edit_several_lines
 
 BASE = "base"
 """Name of the bare base; no adapter of a conversation may have it."""
+MAX_TURNS = 16
+"""Turns of an answer that calls tools."""
 FENCE = '"""'
 """Begins and ends a message of several lines."""
 
@@ -79,17 +84,25 @@ class Conversation:
     }
 
     def __init__(
-        self, source: Opened | AdapterBank, *, system: str | None = None, **settings: Any
+        self,
+        source: Opened | AdapterBank,
+        *,
+        system: str | None = None,
+        tools: ChatTools | None = None,
+        **settings: Any,
     ) -> None:
         """Begin it.
 
         Args:
             system: System prompt in place of that of the training; "": none.
+            tools: Functions that the model may call.
             settings: Fields of `peftkit.inference.sampling.Sampling`.
 
         Raises:
             DataError: The adapter, or its chat template, takes no system prompt.
+            ConfigError: The chat template writes no calls of tools.
         """
+        self._tools = tools
         self.base, self.voices = source.base, voices_of(source)
         self._settings = settings
         self.history: list[dict[str, Any]] = []
@@ -102,6 +115,8 @@ class Conversation:
         if alone:
             who = "This adapter" if isinstance(source, Opened) else ", ".join(alone)
             note(f"{who} was trained on single prompts: each message is answered on its own.")
+        if tools is not None:
+            tools.style(self.voices[self.current].style)
         if system is not None:
             self.set_system(system)
         elif said := self.systems():
@@ -192,10 +207,19 @@ class Conversation:
         return command != "/quit" or bool(rest)
 
     def answer(self, text: str) -> None:
-        """Stream the answer to a message; Ctrl-C keeps what was generated so far."""
+        """Stream the answer to a message; Ctrl-C keeps what was generated so far.
+
+        Where it calls tools, the model goes on from their replies.
+        """
         messages = [*self.history, self._user_message(text)]
-        if (reply := self._stream_answer(self.current, messages)) is not None:
-            self.history = [*messages, {"role": "assistant", "content": reply}]
+        for _ in range(MAX_TURNS):
+            if (answer := self._stream_answer(self.current, messages)) is None:
+                return
+            self.history = messages = [*messages, answer.message]
+            if self._tools is None or not answer.calls:
+                return
+            messages = [*messages, *self._tools.replies(answer.message, answer.calls)]
+        note(f"It has called tools {MAX_TURNS} times without an answer.")
 
     def compare(self, text: str) -> None:
         """Stream every voice's answer to a message, by default the last one, each with its name.
@@ -212,7 +236,7 @@ class Conversation:
             if reply is None:
                 return
             if text and name == self.current:
-                self.history = [*messages, {"role": "assistant", "content": reply}]
+                self.history = [*messages, reply.message]
 
     def _change_system(self, text: str) -> None:
         if text:
@@ -232,7 +256,9 @@ class Conversation:
             note("A conversation with images, audio or videos cannot be saved.")
             return
         style, path = self.voices[self.current].style, Path(name).expanduser()
-        row = {"messages": style.opened(self.history)}
+        row: dict[str, Any] = {"messages": style.opened(self.history)}
+        if self._tools is not None:
+            row["tools"] = self._tools.schemas
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -269,7 +295,8 @@ class Conversation:
         """Return the tokens of a prompt, or all inputs if media may be in it."""
         prompt: Any = list(messages) if style.kind == "chat" else messages[-1]["content"]
         if self._media_task is None:
-            return prompt_ids(self.base.tokenizer, prompt, style)
+            tools = self._tools.schemas if self._tools else ()
+            return prompt_ids(self.base.tokenizer, prompt, style, tools)
         used = messages if style.kind == "chat" else messages[-1:]
         media = tuple(one for message in used for one in message.get("media", ()))
         if style.kind == "chat":
@@ -278,6 +305,8 @@ class Conversation:
         return inputs_of(self.base.model, self._media_task, [MediaPrompt(text, media)])
 
     def _stops(self, style: Style) -> list[int]:
+        if self._tools is not None:
+            return self._tools.style(style).stops
         if self._media_task is None:
             return stop_ids(self.base.tokenizer, style)
         return self._media_task.encoder.stop_ids(style)
@@ -293,21 +322,25 @@ class Conversation:
             self._adapter = name
         note(f"The {name} answers." if name in (BASE, "adapter") else f"{name} answers.")
 
-    def _stream_answer(self, name: str, messages: Sequence[dict[str, Any]]) -> str | None:
+    def _stream_answer(self, name: str, messages: Sequence[dict[str, Any]]) -> _Answer | None:
         """Stream a voice's answer and return it; None if the prompt was refused."""
-        style, tokenizer = self.voices[name].style, self.base.tokenizer
-        pieces: list[str] = []
+        style, tokenizer, tools = self.voices[name].style, self.base.tokenizer, self._tools
+        pieces: list[Said] = []
         try:
             with self.voices[name].using():
+                prompt, stops = self.prompt(messages, style), self._stops(style)
+                reader = tools.reader(style, prompt) if tools else None
                 for piece in stream(
                     self.base.model,
                     tokenizer,
-                    self.prompt(messages, style),
-                    stops=self._stops(style),
+                    prompt,
+                    special=tools is not None,
+                    stops=stops,
                     **self._settings,
                 ):
-                    typer.echo(piece, nl=False)
-                    pieces.append(piece)
+                    pieces += _echoed(reader.feed(piece) if reader else [Said(piece)])
+                if reader is not None:
+                    pieces += _echoed(reader.feed("", over=True))
         except KeyboardInterrupt:
             pass
         except PeftkitError as error:
@@ -316,4 +349,23 @@ class Conversation:
             note(f"{error}\n  /reset forgets the conversation and makes room.")
             return None
         typer.echo()
-        return "".join(pieces)
+        text = "".join(piece.text for piece in pieces)
+        if tools is None:
+            return _Answer({"role": "assistant", "content": text}, [])
+        calls = [call for piece in pieces for call in piece.calls]
+        thought = "".join(piece.thought for piece in pieces)
+        return _Answer(tools.message(style, text, thought, calls), calls)
+
+
+class _Answer(NamedTuple):
+    """An answer as the chat template takes it, and the calls in it."""
+
+    message: dict[str, Any]
+    calls: list[Call]
+
+
+def _echoed(pieces: Iterable[Said]) -> Iterator[Said]:
+    """Print what is said, reasoning too, and yield it."""
+    for piece in pieces:
+        typer.echo(piece.thought + piece.text, nl=False)
+        yield piece

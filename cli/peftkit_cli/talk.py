@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peftkit.errors import AdapterError, DataError, neighbours
+from peftkit.errors import AdapterError, ConfigError, DataError, neighbours
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.folders import is_hub_id
 from peftkit_cli.arguments import Adapter, Base, Force, Json, System, note
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from peftkit.data.encode import Style
     from peftkit.formats.open_adapter import Opened
     from peftkit.inference.bank import AdapterBank
+    from peftkit_cli.chat_tools import ChatTools
 
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum length of an answer.")]
 Temperature = Annotated[
@@ -305,6 +306,16 @@ def chat(
     temperature: Temperature = 0.0,
     seed: Seed = None,
     system: System = None,
+    tool: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE.py:FUNCTION",
+            help="A function that the model may call; you are asked before each call. Repeatable.",
+        ),
+    ] = None,
+    run_tools: Annotated[
+        bool, typer.Option("--run-tools", help="Run the functions without asking.")
+    ] = False,
     force: Force = False,
 ) -> None:
     """Chat with adapters: /adapter and /base switch, /compare asks all of them."""
@@ -312,13 +323,28 @@ def chat(
     from peftkit_cli.conversation import Conversation
 
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    talk = Conversation(source, system=system, **settings)
+    talk = Conversation(source, system=system, tools=_tools(source, tool, run_tools), **settings)
     if talk.on_terminal:
         who = ", ".join(named) if named else adapter
         note(f"{who} on {source.base.name}. /help lists the commands.")
     for line in talk.lines():
         if not talk.take(line):
             break
+
+
+def _tools(
+    source: Opened | AdapterBank, uses: Sequence[str] | None, unasked: bool
+) -> ChatTools | None:
+    if not uses:
+        return None
+    from peftkit_cli.chat_tools import ChatTools
+
+    if not (unasked or (sys.stdin.isatty() and sys.stdout.isatty())):
+        raise ConfigError(
+            "nobody can be asked before a function is run: this is no terminal.",
+            fix="Run them without asking: --run-tools",
+        )
+    return ChatTools(source.base.tokenizer, uses, asks=not unasked)
 
 
 def _open_all(

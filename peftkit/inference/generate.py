@@ -103,6 +103,8 @@ def stream(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompt: Sequence[int] | Mapping[str, Tensor],
+    *,
+    special: bool = False,
     **settings: Any,
 ) -> Iterator[str]:
     """Yield the text that follows a prompt as it grows; settings as in `generate_ids`.
@@ -112,12 +114,13 @@ def stream(
 
     Args:
         prompt: Token ids; or the model's inputs for one prompt, whose input_ids are (1, T).
+        special: Whether special tokens are text, too.
     """
     sampling = Sampling(**settings)
     inputs = prompt if isinstance(prompt, Mapping) else None
     ids = prompt["input_ids"][0].tolist() if isinstance(prompt, Mapping) else list(prompt)
     queue: SimpleQueue[Completion | Exception | None] = SimpleQueue()
-    text = TextStream(tokenizer)
+    text = TextStream(tokenizer, special=special)
     with (open_engine if inputs is None else PlainEngine)(model, tokenizer) as engine:
         seed = seed_of(sampling, 0)
         completion = engine.submit(Request(ids, sampling, seed, on_token=queue.put, inputs=inputs))

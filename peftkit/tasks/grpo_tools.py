@@ -11,12 +11,10 @@ from __future__ import annotations
 import inspect
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
-
-from transformers.utils.chat_template_utils import get_json_schema
 
 from peftkit.data.encode import Style, prompt_ids
 from peftkit.data.turns import Turns
@@ -28,7 +26,7 @@ from peftkit.inference.calls import whole
 from peftkit.inference.dialogues import Wait, dialogues
 from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.tasks.documents import drawn_seeds
-from peftkit.tasks.user_code import UserCode, outcome, returned
+from peftkit.tasks.user_code import UserCode, called, outcome, tool_schemas
 
 Message = dict[str, Any]
 NOT_TOOLS = ("reset", "get_reward")
@@ -101,7 +99,7 @@ class Tools:
         self._functions = [code.load(use) for use in config.tools]
         self._factory = code.load(config.environment) if config.environment else None
         self._pool: list[Any] = []
-        self.schemas = _schemas(self.functions(self._environments(1)[0]))
+        self.schemas = tool_schemas(self.functions(self._environments(1)[0]))
         self.calls = CallStyle(tokenizer, style)
         self.turns = Turns(tokenizer, style.chat_template)
         self.turns.check(self.schemas)
@@ -272,15 +270,10 @@ class Dialogue:
 
     def _called(self, function: Callable[..., Any] | None, call: Call) -> str:
         """Return what a tool returns, as text."""
+        found, is_failure = called(function, call, self.tools.config.tool_timeout)
         self.num_calls += 1
-        error: BaseException | None = ValueError(f"Tool {call.name} not found.")
-        if function is not None:
-            timeout = self.tools.config.tool_timeout
-            found, error = outcome(lambda: str(returned(function, **call.arguments)), timeout)
-        if error is None:
-            return str(found)
-        self.num_failed += 1
-        return str({"error": str(error)})
+        self.num_failed += is_failure
+        return found
 
 
 def figures(dialogues: Sequence[Dialogue]) -> dict[str, float]:
@@ -307,19 +300,3 @@ def _together(group: list[Dialogue], answers: Sequence[SampledAnswer]) -> Sample
 def _messages(prompt: AskedPrompt) -> list[Message]:
     asked = json.loads(prompt.asked)
     return [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
-
-
-def _schemas(functions: Mapping[str, Callable[..., Any]]) -> list[Mapping[str, Any]]:
-    found: list[Mapping[str, Any]] = []
-    for name, function in functions.items():
-        try:
-            found.append(get_json_schema(function))
-        except Exception as problem:
-            raise ConfigError(
-                f"{name} cannot be a tool.",
-                found=str(problem),
-                fix="Give each argument a type, and a line under Args: in the docstring.",
-            ) from problem
-    if not found:
-        raise ConfigError("the environment has no tools.", fix="Give it public methods.")
-    return found

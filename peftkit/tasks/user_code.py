@@ -10,11 +10,14 @@ import hashlib
 import importlib.util
 import inspect
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers.utils.chat_template_utils import get_json_schema
+
 from peftkit.errors import ConfigError
+from peftkit.inference.call_formats import Call
 
 PATTERN = r"^.+\.py:\w+$"
 
@@ -101,3 +104,38 @@ def outcome(
     thread.start()
     thread.join(seconds)
     return box[0] if box else (None, TimeoutError(f"It took longer than {seconds:g} seconds."))
+
+
+def called(function: Callable[..., Any] | None, call: Call, seconds: float) -> tuple[str, bool]:
+    """Return what a tool returns, as text, and whether the call failed: the text says why then.
+
+    Args:
+        function: None: there is no such tool.
+    """
+    error: BaseException | None = ValueError(f"Tool {call.name} not found.")
+    if function is not None:
+        found, error = outcome(lambda: str(returned(function, **call.arguments)), seconds)
+    if error is None:
+        return str(found), False
+    return str({"error": str(error)}), True
+
+
+def tool_schemas(functions: Mapping[str, Callable[..., Any]]) -> list[Mapping[str, Any]]:
+    """Return what chat templates take of functions with types and docstrings in Google's style.
+
+    Raises:
+        ConfigError: One of them lacks a type or a line of its docstring; or there are none.
+    """
+    found: list[Mapping[str, Any]] = []
+    for name, function in functions.items():
+        try:
+            found.append(get_json_schema(function))
+        except Exception as problem:
+            raise ConfigError(
+                f"{name} cannot be a tool.",
+                found=str(problem),
+                fix="Give each argument a type, and a line under Args: in the docstring.",
+            ) from problem
+    if not found:
+        raise ConfigError("the environment has no tools.", fix="Give it public methods.")
+    return found

@@ -267,3 +267,29 @@ def test_calls_and_replies_stand_as_templates_take_them() -> None:
         assert [one["tool_call_id"] for one in done[1:]] == ["call00000", "abcdefgh1"]
         assert [one["name"] for one in done[1:]] == ["f", "f"]
         assert done[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+def test_the_guides_program_runs_as_it_stands(
+    client: Any,
+    tool_bank: AdapterBank,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    guide = (Path(__file__).parents[2] / "docs/tools.md").read_text(encoding="utf-8")
+    program = guide.split("```python\n")[1].split("```")[0]
+    call = '<tool_call>\n{"name": "multiply", "arguments": {"a": 37, "b": 84}}\n</tool_call>'
+    tokenizer = tool_bank.base.tokenizer
+    grammars = Grammars(tokenizer, 384, [tokenizer.eos_token_id])
+    texts = iter([call, "It is 3108."])
+    monkeypatch.setattr(
+        _Service,
+        "_constraint",
+        lambda *_: grammars.of_lark(f"start: {json.dumps(next(texts))}", "x"),
+    )
+    monkeypatch.setenv("OPENAI_BASE_URL", str(client.base_url))
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setenv("MODEL", "tools")
+    names: dict[str, Any] = {}
+    exec(compile(program, "docs/tools.md", "exec"), names)
+    assert capsys.readouterr().out == "It is 3108.\n"
+    assert names["messages"][-2]["content"] == "3108"

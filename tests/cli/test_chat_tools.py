@@ -1,0 +1,175 @@
+"""`peftkit chat --tool`: calls are shown, allowed or not, run, and the model goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peftkit.data.chat import CHATML
+from peftkit.data.encode import Style
+from peftkit.errors import ConfigError
+from peftkit.inference.bank import AdapterBank
+from peftkit.methods.lora import LoRA
+from peftkit_cli.chat_tools import ChatTools
+from peftkit_cli.conversation import MAX_TURNS, Conversation
+from tests.command_line import Run
+from tests.inference.test_bank import a_base, write
+
+CALL = '<tool_call>\n{"name": "double", "arguments": {"number": 21}}\n</tool_call>'
+
+TOOL = '''
+def double(number: int) -> int:
+    """Double a number.
+
+    Args:
+        number: The number.
+    """
+    if number < 0:
+        raise ValueError("too small")
+    return 2 * number
+'''
+
+
+class Told:
+    """A conversation whose model says given texts; it keeps the prompts that it saw."""
+
+    def __init__(self, bank: AdapterBank, patch: pytest.MonkeyPatch, tools: ChatTools) -> None:
+        self.prompts: list[str] = []
+        self.texts: list[str] = []
+        self.decode = bank.base.tokenizer.decode
+        patch.setattr("peftkit_cli.conversation.stream", self._stream)
+        self.talk = Conversation(bank, tools=tools)
+
+    def _stream(self, _: Any, __: Any, prompt: list[int], **settings: Any) -> Iterator[str]:
+        self.prompts.append(self.decode(prompt))
+        assert settings["special"]
+        assert settings["stops"]
+        yield from self.texts.pop(0)
+
+    def answer(self, *texts: str) -> list[str]:
+        """Answer a message with these texts; return what each message of the history says."""
+        self.texts = list(texts)
+        self.talk.answer("What is twice 21?")
+        return [message["content"] for message in self.talk.history]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "tools.py").write_text(TOOL)
+    return tmp_path / "tools.py"
+
+
+@pytest.fixture
+def bank(llama: Any, tokenizer: Any, tmp_path: Path) -> AdapterBank:
+    style = Style("chat", CHATML)
+    folder = write(llama, LoRA(rank=2, alpha=4), tmp_path / "one", 1, prompt_style=style)
+    return AdapterBank(a_base(llama, tokenizer), {"one": folder})
+
+
+@pytest.fixture
+def told(bank: AdapterBank, file: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Told]:
+    def make(*says: str) -> Told:
+        said = iter(says)
+        monkeypatch.setattr("builtins.input", lambda _: next(said))
+        tools = ChatTools(bank.base.tokenizer, [f"{file}:double"], asks=bool(says))
+        return Told(bank, monkeypatch, tools)
+
+    return make
+
+
+def test_a_call_is_run_and_the_model_goes_on_from_its_result(
+    told: Callable[..., Told], capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = told()
+    assert chat.answer(CALL, "It is 42.")[2:] == ["42", "It is 42."]
+    assert "double" in chat.prompts[0]
+    assert "42" in chat.prompts[1]
+    screen = capsys.readouterr()
+    assert "calls double(number=21)" in screen.err
+    assert "= 42" in screen.err
+    assert "<tool_call>" not in screen.out
+    assert "It is 42." in screen.out
+
+
+@pytest.mark.parametrize(
+    ("says", "runs"), [("y", True), ("yes", True), ("n", False), ("", False), ("a", True)]
+)
+def test_nothing_runs_unless_the_user_says_so(
+    told: Callable[..., Told], says: str, runs: bool
+) -> None:
+    reply = told(says).answer(CALL, "Well.")[2]
+    assert (reply == "42") is runs
+    assert runs or "did not allow" in reply
+
+
+def test_always_asks_once(told: Callable[..., Told]) -> None:
+    assert told("a").answer(CALL, CALL, "Done.")[-2:] == ["42", "Done."]
+
+
+def test_end_of_input_and_ctrl_c_allow_nothing(
+    told: Callable[..., Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for stop in (EOFError, KeyboardInterrupt):
+        chat = told("y")
+
+        def interrupted(_: str, stop: type[BaseException] = stop) -> str:
+            raise stop
+
+        monkeypatch.setattr("builtins.input", interrupted)
+        assert "did not allow" in chat.answer(CALL, "Well.")[2]
+
+
+def test_what_goes_wrong_is_told_to_the_model(told: Callable[..., Told]) -> None:
+    unknown, failing = CALL.replace("double", "triple"), CALL.replace("21", "-1")
+    replies = told().answer(unknown, failing, "Sorry.")
+    assert "triple not found" in replies[2]
+    assert "too small" in replies[4]
+
+
+def test_a_broken_call_is_text(told: Callable[..., Told]) -> None:
+    chat = told()
+    assert chat.answer(CALL.replace("21}}", "21"))[1].startswith("<tool_call>")
+    assert len(chat.prompts) == 1
+
+
+def test_a_model_that_only_calls_is_stopped(
+    told: Callable[..., Told], capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = told()
+    chat.answer(*[CALL] * MAX_TURNS)
+    assert len(chat.prompts) == MAX_TURNS
+    assert f"called tools {MAX_TURNS} times" in capsys.readouterr().err
+
+
+def test_a_saved_conversation_has_its_tools_and_calls(
+    told: Callable[..., Told], tmp_path: Path
+) -> None:
+    chat = told()
+    chat.answer(CALL, "It is 42.")
+    chat.talk.take(f"/save {tmp_path}/rows.jsonl")
+    row = json.loads((tmp_path / "rows.jsonl").read_text())
+    assert [message["role"] for message in row["messages"]] == [
+        *("user", "assistant", "tool", "assistant")
+    ]
+    assert row["messages"][1]["tool_calls"][0]["function"]["name"] == "double"
+    assert row["tools"][0]["function"]["name"] == "double"
+
+
+def test_functions_of_one_name_are_refused(bank: AdapterBank, file: Path) -> None:
+    with pytest.raises(ConfigError, match="two tools have one name"):
+        ChatTools(bank.base.tokenizer, [f"{file}:double"] * 2, asks=True)
+
+
+def test_a_pipe_is_refused_unless_tools_may_run(
+    peftkit: Run, bank: AdapterBank, model_folder: Path, tmp_path: Path, file: Path
+) -> None:
+    done = peftkit(
+        *("chat", "--adapter", f"one={tmp_path}/one", "--base", str(model_folder), "--force"),
+        *("--tool", f"{file}:double"),
+    )
+    assert done.code == 2
+    assert "--run-tools" in done.err
