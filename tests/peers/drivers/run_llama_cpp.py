@@ -1,7 +1,7 @@
 """llama.cpp, by its bindings xllamacpp.
 
-In float32: its kernels for 4-bit weights round activations to 8 bits, which alone moves
-log-probabilities by 0.4 and changes every second answer of 30 tokens.
+Its kernels for 4-bit weights round activations to 8 bits, which alone moves log-probabilities by
+0.4 and changes every second answer of 30 tokens; those for float32 do not.
 """
 
 import json
