@@ -57,6 +57,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
         "report/history",
         "serve/requests",
         "serve/tool_fields",
+        "serve/tokens",
     ),
     "yaml": ("config/", "cli/import_recipe"),  # there: files of other programs
     "PIL": ("data/media",),  # the optional extra `images`; imported when called

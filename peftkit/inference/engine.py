@@ -396,6 +396,12 @@ class Engine(ABC):
         return nullcontext() if self._use is None else self._use(names)
 
 
+def context_length(model: Any) -> int | None:
+    """Return how many tokens a model reads at most; None: its config tells no limit."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return None if limit is None else int(limit)
+
+
 def room_left(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
     """Return how many tokens may follow the longest prompt.
 
@@ -404,7 +410,7 @@ def room_left(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int)
     """
     if not all(prompts):
         raise DataError("the prompt is empty: it has no tokens.", fix="Give at least one word.")
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = context_length(model)
     if limit is None or not prompts:
         return max_new_tokens
     longest = max(len(prompt) for prompt in prompts) + num_virtual(model)
@@ -414,4 +420,4 @@ def room_left(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int)
             found=f"The context of {type(model).__name__} is {limit:,} tokens.",
             fix="Shorten it.",
         )
-    return min(max_new_tokens, int(limit) - longest)
+    return min(max_new_tokens, limit - longest)

@@ -29,7 +29,7 @@ from peftkit.inference.bank import AdapterBank
 from peftkit.inference.call_style import CallStyle
 from peftkit.inference.engine import Limits as EngineLimits
 from peftkit.inference.engine import Request as AnswerRequest
-from peftkit.inference.engine import room_left
+from peftkit.inference.engine import context_length, room_left
 from peftkit.inference.open_engine import tokens_that_fit
 from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
 from peftkit.serve.answer_calls import AnswerCalls
@@ -37,6 +37,7 @@ from peftkit.serve.answers import PieceQueue, ReplyFormat, refusal, streamed, wh
 from peftkit.serve.call_grammar import call_grammar
 from peftkit.serve.grammars import Grammars
 from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
+from peftkit.serve.tokens import TokenBody, token_answers
 from peftkit.serve.tool_fields import ToolUse
 from peftkit.serve.worker import Job, Piece, Worker
 
@@ -104,6 +105,7 @@ def make_app(
             Route("/v1/models/{name}", service.model),
             Route("/v1/chat/completions", service.chat, methods=["POST"]),
             Route("/v1/completions", service.complete, methods=["POST"]),
+            Route("/inference/v1/generate", service.generate, methods=["POST"]),
         ],
         middleware=[Middleware(Gate, key=key)],
         exception_handlers={PeftkitError: _refuse, HTTPException: _no_such_route},
@@ -182,6 +184,14 @@ class _Service:
     async def complete(self, request: Request) -> Response:
         return await self._respond(request, self._text_prompts)
 
+    async def generate(self, request: Request) -> Response:
+        return await self._respond(request, self._token_prompt)
+
+    def _token_prompt(self, data: bytes) -> _Read:
+        body = read_body(data, TokenBody)
+        assert isinstance(body, TokenBody)
+        return _Read(body, self._adapter(body.model), [self._ids(body.token_ids)])
+
     def _chat_prompts(self, data: bytes) -> _Read:
         body = read_body(data, ChatBody)
         assert isinstance(body, ChatBody)
@@ -225,6 +235,8 @@ class _Service:
             chunks = streamed(form, jobs, queue, num_prompt, body.wants_usage)
             return StreamingResponse(chunks, media_type="text/event-stream", headers=_UNCACHED)
         answers = await whole_answers(request, jobs, queue)
+        if isinstance(body, TokenBody):
+            return JSONResponse(token_answers(body.model, answers, num_prompt))
         return JSONResponse(form.whole(answers, num_prompt))
 
     def _jobs(self, found: _Read, queue: PieceQueue, loop: asyncio.AbstractEventLoop) -> list[Job]:
@@ -236,6 +248,7 @@ class _Service:
                 fix=f"Ask for 1 to {self._limits.max_batch} at once.",
                 param="n" if copies > 1 else "prompt",
             )
+        style = self._bank.style(adapter)
         length = body.max_new_tokens or self._limits.max_new_tokens
         jobs: list[Job] = []
         for index in range(len(prompts) * copies):
@@ -250,7 +263,8 @@ class _Service:
                 temperature=_given(body.temperature, self._limits.temperature),
                 top_p=_given(body.top_p, 1.0),
                 seed=body.seed,
-                stops=calls.stops if calls else self._stops(self._bank.style(adapter)),
+                top_k=body.num_likeliest,
+                stops=[*(calls.stops if calls else self._stops(style)), *body.stop_ids],
                 top_logprobs=body.num_top or 0,
             )
             answer = AnswerRequest(
@@ -261,7 +275,7 @@ class _Service:
                 log_probs=body.num_top is not None,
                 constraint=self._constraint(found, ids, sampling),
             )
-            jobs.append(Job(answer, send, body.stop_texts, found.reader(ids)))
+            jobs.append(Job(answer, send, body.stop_texts, found.reader(ids), body.keeps_end))
         return jobs
 
     def _room_left(self, ids: list[int], length: int) -> int:
@@ -339,6 +353,7 @@ class _Service:
             "created": int(self._began),
             "owned_by": "peftkit",
             "root": base.hub_id or base.name,
+            "max_model_len": context_length(base.model),
         }
         return described if name == BARE else {**described, "parent": BARE}
 

@@ -145,6 +145,21 @@ class Body(_Unsupported, _Ignored):
         return None
 
     @property
+    def keeps_end(self) -> bool:
+        """Whether the end token belongs to the tokens that are reported."""
+        return False
+
+    @property
+    def stop_ids(self) -> Sequence[int]:
+        """Tokens that end an answer, besides the model's own."""
+        return ()
+
+    @property
+    def num_likeliest(self) -> int:
+        """Of how many of the likeliest tokens to sample; 0: of all."""
+        return 0
+
+    @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with the token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)

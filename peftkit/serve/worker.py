@@ -49,12 +49,14 @@ class Job:
         send: Receives the pieces of the answer, or an error; the worker's thread calls it.
         stop_texts: Texts that end it.
         calls: Reads it for calls of tools; None: it is text.
+        keeps_end: Whether the end token belongs to the tokens that are reported.
     """
 
     request: Request
     send: Callable[[Piece | Exception], None]
     stop_texts: tuple[str, ...] = ()
     calls: AnswerCalls | None = None
+    keeps_end: bool = False
     completion: Completion | None = None
     is_cancelled: bool = False
     is_done: bool = False
@@ -202,7 +204,8 @@ class Worker:
             nonlocal num_sent
             if job.is_done:
                 return
-            said, number = Said(text.take(completion)), len(completion.ids)
+            said = Said(text.take(completion))
+            number = len(completion.chosen if job.keeps_end else completion.ids)
             if reads is not None:
                 said = reads.take(said.text, completion)
             chosen = tuple(completion.chosen[num_sent:number]) if job.request.log_probs else ()
