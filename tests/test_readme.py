@@ -11,6 +11,7 @@ import yaml
 
 from peftkit.config.schema import from_dict
 from peftkit.recipe import Recipe
+from peftkit_cli.about import SCHEMA
 from peftkit_cli.app import run
 
 ROOT = Path(__file__).parent.parent
@@ -28,6 +29,10 @@ def test_it_is_read_in_one_go() -> None:
 def test_the_recipe_is_valid() -> None:
     (text,) = blocks("yaml")
     from_dict(Recipe, yaml.safe_load(text.replace("2e-4", "2.0e-4")), "README.md")
+
+
+def test_it_names_the_line_by_which_editors_find_the_schema() -> None:
+    assert f"`# yaml-language-server: $schema={SCHEMA}`" in README
 
 
 def test_the_program_runs(

