@@ -35,7 +35,7 @@ COMMANDS: dict[str, list[str]] = {
     ],
     "chat": [
         "[ADAPTER]", "--adapter", "--base", "--max-new-tokens", "--temperature", "--seed",
-        "--system", "--force",
+        "--system", "--tool", "--run-tools", "--force",
     ],
     "predict": ["ADAPTER", "--text", "--data", "--out", "--base", "--force", "--json"],
     "eval": [
