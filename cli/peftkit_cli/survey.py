@@ -19,6 +19,7 @@ from peftkit.settings import FormatName
 
 TASKS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("chosen", "rejected"), ("preference", "reward")),
+    (("input", "preferred_output", "non_preferred_output"), ("preference", "reward")),
     (("prompt", "completion", "label"), ("preference (loss: kto)",)),
     (("prompt", "completion"), ("causal_lm", "seq2seq", "distill", "grpo")),
     (("prompt", "answer"), ("causal_lm", "grpo", "distill")),

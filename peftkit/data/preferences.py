@@ -3,6 +3,7 @@
 | rows     | fields                                                                            |
 | pairs    | chosen, rejected; the prompt before both as prompt, as instruction (question,     |
 |          | query; input), as messages or conversations, or as what both begin with           |
+| OpenAI's | input: {messages, tools}, preferred_output, non_preferred_output                  |
 | verdicts | prompt and completion, or any other format of causal_lm, and label: true or false |
 
 Prompts and answers are texts or messages; `system` and `tools` are those of causal_lm. An answer
@@ -29,8 +30,10 @@ from peftkit.data.format import (
     conversation_of,
     first_of,
     full_text,
+    kind_of,
     parse,
     parse_messages,
+    parse_tools,
     read_each,
     refuse_fields,
     role_of,
@@ -41,6 +44,8 @@ from peftkit.data.rows import Dropped
 from peftkit.errors import DataError
 
 SIDES = ("chosen", "rejected")
+OPENAI_SIDES = ("preferred_output", "non_preferred_output")
+"""The names of the same two in the files of OpenAI's fine-tuning."""
 PAIRS = "pairs of a chosen and a rejected answer"
 """The rows' format, in words."""
 LABEL = "label"
@@ -152,19 +157,25 @@ def check_both_labels(where: str, wanted: int, unwanted: int) -> None:
 
 def is_useless(record: Record) -> bool:
     """Return whether both answers are there, and one is empty or equal to the other."""
-    sides = [record.fields.get(side) for side in SIDES]
+    sides = [record.fields.get(side) for side in _sides(record.fields)]
     if any(side is None for side in sides):
         return False
     empty = [not side or (isinstance(side, str) and not side.strip()) for side in sides]
     return any(empty) or sides[0] == sides[1]
 
 
+def _sides(fields: Mapping[str, Any]) -> tuple[str, str]:
+    return OPENAI_SIDES if not fields.keys().isdisjoint(OPENAI_SIDES) else SIDES
+
+
 def _pair(record: Record) -> tuple[Pair, set[str]]:
     fields = record.fields
-    for side in SIDES:
+    for side in (sides := _sides(fields)):
         if side not in fields or fields[side] is None:
-            raise WrongField(side, "missing: a pair has a chosen and a rejected answer")
+            raise WrongField(side, f"missing: a pair has {sides[0]} and {sides[1]}")
     refuse_fields(fields)
+    if sides == OPENAI_SIDES:
+        return _of_openai(record)
     turns = first_of(fields, TURNS)
     if turns or isinstance(fields.get("prompt"), list):
         return _of_messages(record, turns or "prompt")
@@ -192,6 +203,20 @@ def _of_texts(record: Record) -> tuple[Pair, set[str]]:
     material = text_of(fields, "input") if question != "input" and fields.get("input") else ""
     answers = [Instruction(request, material, text, source) for text in (chosen, rejected)]
     return Pair(answers[0], answers[1], False, source), {question, "input", *SIDES}
+
+
+def _of_openai(record: Record) -> tuple[Pair, set[str]]:
+    """Read messages and tools in an object of their own, and what each side answers."""
+    given = record.fields.get("input")
+    if not isinstance(given, Mapping):
+        raise WrongField("input", f"expected an object with messages, found {kind_of(given)}")
+    tools, examples = tuple(parse_tools(given.get("tools"), "input.tools")), []
+    for side in OPENAI_SIDES:
+        answer = {"input.messages": given.get("messages"), side: _as_list(record.fields[side])}
+        messages, targets = completion_messages(answer, "input.messages", side)
+        _refuse_empty(messages, targets, side)
+        examples.append(Conversation(tuple(messages), tuple(targets), tools, record.source))
+    return Pair(examples[0], examples[1], False, record.source), {"input", *OPENAI_SIDES}
 
 
 def _of_messages(record: Record, key: str) -> tuple[Pair, set[str]]:
@@ -247,10 +272,14 @@ def _of_conversations(record: Record) -> tuple[Pair, set[str]]:
 def _conversation(
     messages: Sequence[Message], targets: Sequence[int], record: Record, side: str
 ) -> Conversation:
+    _refuse_empty(messages, targets, side)
+    return conversation_of(record, messages, targets)
+
+
+def _refuse_empty(messages: Sequence[Message], targets: Sequence[int], side: str) -> None:
     turns = [messages[turn] for turn in targets]
     if not any(t.get("tool_calls") or str(t.get("content") or "").strip() for t in turns):
         raise WrongField(side, "empty")
-    return conversation_of(record, messages, targets)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -47,6 +47,10 @@ def test_fields_are_counted_without_a_model(tmp_path: Path) -> None:
         ({"messages": [{"role": "agent", "content": "b"}]}, []),
         ({"prompt": "a", "completion": "b", "label": True}, ["preference (loss: kto)"]),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, ["preference", "reward"]),
+        (
+            {"input": {"messages": []}, "preferred_output": [], "non_preferred_output": []},
+            ["preference", "reward"],
+        ),
         ({"anchor": "a", "positive": "b"}, ["embedding"]),
         ({"query": "a", "positive": "b", "negatives": ["c"]}, ["reranker"]),
         ({"query": "a", "text": "b", "score": 1}, ["reranker"]),

@@ -52,6 +52,11 @@ def conversation(example: Any) -> Conversation:
             "chosen": {"from": "gpt", "value": "the fox"},
             "rejected": SHAREGPT,
         },
+        {
+            "input": {"messages": [USER], "tools": [], "parallel_tool_calls": True},
+            "preferred_output": [GOOD],
+            "non_preferred_output": [BAD],
+        },
     ],
 )
 def test_messages_are_one_prompt_and_two_answers(row: dict[str, Any]) -> None:
@@ -89,6 +94,44 @@ def test_systems_tools_and_turns_after_a_call_belong_to_the_answer() -> None:
     assert conversation(pair.chosen).tools[0]["function"]["name"] == "find"
 
 
+def test_openai_s_comparisons_have_their_tools_and_calls() -> None:
+    tools = [{"type": "function", "function": TOOLS[0]}]
+    row = {
+        "input": {"messages": [USER], "tools": tools},
+        "preferred_output": [CALL],
+        "non_preferred_output": [BAD],
+        "id": 3,
+    }
+    (pair,), unused = read_pairs_of(records(row), "a.jsonl")
+    for side in (pair.chosen, pair.rejected):
+        assert conversation(side).tools == tuple(tools)
+        assert conversation(side).target_turns == (1,)
+    assert conversation(pair.chosen).messages[1]["tool_calls"]
+    assert unused == ("id",)
+
+
+def openai(**changed: Any) -> dict[str, Any]:
+    given = {"messages": [USER]}
+    return {"input": given, "preferred_output": [GOOD], "non_preferred_output": [BAD], **changed}
+
+
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        (openai(input="who?"), "input: expected an object with messages, found text"),
+        (openai(input={}), "input.messages: expected a list of turns, found null"),
+        (openai(input={"messages": [USER], "tools": [7]}), r"input.tools\[0\]: expected an object"),
+        (openai(preferred_output=None), "preferred_output: missing: a pair has preferred_output"),
+        (openai(non_preferred_output=[USER]), r"input.messages \+ non_preferred_output\[1\].role:"),
+        (openai(preferred_output=[{**GOOD, "weight": 0}]), "preferred_output: empty"),
+        ({"prompt": "a", "preferred_output": [GOOD]}, "non_preferred_output: missing"),
+    ],
+)
+def test_what_is_wrong_with_openai_s_comparison_is_named(row: dict[str, Any], field: str) -> None:
+    with pytest.raises(DataError, match=f"a.jsonl:2: {field}"):
+        read_pairs_of(records(openai(), row), "a.jsonl")
+
+
 @pytest.mark.parametrize(
     ("row", "field"),
     [
@@ -115,8 +158,9 @@ def test_what_is_no_pair_is_named(row: dict[str, Any], field: str) -> None:
 def test_rows_with_nothing_to_prefer_are_dropped(answers: tuple[Any, Any]) -> None:
     rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
     rows.append({"prompt": "a", "chosen": answers[0], "rejected": answers[1]})
+    rows.append(openai(preferred_output=answers[0], non_preferred_output=answers[1]))
     pairs, _ = read_pairs_of(records(*rows), "a.jsonl")
-    assert pairs[1] == Dropped("a.jsonl:2", USELESS)
+    assert pairs[1:] == [Dropped("a.jsonl:2", USELESS), Dropped("a.jsonl:3", USELESS)]
 
 
 def test_all_bad_rows_are_listed_in_a_file(tmp_path: Any, monkeypatch: Any) -> None:
