@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
+from peftkit.data.format import Message
 from peftkit.inference.engine import (
     MAX_ROWS,
     Completion,
@@ -64,6 +65,26 @@ def generate(
         **settings,
     )
     return [decoded(tokenizer, ids) for ids in answers]
+
+
+def answers_to(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Sequence[Message]],
+    **settings: Any,
+) -> list[str]:
+    """Return the answer to each conversation in the tokenizer's own chat template.
+
+    Args:
+        settings: As in `generate`.
+
+    Raises:
+        DataError: The tokenizer has no chat template; or as `generate_ids`.
+    """
+    style = Style("chat")
+    prompts = [prompt_ids(tokenizer, turns, style) for turns in conversations]
+    ids = generate_ids(model, tokenizer, prompts, stops=stop_ids(tokenizer, style), **settings)
+    return [decoded(tokenizer, answer) for answer in ids]
 
 
 def generate_ids(

@@ -20,15 +20,15 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from peftkit.data.encode import Encoder, Style, prompt_ids, shared_system, stop_ids
-from peftkit.data.format import Completion, Conversation, Example
+from peftkit.data.format import Completion, Conversation, Example, Message
 from peftkit.data.load import Record
 from peftkit.data.pack import IGNORE, Row, padded_rows
 from peftkit.data.prompts import PromptExample, read_prompts
 from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, ScoredAnswer, ignore
-from peftkit.inference.generate import ModelSampler, SampledAnswer
-from peftkit.model.modes import SideAdapter
+from peftkit.inference.generate import ModelSampler, SampledAnswer, answers_to
+from peftkit.model.modes import SideAdapter, adapters_off
 from peftkit.settings import CHAT
 from peftkit.tasks.base import Run
 from peftkit.tasks.documents import Rollout, RolloutTask
@@ -146,8 +146,19 @@ class GRPO(RolloutTask):
 
     def use_rewards(self, model: nn.Module, terms: Sequence[RewardTerm]) -> None:
         """Load the rewards that answers get from here on: some of the task's, or all."""
-        scorer = partial(self._scores, model)
-        self._rewards = Rewards(terms, self.config.reward_timeout, scorer, self._code)
+        scorer, ask = partial(self._scores, model), partial(self._asked, model)
+        self._rewards = Rewards(terms, self.config.reward_timeout, scorer, self._code, ask)
+
+    def _asked(
+        self,
+        model: nn.Module,
+        prompts: Sequence[Sequence[Message]],
+        settings: Mapping[str, Any],
+    ) -> list[str]:
+        """Return what the base, with the policy's adapter off, answers to conversations."""
+        self.forget_layout()
+        with adapters_off(model):
+            return answers_to(unwrapped(model), self.tokenizer, prompts, **settings)
 
     def _scores(
         self, model: nn.Module, folder: str, prompts: Sequence[Any], texts: Sequence[str]
@@ -277,7 +288,7 @@ class GRPO(RolloutTask):
         for name in ("prompt", "prompts", "completions"):
             columns.pop(name, None)
         sources = [prompt.source for prompt in prompts]
-        return self._rewards.judge(asked_for, completions, columns, sources)
+        return self._rewards.judge(asked_for, completions, columns, sources, fields)
 
     def _means(
         self,
@@ -456,7 +467,7 @@ class GRPOConfig(AnswerConfig):
     @property
     def code(self) -> Mapping[str, Sequence[str]]:
         return {
-            "rewards": [term.use for term in self.rewards if term.is_function],
+            "rewards": [use for term in self.rewards for use in term.code],
             "tools": self.tools,
             "environment": [self.environment] if self.environment else [],
         }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -167,7 +168,7 @@ def rouge_l(text: str, reference: str) -> float:
     P and R are the longest common subsequence's share of the text's and of the reference's words
     (Lin, 2004, W04-1013). Words are runs of letters and digits, in lower case and not stemmed.
     """
-    ours, theirs = _WORD.findall(text.lower()), _WORD.findall(reference.lower())
+    ours, theirs = words(text), words(reference)
     common = longest_common_subsequence(ours, theirs)
     return 2 * common / (len(ours) + len(theirs)) if common else 0.0
 
@@ -186,6 +187,64 @@ def longest_common_subsequence(first: Sequence[str], second: Sequence[str]) -> i
         matched = row & places.get(word, 0)
         row = ((row + matched) | (row - matched)) & everywhere
     return len(first) - row.bit_count()
+
+
+def rouge_n(text: str, reference: str, size: int) -> float:
+    """Return the F-measure of the runs of `size` words that both texts have (ROUGE-N), 0 to 1."""
+    ours, theirs = _runs(words(text), size), _runs(words(reference), size)
+    both = ours.total() + theirs.total()
+    return 2 * (ours & theirs).total() / both if both else 0.0
+
+
+def gleu(text: str, reference: str) -> float:
+    """Return the GLEU of a sentence (Wu et al., 2016, arXiv:1609.08144): from 0 to 1.
+
+    Common runs of 1 to 4 words, as a share of the text's or of the reference's, whichever are more.
+    """
+    sides = [sum((_runs(words(t), n) for n in ORDERS), Counter[str]()) for t in (text, reference)]
+    most = max(side.total() for side in sides)
+    return (sides[0] & sides[1]).total() / most if most else 0.0
+
+
+def bleu(text: str, reference: str) -> float:
+    """Return the BLEU of a sentence (Papineni et al., 2002): from 0 to 1.
+
+    The geometric mean over runs of 1 to 4 words of the share that the reference has, too, times the
+    brevity penalty. Shares of runs of 2 words and more have one added above and below (Lin and Och,
+    2004, C04-1072), since most sentences have no run of 4 in common.
+    """
+    ours, theirs = words(text), words(reference)
+    shares = []
+    for n in ORDERS:
+        runs, added = _runs(ours, n), int(n > 1)
+        common = (runs & _runs(theirs, n)).total()
+        shares.append((common + added) / max(runs.total() + added, 1))
+    if not ours or not all(shares):
+        return 0.0
+    brevity = min(1.0, math.exp(1 - len(theirs) / len(ours)))
+    return brevity * math.exp(sum(map(math.log, shares)) / len(shares))
+
+
+ORDERS = range(1, 5)
+
+
+def words(text: str) -> list[str]:
+    """Return the runs of letters and digits of a text, in lower case."""
+    return _WORD.findall(text.lower())
+
+
+def _runs(tokens: Sequence[str], size: int) -> Counter[str]:
+    """Return the runs of `size` words, each with how often it is there."""
+    return Counter(" ".join(tokens[n : n + size]) for n in range(len(tokens) - size + 1))
+
+
+def indel_similarity(text: str, reference: str) -> float:
+    """Return twice the longest common subsequence of characters, as a share of both texts' length.
+
+    1 - d / (m + n) for the distance d by insertions and deletions; 1 for two empty texts.
+    """
+    both = len(text) + len(reference)
+    return 2 * longest_common_subsequence(text, reference) / both if both else 1.0
 
 
 # Error rates of words and of characters.

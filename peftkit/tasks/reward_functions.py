@@ -23,10 +23,14 @@ from peftkit.config.schema import Config
 from peftkit.errors import ConfigError, RunError
 from peftkit.files.disk import read_json
 from peftkit.files.safe_regex import searched
+from peftkit.tasks.graders import AnyGrader, code_of
+from peftkit.tasks.grading import Answered, Ask, Grading
 from peftkit.tasks.json_schema import all_matches, is_same
 from peftkit.tasks.user_code import PATTERN, UserCode, outcome
 
-BuiltIn = Literal["exact_match", "json_fields", "json_schema", "regex", "length", "adapter"]
+BuiltIn = Literal[
+    "exact_match", "json_fields", "json_schema", "regex", "length", "adapter", "grader"
+]
 Judge = Callable[..., Any]
 NAN = float("nan")
 
@@ -39,7 +43,8 @@ class RewardTerm(Config):
     that are right, both being JSON objects. json_schema: whether it is JSON of this schema. regex:
     whether the pattern is found in it. length: 1 up to max_chars, then falling to 0 at twice as
     many. FILE.py:FUNCTION: a Python function. adapter: the score of a reward adapter
-    (task: reward) over the same base; no second model is loaded."""
+    (task: reward) over the same base; no second model is loaded. grader: as OpenAI's reinforcement
+    fine-tuning grades answers."""
     weight: float = 1.0
     """Its weight in the sum."""
     pattern: str | None = None
@@ -50,6 +55,8 @@ class RewardTerm(Config):
     """Of length."""
     adapter: str | None = None
     """Of adapter: its folder."""
+    grader: AnyGrader | None = None
+    """Of grader: string_check, text_similarity, score_model, python, or a formula of them."""
 
     @model_validator(mode="after")
     def _has_what_it_takes(self) -> RewardTerm:
@@ -58,6 +65,7 @@ class RewardTerm(Config):
             "json_schema": "schema_file",
             "length": "max_chars",
             "adapter": "adapter",
+            "grader": "grader",
         }
         for name, key in takes.items():
             if (self.use == name) is not (getattr(self, key) is not None):
@@ -73,13 +81,22 @@ class RewardTerm(Config):
         return self
 
     @property
+    def code(self) -> Sequence[str]:
+        """The functions of files that it runs."""
+        if self.grader is not None:
+            return code_of(self.grader)
+        return [self.use] if ".py:" in self.use else []
+
+    @property
     def is_function(self) -> bool:
         """Whether it runs code of a file."""
-        return ".py:" in self.use
+        return bool(self.code)
 
     @property
     def name(self) -> str:
         """Its name in metrics."""
+        if self.grader is not None:
+            return re.sub(r"\W+", "_", self.grader.name)
         return self.use.rpartition(":")[2]
 
 
@@ -94,6 +111,7 @@ class Rewards:
         timeout: Seconds that one call of a function may take.
         scorer: Scores answers by reward adapters.
         code: Loads functions, those of the run's tools too.
+        ask: Has the base answer, for graders.
 
     Raises:
         ConfigError: A file or function is not there.
@@ -105,6 +123,7 @@ class Rewards:
         timeout: float,
         scorer: Scorer = lambda *_: [],
         code: UserCode | None = None,
+        ask: Ask = lambda *_: [],
     ) -> None:
         self.terms, self.timeout, self._scorer = terms, timeout, scorer
         names = [term.name for term in terms]
@@ -113,7 +132,14 @@ class Rewards:
             for number, name in enumerate(names, 1)
         ]
         code = code or UserCode()
-        self._judges = [None if term.adapter else _judge(term, timeout, code) for term in terms]
+        self._judges = [
+            None if term.adapter or term.grader else _judge(term, timeout, code) for term in terms
+        ]
+        self._graders = {
+            name: Grading(term.grader, ask, timeout, code)
+            for name, term in zip(self.names, terms, strict=True)
+            if term.grader is not None
+        }
 
     def judge(
         self,
@@ -121,11 +147,13 @@ class Rewards:
         completions: Sequence[Any],
         columns: Mapping[str, Sequence[Any]],
         sources: Sequence[str],
+        items: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[list[float], dict[str, list[float]]]:
         """Return each answer's reward, and its parts by name; NaN where no function scored it.
 
         Args:
             sources: Of the prompts' rows, for messages.
+            items: All fields of these rows, for graders.
 
         Raises:
             RunError: A function failed.
@@ -134,9 +162,12 @@ class Rewards:
         if not sources:
             return [], parts
         for name, term, judge in zip(self.names, self.terms, self._judges, strict=True):
-            if judge is None:
-                texts = [_text(completion) for completion in completions]
-                found: Any = self._scorer(str(term.adapter), prompts, texts)
+            texts = [_text(completion) for completion in completions]
+            if name in self._graders:
+                answers = [Answered(*each) for each in zip(texts, items, sources, strict=True)]
+                found: Any = [grade.value for grade in self._graders[name].grades(answers)]
+            elif judge is None:
+                found = self._scorer(str(term.adapter), prompts, texts)
             else:
                 found = self._call(term, judge, prompts, completions, columns, sources)
             parts[name] = _checked(term, found, sources)

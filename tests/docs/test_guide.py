@@ -214,7 +214,7 @@ def read(block: Block, folder: Path, model: Any = None, tokenizer: Any = None) -
     records = read_records(where)
     if task.type == "preference":
         (read_verdicts if task.loss == "kto" else read_pairs_of)(records, where)
-    elif task.type == "distill":
+    elif task.type in ("distill", "grpo"):
         read_prompts(records, where=where)
     elif task.type == "reward":
         read_pairs_of(records, where)
