@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from peftkit.errors import ConfigError
+from peftkit.formats.folders import CONFIG
 from peftkit_cli.arguments import Base, Force, note
 from peftkit_cli.talk import MaxNewTokens, Temperature, named_adapters, note_system
 
 if TYPE_CHECKING:
     from peftkit.inference.bank import AdapterBank
+    from peftkit.serve.training import TrainingOptions
 
 
 def serve(
@@ -20,7 +24,7 @@ def serve(
         typer.Argument(
             metavar="[NAME=]RUN...",
             help="Adapters of one base: folders, or USER/NAME[@REVISION] on the hub. "
-            "The name is the model's; by default the folder's.",
+            "The name is the model's; by default the folder's. With --train, the base first.",
         ),
     ],
     host: Annotated[
@@ -30,11 +34,12 @@ def serve(
         int, typer.Option(metavar="N", min=0, max=65535, help="0 picks a free port.")
     ] = 8000,
     api_key: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="KEY",
             envvar="PEFTKIT_API_KEY",
-            help="Key that clients must send. Set it in the environment: others can see arguments.",
+            help="Key that clients must send. Set it in the environment (several: with spaces "
+            "between them): others can see arguments.",
         ),
     ] = None,
     base: Base = None,
@@ -47,12 +52,43 @@ def serve(
     max_new_tokens: MaxNewTokens = 1024,
     temperature: Temperature = 0.0,
     force: Force = False,
+    train: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Train too, for OpenAI's and Tinker's clients, over the base that comes first; "
+            "DIR keeps files, jobs and weights.",
+        ),
+    ] = None,
+    quantize: Annotated[
+        Literal["none", "nf4", "fp4", "int8"],
+        typer.Option(metavar="KIND", help="Of the base, with --train: none, nf4, fp4, int8."),
+    ] = "none",
+    names: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--as", metavar="NAME", help="Another name of the base, with --train. Repeatable."
+        ),
+    ] = None,
+    run_graders: Annotated[
+        bool,
+        typer.Option("--run-graders", help="Run Python graders that clients send, with --train."),
+    ] = False,
 ) -> None:
     """Run a local OpenAI-compatible server. Prints the address.
 
     The models are the adapters and `base`. A request may set its own temperature and max_tokens.
+    With --train, clients upload rows, train on them and use the result at once.
     """
-    folders = named_adapters(runs)
+    options = None
+    if train is not None:
+        options = _options(runs[0], train, quantize, names or [], run_graders, base)
+    elif quantize != "none" or names or run_graders:
+        raise ConfigError(
+            "--quantize, --as and --run-graders are for a server that trains.",
+            fix="Add --train DIR; without it, the base is loaded as for its adapters' training.",
+        )
+    folders = named_adapters(runs if options is None else runs[1:])
     from peftkit.inference.open_engine import tokens_that_fit, why_plain
     from peftkit.serve.server import serve_adapters, vllm_command
     from peftkit_cli.render import Renderer
@@ -60,7 +96,7 @@ def serve(
     def announce(url: str, bank: AdapterBank) -> None:
         screen.close()  # loading is over; serving may take days
         typer.echo(f"{url}/v1")
-        models = ", ".join([*bank.names, "base"])
+        models = ", ".join([*bank.names, "base", *(names or ())])
         note(f"Models: {models}. Ctrl-C ends it. Also there: {url}/health")
         for name in bank.names:
             note_system(bank.style(name), f"{name}: ")
@@ -68,7 +104,9 @@ def serve(
             note(f"Memory for {tokens:,} tokens of prompts and answers at once.")
         if (why := why_plain(bank.base.model, bank.base.tokenizer)) is not None:
             note(f"Requests are answered batch by batch (this model has {why}).")
-        if command := vllm_command(bank):
+        if train is not None:
+            note(f"It trains, too: files, jobs and weights are kept in {train}.")
+        elif command := vllm_command(bank):
             note(f"For production, vLLM loads the same folders:\n  {command}")
 
     with ExitStack() as screen:
@@ -78,12 +116,41 @@ def serve(
             base,
             host=host,
             port=port,
-            key=api_key or None,
+            key=api_key or (),
             max_batch=max_batch,
             max_waiting=max_waiting,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             force=force,
+            training=options,
             on_event=on_event,
             on_ready=announce,
         )
+
+
+def _options(
+    model: str, folder: Path, quantize: str, names: list[str], allow_code: bool, base: str | None
+) -> TrainingOptions:
+    """Return what `--train` and its companions say."""
+    if base is not None:
+        raise ConfigError(
+            "with --train the base comes first, not with --base.",
+            fix=f"peftkit serve {base} --train {folder}",
+        )
+    if (Path(model) / CONFIG).is_file():
+        raise ConfigError(
+            f"'{model}' is an adapter; with --train the base comes first.",
+            fix=f"peftkit serve MODEL {model} --train {folder}",
+        )
+    from peftkit.config.schema import from_dict
+    from peftkit.serve.training import TrainingOptions
+    from peftkit.settings import BaseConfig
+
+    settings = from_dict(BaseConfig, {"model": model, "quantize": quantize}, "peftkit serve")
+    return TrainingOptions(
+        folder=folder,
+        base=settings,
+        names=(model, *names),
+        allow_code=allow_code,
+        say=note,
+    )

@@ -63,15 +63,34 @@ class StopRequest:
             os.write(2, text.encode())
 
 
+_here = threading.local()
+
+
+def _in_this_thread() -> tuple[StopRequest, ...]:
+    return getattr(_here, "requests", ())
+
+
+def stop_here(signum: int = signal.SIGTERM) -> None:
+    """Ask the run of this thread, which is not the main one, to save and stop, as a signal does."""
+    for request in _in_this_thread():
+        request.signum = request.signum or signum
+
+
 @contextmanager
 def stop_requests(at_once: bool = False, waits_for: str = "") -> Iterator[StopRequest]:
-    """Handle SIGINT and SIGTERM within the context; in the main thread only.
+    """Handle SIGINT and SIGTERM within the context; in other threads, `stop_here`.
 
     A signal that is ignored, as `nohup` and a script's `&` have it, stays ignored.
     """
     request = StopRequest(at_once, waits_for)
     if threading.current_thread() is not threading.main_thread():
-        yield request  # python gives signals to the main thread, and its handlers are not ours
+        # python gives signals to the main thread, and its handlers are not ours
+        outer = _in_this_thread()
+        _here.requests = (request, *outer)
+        try:
+            yield request
+        finally:
+            _here.requests = outer
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     before = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN}

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from peftkit.inference.generate import decoded
 from peftkit.inference.open_engine import open_engine
 from peftkit.inference.sampling import Sampling
 from peftkit.methods.base import ADAPTER_DTYPES
+from peftkit.model.lift import lifted, take_off
 from peftkit.model.places import unwrap_adapter
 
 NAME = re.compile(r"\w[\w.-]*")
@@ -74,6 +76,7 @@ class AdapterBank:
         self._active: list[Routing] = []
         self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._layers: dict[str, BankLinear] = {}
+        self._is_lifted = False
         self._files: dict[str, AdapterFile] = {}
         if any(unwrap_adapter(module) is not module for module in base.model.modules()):
             raise AdapterError(
@@ -145,7 +148,34 @@ class AdapterBank:
             layer.updates.pop(name, None)
             if not layer.updates:
                 del self._layers[path]
-                self.base.model.set_submodule(path, layer.base)
+                if not self._is_lifted:
+                    self.base.model.set_submodule(path, layer.base)
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Have the base bare within the context, for training, say; adapters may come and go.
+
+        Whatever is left on it then is taken off.
+        """
+        take_off(self.base.model)
+        self._is_lifted = True
+        try:
+            yield
+        finally:
+            take_off(self.base.model)
+            self._is_lifted = False
+            self._put_on()
+
+    @contextmanager
+    def returned(self) -> Iterator[None]:
+        """Within `lifted`: have the bank's adapters in the place of others within the context."""
+        with lifted(self.base.model):
+            self._is_lifted = False
+            self._put_on()
+            try:
+                yield
+            finally:
+                self._is_lifted = True
 
     def use(self, rows: str | Sequence[str | None] | None) -> Routing:
         """Return a context that switches the adapter; it may be entered again.
@@ -249,9 +279,14 @@ class AdapterBank:
     def _layer(self, path: str, linear: nn.Module) -> BankLinear:
         if path not in self._layers:
             layer = BankLinear(linear, path, self._active).train(linear.training)
-            self.base.model.set_submodule(path, layer)
+            if not self._is_lifted:
+                self.base.model.set_submodule(path, layer)
             self._layers[path] = layer
         return self._layers[path]
+
+    def _put_on(self) -> None:
+        for path, layer in self._layers.items():
+            self.base.model.set_submodule(path, layer)
 
 
 def open_bank(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import ipaddress
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,19 +10,16 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from peftkit.data.encode import Style, prompt_ids, stop_ids
-from peftkit.errors import PeftkitError, did_you_mean
+from peftkit.errors import PeftkitError
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.call_style import CallStyle
 from peftkit.inference.engine import Limits as EngineLimits
@@ -32,17 +27,19 @@ from peftkit.inference.engine import Request as AnswerRequest
 from peftkit.inference.engine import context_length, room_left
 from peftkit.inference.open_engine import tokens_that_fit
 from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
+from peftkit.serve.access import Gate
 from peftkit.serve.answer_calls import AnswerCalls
 from peftkit.serve.answers import PieceQueue, ReplyFormat, refusal, streamed, whole_answers
 from peftkit.serve.call_grammar import call_grammar
 from peftkit.serve.grammars import Grammars
+from peftkit.serve.models import BARE, Models
 from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
+from peftkit.serve.store import Store
 from peftkit.serve.tokens import TokenBody, token_answers
 from peftkit.serve.tool_fields import ToolUse
+from peftkit.serve.training import Training, TrainingOptions, begin, routes
 from peftkit.serve.worker import Job, Piece, Worker
 
-BARE = "base"
-"""Model name of the base without an adapter."""
 PREFILL_TOKENS = 256
 """Tokens of prompts to compute between two tokens of the answers."""
 PREFIX_TOKENS = 8192
@@ -69,14 +66,25 @@ class Limits:
 
 
 def make_app(
-    bank: AdapterBank, *, key: str | None = None, limits: Limits | None = None
+    bank: AdapterBank,
+    *,
+    keys: Sequence[str] = (),
+    limits: Limits | None = None,
+    training: TrainingOptions | None = None,
 ) -> Starlette:
     """Return the application that serves a bank's adapters and its base.
 
     Args:
-        key: Required by every path but /health; None: serve programs on this machine only.
+        keys: One of them is required by every path but /health; none: serve programs on this
+            machine only.
+        training: Train, too, and keep all that clients make.
+
+    Raises:
+        OutputError: The folder of `training` cannot be used.
     """
     limits = limits or Limits()
+    store = Store(training.folder) if training else None
+    models = Models(bank, store, training.names if training else ())
     worker = Worker(
         bank,
         limits=EngineLimits(
@@ -86,28 +94,37 @@ def make_app(
             prefix_tokens=PREFIX_TOKENS,
         ),
         max_waiting=limits.max_waiting,
+        ready=models.load,
     )
-    service = _Service(bank, worker, limits)
+    service = _Service(bank, models, worker, limits)
+    trains: Training | None = None
+    if training and store:
+        trains = Training(options=training, bank=bank, worker=worker, store=store, models=models)
 
     @asynccontextmanager
     async def life(app: Starlette) -> AsyncIterator[None]:
         worker.start()
+        if trains is not None:
+            begin(trains)
         try:
             yield
         finally:
             service.close()
             await asyncio.to_thread(worker.stop)
+            if store is not None:
+                store.close()
 
     app = Starlette(
         routes=[
             Route("/health", service.health),
             Route("/v1/models", service.models),
-            Route("/v1/models/{name}", service.model),
+            Route("/v1/models/{name:path}", service.model),
             Route("/v1/chat/completions", service.chat, methods=["POST"]),
             Route("/v1/completions", service.complete, methods=["POST"]),
             Route("/inference/v1/generate", service.generate, methods=["POST"]),
+            *(routes(trains) if trains is not None else ()),
         ],
-        middleware=[Middleware(Gate, key=key)],
+        middleware=[Middleware(Gate, keys=keys)],
         exception_handlers={PeftkitError: _refuse, HTTPException: _no_such_route},
         lifespan=life,
     )
@@ -116,10 +133,15 @@ def make_app(
 
 
 class _Read(NamedTuple):
-    """A request: its fields, its adapter, its prompts as tokens, and how its answers may call."""
+    """A request: its fields, its adapter, its prompts as tokens, and how its answers may call.
+
+    Attributes:
+        style: How prompts are written for the adapter.
+    """
 
     body: Body
     adapter: str | None
+    style: Style
     prompts: list[list[int]]
     calls: CallStyle | None = None
     tools: ToolUse | None = None
@@ -152,8 +174,8 @@ class _Read(NamedTuple):
 
 
 class _Service:
-    def __init__(self, bank: AdapterBank, worker: Worker, limits: Limits) -> None:
-        self._bank, self._worker, self._limits = bank, worker, limits
+    def __init__(self, bank: AdapterBank, models: Models, worker: Worker, limits: Limits) -> None:
+        self._bank, self._models, self._worker, self._limits = bank, models, worker, limits
         self._began = time.time()
         self._grammars: dict[tuple[int, ...], Grammars] = {}
         self._call_styles = cache(lambda style: CallStyle(bank.base.tokenizer, style))
@@ -170,12 +192,12 @@ class _Service:
         return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
 
     async def models(self, request: Request) -> Response:
-        names = [*self._bank.names, BARE]
+        names = self._models.listed(request.state.owner)
         return JSONResponse({"object": "list", "data": [self._described(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self._adapter(name)
+        self._models.inner(name, request.state.owner)
         return JSONResponse(self._described(name))
 
     async def chat(self, request: Request) -> Response:
@@ -187,16 +209,15 @@ class _Service:
     async def generate(self, request: Request) -> Response:
         return await self._respond(request, self._token_prompt)
 
-    def _token_prompt(self, data: bytes) -> _Read:
+    def _token_prompt(self, data: bytes, owner: str) -> _Read:
         body = read_body(data, TokenBody)
         assert isinstance(body, TokenBody)
-        return _Read(body, self._adapter(body.model), [self._ids(body.token_ids)])
+        return _Read(body, *self._model(body, owner), [self._ids(body.token_ids)])
 
-    def _chat_prompts(self, data: bytes) -> _Read:
+    def _chat_prompts(self, data: bytes, owner: str) -> _Read:
         body = read_body(data, ChatBody)
         assert isinstance(body, ChatBody)
-        adapter = self._adapter(body.model)
-        style = self._bank.style(adapter)
+        adapter, style = self._model(body, owner)
         tools = body.tool_use
         needs_calls = body.has_calls or (tools is not None and tools.offered)
         calls = self._call_styles(style) if needs_calls else None
@@ -206,23 +227,30 @@ class _Service:
         tokenizer, variables = self._bank.base.tokenizer, body.chat_template_kwargs
         ids = prompt_ids(tokenizer, prompt, style, variables=variables)
         if tools is None or not tools.offered:
-            return _Read(body, adapter, [ids])
+            return _Read(body, adapter, style, [ids])
         shown = prompt_ids(tokenizer, prompt, style, tools.offered, variables=variables)
         if shown == ids:
             raise RequestError("the chat template shows no tools to the model.", param="tools")
-        return _Read(body, adapter, [shown], calls, tools)
+        return _Read(body, adapter, style, [shown], calls, tools)
 
-    def _text_prompts(self, data: bytes) -> _Read:
+    def _text_prompts(self, data: bytes, owner: str) -> _Read:
         body = read_body(data, TextBody)
         assert isinstance(body, TextBody)
-        return _Read(body, self._adapter(body.model), [self._ids(each) for each in body.prompts()])
+        prompts = [self._ids(each) for each in body.prompts()]
+        return _Read(body, *self._model(body, owner), prompts)
 
-    async def _respond(self, request: Request, read: Callable[[bytes], _Read]) -> Response:
+    def _model(self, body: Body, owner: str) -> tuple[str | None, Style]:
+        """Return the adapter that a request names, and its style."""
+        models = self._models
+        return models.inner(body.model, owner), models.style(body.model, owner)
+
+    async def _respond(self, request: Request, read: Callable[[bytes, str], _Read]) -> Response:
         data, loop = await self._body(request), asyncio.get_running_loop()
+        owner = request.state.owner
         queue: PieceQueue = asyncio.Queue()
 
         def prepared() -> tuple[_Read, list[Job]]:
-            found = read(data)
+            found = read(data, owner)
             return found, self._jobs(found, queue, loop)
 
         found, jobs = await loop.run_in_executor(self._thread, prepared)
@@ -240,7 +268,7 @@ class _Service:
         return JSONResponse(form.whole(answers, num_prompt))
 
     def _jobs(self, found: _Read, queue: PieceQueue, loop: asyncio.AbstractEventLoop) -> list[Job]:
-        body, adapter, prompts, calls, _ = found
+        body, adapter, style, prompts, calls, _ = found
         copies = body.n or 1
         if not 0 < len(prompts) * copies <= self._limits.max_batch:
             raise RequestError(
@@ -248,7 +276,6 @@ class _Service:
                 fix=f"Ask for 1 to {self._limits.max_batch} at once.",
                 param="n" if copies > 1 else "prompt",
             )
-        style = self._bank.style(adapter)
         length = body.max_new_tokens or self._limits.max_new_tokens
         jobs: list[Job] = []
         for index in range(len(prompts) * copies):
@@ -307,21 +334,6 @@ class _Service:
     def _token_text(self, token: int) -> str:
         return str(self._bank.base.tokenizer.decode([token]))
 
-    def _adapter(self, name: str) -> str | None:
-        """Return the adapter with a model's name; None: the base."""
-        if name == BARE:
-            return None
-        if name in self._bank.names:
-            return name
-        names = [*self._bank.names, BARE]
-        raise RequestError(
-            f"there is no model '{name[:80]}' here.",
-            found=f"The models are: {', '.join(names)}. {did_you_mean(name, names)}".rstrip(),
-            status=404,
-            code="model_not_found",
-            param="model",
-        )
-
     def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             return prompt_ids(self._bank.base.tokenizer, prompt, Style("plain"))
@@ -355,7 +367,8 @@ class _Service:
             "root": base.hub_id or base.name,
             "max_model_len": context_length(base.model),
         }
-        return described if name == BARE else {**described, "parent": BARE}
+        is_base = name in self._models.base_names
+        return described if is_base else {**described, "parent": BARE}
 
 
 _UNCACHED = {"Cache-Control": "no-cache"}
@@ -374,61 +387,3 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path} cannot be answered: {error.detail}."
     return refusal(RequestError(message, status=error.status_code))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address is this machine's own."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
-class Gate:
-    """Passes requests with the key; without a key, requests from this machine.
-
-    Without a key, `Host` and `Origin` must name this machine: otherwise a web page in a browser
-    here could send requests, too.
-    """
-
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self._app, self._key = app, key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
-        if scope["type"] == "http" and scope["path"] != "/health":
-            problem = self._problem(Headers(scope=scope))
-            if problem is not None:
-                await refusal(problem)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _problem(self, headers: Headers) -> RequestError | None:
-        if self._key is not None:
-            scheme, _, given = headers.get("authorization", "").partition(" ")
-            right = hmac.compare_digest(given.strip().encode(), self._key.encode())
-            if scheme.lower() == "bearer" and right:
-                return None
-            return RequestError(
-                "the key is wrong." if given else "a key is needed.",
-                fix="Send the header `Authorization: Bearer KEY`.",
-                status=401,
-                code="invalid_api_key",
-            )
-        origin = headers.get("origin")
-        urls = [f"//{headers.get('host', '')}", *([origin] if origin is not None else [])]
-        if all(is_loopback(_host(url)) for url in urls):
-            return None
-        return RequestError(
-            "without a key, only programs on this machine may ask.",
-            found=f"Host: {headers.get('host')}; Origin: {origin or 'none'}",
-            fix="Start the server with --api-key.",
-            status=403,
-        )
-
-
-def _host(url: str) -> str:
-    try:
-        return urlsplit(url).hostname or ""
-    except ValueError:
-        return ""

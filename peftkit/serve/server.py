@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
+from typing import TYPE_CHECKING
 
+from peftkit.base.load import load_base
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, ignore
 from peftkit.formats.serving import check_serving, served_rank, vllm_serve
-from peftkit.inference.bank import AdapterBank, open_bank
+from peftkit.inference.bank import AdapterBank, check_name, open_bank
+
+if TYPE_CHECKING:
+    from peftkit.serve.training import TrainingOptions
 
 BACKLOG = 128
 
@@ -23,12 +28,13 @@ def serve_adapters(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
-    key: str | None = None,
+    key: str | Sequence[str] | None = None,
     max_batch: int = 32,
     max_waiting: int = 64,
     max_new_tokens: int = 1024,
     temperature: float = 0.0,
     force: bool = False,
+    training: TrainingOptions | None = None,
     on_event: Listener = ignore,
     on_ready: Callable[[str, AdapterBank], None] = lambda url, bank: None,
 ) -> None:
@@ -37,35 +43,41 @@ def serve_adapters(
     The models are the adapters' names and `base`, the base without an adapter.
 
     Args:
-        adapters: Name to folder; at least one.
-        base: Where the base is, if elsewhere than recorded.
+        adapters: Name to folder; at least one, unless the server trains.
+        base: Where the base is, if elsewhere than recorded; not for a server that trains.
         host: The address to listen on; other than loopback it needs a key.
         port: 0 picks a free port.
-        key: Clients send it as `Authorization: Bearer KEY`.
+        key: Clients send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`; or several keys,
+            each with files, jobs and models of its own.
         max_batch: Answers at once.
         max_waiting: Prompts that may wait.
         max_new_tokens: Default length of an answer.
         temperature: Default temperature; 0 is greedy.
         force: Accept adapters that were trained on other weights.
+        training: Train over the base that it names, as OpenAI's and Tinker's clients ask for it.
         on_ready: Called with the server's address and the bank before the first request.
 
     Raises:
         ConfigError: The extra `serve` is not installed, the host needs a key, or the port is taken.
         AdapterError: As `open_bank`.
         BaseError: The base cannot be found or loaded.
+        OutputError: The folder of `training` cannot be used, or another server has it.
     """
     _require_extra()
     import uvicorn
 
-    from peftkit.serve.app import BARE, Limits, is_loopback, make_app
+    from peftkit.serve.access import is_loopback
+    from peftkit.serve.app import Limits, make_app
+    from peftkit.serve.models import BARE
 
-    if key is None and not is_loopback(host):
+    keys = [key] if isinstance(key, str) else list(key or ())
+    if not keys and not is_loopback(host):
         raise ConfigError(
             f"cannot serve on {host} without a key.",
             found="Others than programs on this machine could ask.",
             fix="Set PEFTKIT_API_KEY (or --api-key), or leave --host out.",
         )
-    if key is not None and not (key.isascii() and key.strip()):
+    if not all(one.isascii() and one.strip() == one != "" for one in keys):
         raise ConfigError("the key is not usable.", fix="Use ASCII letters and digits.")
     if BARE in adapters:
         raise AdapterError(
@@ -74,14 +86,17 @@ def serve_adapters(
             fix=f"Give it another name: NAME={adapters[BARE]}",
         )
     with listening(host, port) as listener:
-        bank = open_bank(adapters, base, force=force, on_event=on_event)
+        if training is None:
+            bank = open_bank(adapters, base, force=force, on_event=on_event)
+        else:
+            bank = _bank_to_train(adapters, training, force, on_event)
         limits = Limits(
             max_batch=max_batch,
             max_waiting=max_waiting,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
         )
-        app = make_app(bank, key=key, limits=limits)
+        app = make_app(bank, keys=keys, limits=limits, training=training)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=5
         )
@@ -95,6 +110,16 @@ def serve_adapters(
 
         on_ready(f"http://{shown}:{listener.getsockname()[1]}", bank)
         Server(config).run(sockets=[listener])
+
+
+def _bank_to_train(
+    adapters: Mapping[str, str | Path], training: TrainingOptions, force: bool, on_event: Listener
+) -> AdapterBank:
+    """Load the base that a server trains over, with the operator's adapters."""
+    for name in adapters:
+        check_name(name)
+    settings = training.base.model_dump(exclude={"rope_scaling", "new_tokens"})
+    return AdapterBank(load_base(**settings, on_event=on_event), adapters, force=force)
 
 
 def listening(host: str, port: int) -> socket.socket:

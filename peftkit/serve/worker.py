@@ -1,22 +1,44 @@
-"""The thread that makes all answers; requests join and leave the engine's batch at any token."""
+"""The thread that has the model: answers, whose requests join and leave the engine's batch at any
+token, and between them whatever else needs the model."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, TypeVar
+
+import torch
 
 from peftkit.errors import PeftkitError, RunError
+from peftkit.execution import rng
+from peftkit.execution.out_of_memory import release_memory
+from peftkit.execution.signals import stop_here
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.call_formats import Call
 from peftkit.inference.calls import Said
 from peftkit.inference.engine import AnswerTooLarge, Completion, Engine, Limits, Request
 from peftkit.inference.generate import TextStream
 from peftkit.inference.sampling import Chosen
+from peftkit.model.lift import eager, lifted
 from peftkit.serve.answer_calls import AnswerCalls
 from peftkit.serve.requests import RequestError
+from peftkit.tasks.attention import own_attention
+
+T = TypeVar("T")
+Operation = tuple[Callable[[], None], Future[Any]]
+Work = Callable[[Callable[[], None]], None]
+"""Something long in steps, which calls its argument between them."""
+
+STEPS_OF_A_TURN = 16
+"""Tokens of each answer, at least, before something else that waits has its turn."""
+MAX_OPERATIONS = 4096
+"""Operations that may wait."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -69,19 +91,30 @@ class Job:
 
 
 class Worker:
-    """Makes the answers of jobs in a thread of its own.
+    """The thread that has the model: it makes answers, and runs operations and works between them.
+
+    The engine's batch stays while an operation or a step of a work runs; then the answers go on.
 
     Args:
         limits: Of the engine.
-        max_waiting: Queue limit; beyond it, requests are refused.
+        max_waiting: Queue limit of prompts; beyond it, requests are refused.
+        ready: Called in the thread with the adapter of each job before it begins.
     """
 
     def __init__(
-        self, bank: AdapterBank, *, limits: Limits | None = None, max_waiting: int = 64
+        self,
+        bank: AdapterBank,
+        *,
+        limits: Limits | None = None,
+        max_waiting: int = 64,
+        ready: Callable[[str | None], None] = lambda adapter: None,
     ) -> None:
         self.bank, self.limits, self.max_waiting = bank, limits or Limits(), max_waiting
+        self._ready = ready
         self._new: list[Job] = []
         self._jobs: list[Job] = []
+        self._operations: deque[Operation] = deque()
+        self._works: deque[Work] = deque()
         self._engine: Engine | None = None
         self._changed = threading.Condition()
         self._ended = False
@@ -92,7 +125,7 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop all answers at the next token; waiting and running jobs get an error."""
+        """Stop answers at the next token, and a work after its step; what waits gets an error."""
         with self._changed:
             self._ended = True
             for job in self._jobs:
@@ -105,6 +138,11 @@ class Worker:
     def is_alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self._ended
 
     @property
     def num_waiting(self) -> int:
@@ -123,31 +161,139 @@ class Worker:
             RequestError: Too many wait already, or the worker has stopped.
         """
         with self._changed:
-            if self._ended:
-                raise _shutting_down()
-            if self.num_waiting + len(jobs) > self.max_waiting:
-                raise RequestError(
-                    "too many requests wait.",
-                    found=f"{self.num_waiting} prompts wait, of {self.max_waiting} that may.",
-                    fix="Try again later.",
-                    status=429,
-                    code="queue_full",
-                )
+            self._check_room(self.num_waiting + len(jobs) <= self.max_waiting, self.num_waiting)
             self._new += jobs
             self._changed.notify_all()
 
-    def _work(self) -> None:
-        while self._wait_for_jobs():
+    def call(self, operation: Callable[[], T]) -> Future[T]:
+        """Run an operation in the thread, with the base bare, between two steps of anything else.
+
+        Operations run in the order of their calls.
+
+        Raises:
+            RequestError: Too many wait already, or the worker has stopped.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
-                with self.bank.engine(self.limits) as self._engine:
-                    while self._wait(self._engine):
-                        self._step(self._engine)
-                        self._jobs = [job for job in self._jobs if self._ended or _is_running(job)]
-            except Exception as problem:  # later jobs may well succeed
-                _LOG.exception("%d answers failed", len(self._jobs))
-                error = RunError(f"the model failed: {type(problem).__name__}: {problem}")
-                self._fail_all(error)
+                with torch.enable_grad():
+                    result = operation()
+            except BaseException as problem:
+                future.set_exception(problem)
+            else:
+                future.set_result(result)
+
+        with self._changed:
+            number = len(self._operations)
+            self._check_room(number < MAX_OPERATIONS, number, "operations")
+            self._operations.append((run, future))
+            self._changed.notify_all()
+        return future
+
+    def queue(self, work: Work) -> None:
+        """Run a work in the thread, one after the other, with the base bare.
+
+        Args:
+            work: Called with a function that it calls between its steps: operations and answers
+                then have their turn. It handles its own exceptions. When the worker stops, that
+                function asks the run of the thread to save and stop (`signals.stop_here`); works
+                that have not begun by then never do.
+        """
+        with self._changed:
+            self._works.append(work)
+            self._changed.notify_all()
+
+    def _check_room(self, has_room: bool, number: int, what: str = "prompts") -> None:
+        if self._ended:
+            raise _shutting_down()
+        if not has_room:
+            raise RequestError(
+                "too many requests wait.",
+                found=f"{number} {what} wait, and no more may.",
+                fix="Try again later.",
+                status=429,
+                code="queue_full",
+            )
+
+    def _work(self) -> None:
+        while self._wait():
+            self._turn()
+            if self._works and not self._ended:
+                self._run(self._works.popleft())
         self._fail_all(_shutting_down())
+        for _, future in self._operations:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(_shutting_down())
+
+    def _wait(self) -> bool:
+        """Wait for something to do, without an engine, which would change the model."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._new or self._jobs or self._operations or self._works or self._ended
+            )
+            return not self._ended
+
+    def _run(self, work: Work) -> None:
+        """Run a work, whose steps alternate with turns that last about as long as a step."""
+        began = time.monotonic()
+
+        def give_way() -> None:
+            nonlocal began
+            if self._ended:
+                stop_here()
+            elif self._new or self._jobs or self._operations:
+                seconds = time.monotonic() - began
+                with _paused(self.bank.base.model):
+                    self._turn(seconds, beside=True)
+            began = time.monotonic()
+
+        with self.bank.lifted():
+            try:
+                work(give_way)
+            except Exception:
+                _LOG.exception("a job failed")
+        release_memory()
+
+    def _turn(self, seconds: float = 0.0, *, beside: bool = False) -> None:
+        """Run the first operation that waits, then answers, as long as is allowed or until idle.
+
+        Args:
+            seconds: How long answers may take while something else waits, `STEPS_OF_A_TURN` anyway.
+            beside: A work is under way, whose adapter is on the base.
+        """
+        if self._operations:
+            run, _ = self._operations.popleft()
+            with lifted(self.bank.base.model) if beside else self.bank.lifted():
+                run()
+        if self._new or self._jobs:
+            with self.bank.returned() if beside else nullcontext():
+                self._answer(time.monotonic() + seconds, stays=not beside)
+
+    def _answer(self, until: float, *, stays: bool) -> None:
+        """Advance the answers, together with those that come meanwhile.
+
+        Args:
+            stays: Wait for more when all have ended, unless something else waits.
+        """
+        steps = STEPS_OF_A_TURN
+        try:
+            self._engine = self._engine or self.bank.engine(self.limits)
+            with self._engine as engine:
+                while self._take_new(engine, stays):
+                    others = not stays or self._operations or self._works
+                    if others and (engine.is_idle or (steps <= 0 and time.monotonic() >= until)):
+                        break
+                    if not engine.is_idle:
+                        self._step(engine)
+                    steps -= 1
+        except Exception as problem:  # later jobs may well succeed
+            _LOG.exception("%d answers failed", len(self._jobs))
+            self._engine = None
+            error = RunError(f"the model failed: {type(problem).__name__}: {problem}")
+            self._fail_all(error)
 
     def _step(self, engine: Engine) -> None:
         try:
@@ -156,12 +302,6 @@ class Worker:
             for job in self._jobs:
                 if job.completion is error.completion and not job.is_done:
                     job.send(error)
-
-    def _wait_for_jobs(self) -> bool:
-        """Wait for jobs without an engine, which would change the model; False at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._new or self._ended)
-            return not self._ended
 
     def _fail_all(self, error: Exception) -> None:
         with self._changed:
@@ -172,10 +312,16 @@ class Worker:
             if not job.is_done:
                 job.send(error)
 
-    def _wait(self, engine: Engine) -> bool:
-        """Wait for work, and submit new jobs to the engine; False at the end."""
+    def _take_new(self, engine: Engine, stays: bool) -> bool:
+        """Submit new jobs to the engine; where it has nothing to do, wait. False at the end."""
+        self._jobs = [job for job in self._jobs if self._ended or _is_running(job)]
+
+        def has_work() -> bool:
+            others = self._operations or self._works or not stays
+            return bool(self._new or self._ended or not engine.is_idle or others)
+
         with self._changed:
-            self._changed.wait_for(lambda: self._new or self._ended or not engine.is_idle)
+            self._changed.wait_for(has_work)
             new, self._new = [job for job in self._new if not job.is_cancelled], []
             self._jobs += new
         for job in new:
@@ -185,6 +331,7 @@ class Worker:
     def _begin(self, engine: Engine, job: Job) -> None:
         request = replace(job.request, on_token=self._sender(job))
         try:
+            self._ready(request.adapter)
             job.completion = engine.submit(request)
         except PeftkitError as error:
             job.send(error)
@@ -218,6 +365,22 @@ class Worker:
                 job.send(Piece(said.text, chosen, None, 0, *said[1:]))
 
         return send
+
+
+@contextmanager
+def _paused(model: Any) -> Iterator[None]:
+    """Have a model in the midst of its training compute as it does outside of it."""
+    state = rng.capture(model.device)
+    try:
+        with (
+            own_attention(model),
+            eager(model),
+            torch.no_grad(),
+            torch.autocast(model.device.type, enabled=False),
+        ):
+            yield
+    finally:
+        rng.restore(state, model.device)
 
 
 def _is_running(job: Job) -> bool:

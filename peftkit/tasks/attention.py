@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,8 @@ Layout = Grid | Spans | SharedRows | None
 """Of documents in rows. None: each row is one."""
 
 _taken: set[str] = set()
+_own: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
+"""Attention implementations of models that are being trained, as they were before."""
 
 
 class MaskKind(NamedTuple):
@@ -243,6 +246,8 @@ def training_attention(
     from transformers import AttentionInterface, AttentionMaskInterface  # slow to import
 
     before = _implementations(model.config)
+    outer = _own.get(model)
+    _own[model] = before
     name = _free_name()
     attention = TrainingAttention(plan)
     AttentionInterface.register(name, attention.attend)
@@ -252,10 +257,26 @@ def training_attention(
         yield attention
     finally:
         attention.layout = None
+        _own[model] = outer or {}
         model.set_attn_implementation(before)
         for table in (AttentionInterface, AttentionMaskInterface):
             table._global_mapping.pop(name, None)
         _taken.discard(name)
+
+
+@contextmanager
+def own_attention(model: Any) -> Iterator[None]:
+    """Give a model that is being trained its own attention within the context."""
+    before = _own.get(model)
+    if not before:
+        yield
+        return
+    now = _implementations(model.config)
+    model.set_attn_implementation(before)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(now)
 
 
 def _implementations(config: Any) -> dict[str, str]:

@@ -44,7 +44,8 @@ COMMANDS: dict[str, list[str]] = {
     ],
     "serve": [
         "[NAME=]RUN...", "--host", "--port", "--api-key", "--base", "--max-batch", "--max-waiting",
-        "--max-new-tokens", "--temperature", "--force",
+        "--max-new-tokens", "--temperature", "--force", "--train", "--quantize", "--as",
+        "--run-graders",
     ],
     "merge": [
         "ADAPTER", "--out", "--base", "--dtype", "--force", "--from-quantized", "--overwrite",

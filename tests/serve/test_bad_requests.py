@@ -128,7 +128,7 @@ def test_a_key_opens_to_any_host(header: str, status: int, bank: AdapterBank) ->
 
     from peftkit.serve.app import make_app
 
-    with TestClient(make_app(bank, key="sesame"), base_url="http://example.org") as client:
+    with TestClient(make_app(bank, keys=["sesame"]), base_url="http://example.org") as client:
         assert client.get("/v1/models", headers={"authorization": header}).status_code == status
         assert client.post(TEXT, json=GOOD).status_code == 401
         assert client.get("/health").status_code == 200

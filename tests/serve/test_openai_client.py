@@ -25,7 +25,7 @@ ASKED = [{"role": "user", "content": "the quick brown fox"}]
 
 @pytest.fixture
 def client(bank: AdapterBank) -> Iterator[Any]:
-    app = make_app(bank, key=KEY, limits=Limits(max_body=4096, max_new_tokens=8))
+    app = make_app(bank, keys=[KEY], limits=Limits(max_body=4096, max_new_tokens=8))
     with listening("127.0.0.1", 0) as listener:
         config = uvicorn.Config(app, log_level="warning", access_log=False)
         server = uvicorn.Server(config)

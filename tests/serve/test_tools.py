@@ -63,7 +63,7 @@ def tool_bank(llama: Any, tokenizer: Any, tmp_path: Path) -> AdapterBank:
 
 @pytest.fixture
 def client(tool_bank: AdapterBank) -> Iterator[Any]:
-    app = make_app(tool_bank, key=KEY, limits=Limits(max_body=1 << 16, max_new_tokens=8))
+    app = make_app(tool_bank, keys=[KEY], limits=Limits(max_body=1 << 16, max_new_tokens=8))
     with listening("127.0.0.1", 0) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

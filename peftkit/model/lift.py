@@ -1,0 +1,64 @@
+"""Take what is wrapped around a model's frozen modules off for a while, and put it back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from peftkit.model.places import FrozenWrapper
+
+Wrapped = list[tuple[nn.Module, str, FrozenWrapper]]
+"""Parent, name in the parent, and wrapper; the outer ones first."""
+
+
+def take_off(model: nn.Module) -> Wrapped:
+    """Put the frozen modules of all wrappers (adapter modules, a bank's layers) in their places.
+
+    Adapters that act by hooks, as prompts do, stay.
+    """
+    taken: Wrapped = []
+    while wrappers := list(_outermost(model)):
+        for parent, name, wrapper in wrappers:
+            setattr(parent, name, wrapper.base)
+        taken += wrappers
+    return taken
+
+
+@contextmanager
+def lifted(model: nn.Module) -> Iterator[None]:
+    """Have a model without its wrappers within the context, which may put on others."""
+    taken = take_off(model)
+    try:
+        yield
+    finally:
+        take_off(model)
+        for parent, name, wrapper in reversed(taken):
+            setattr(parent, name, wrapper)
+
+
+@contextmanager
+def eager(model: nn.Module) -> Iterator[None]:
+    """Run a model's modules as they are within the context, though they are compiled."""
+    compiled = [(module, module._compiled_call_impl) for module in model.modules()]
+    try:
+        for module, _ in compiled:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
+
+
+def _outermost(module: nn.Module) -> Iterator[tuple[nn.Module, str, FrozenWrapper]]:
+    """Yield the wrappers that are in no other wrapper; each place of a shared module."""
+    seen, waiting = {module}, [module]
+    while waiting:
+        parent = waiting.pop()
+        for name, child in parent.named_children():
+            if isinstance(child, FrozenWrapper):
+                yield parent, name, child
+            elif child not in seen:
+                seen.add(child)
+                waiting.append(child)

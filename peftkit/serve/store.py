@@ -1,0 +1,145 @@
+"""What a training server must not lose: JSON documents in SQLite, each with its owner.
+
+A call that has returned has written: the journal is a write-ahead log, synced at each commit.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from peftkit.errors import OutputError
+
+FILE = "server.sqlite"
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS documents (
+    number INTEGER PRIMARY KEY, kind TEXT NOT NULL, id TEXT NOT NULL, owner TEXT NOT NULL,
+    parent TEXT NOT NULL, body TEXT NOT NULL, UNIQUE (kind, id));
+CREATE INDEX IF NOT EXISTS of_parent ON documents (kind, parent);
+CREATE TABLE IF NOT EXISTS entries (
+    number INTEGER PRIMARY KEY, parent TEXT NOT NULL, body TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS entries_of ON entries (parent);
+"""
+
+
+class Store:
+    """Documents by kind and id, and journals of entries; any thread may call it.
+
+    Args:
+        folder: Of the server; created if needed.
+
+    Raises:
+        OutputError: The folder cannot be written to, or another server has it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._database = sqlite3.connect(
+                folder / FILE, isolation_level=None, check_same_thread=False, timeout=1.0
+            )
+            self._database.executescript(
+                "PRAGMA locking_mode=EXCLUSIVE; PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;"
+                + SCHEMA
+            )
+        except (OSError, sqlite3.Error) as problem:
+            is_locked = "locked" in str(problem)
+            raise OutputError(
+                f"the server cannot keep its state in {folder}",
+                found="Another server has it open." if is_locked else str(problem),
+                fix="Stop that server, or give another folder with --train.",
+            ) from None
+        self._lock = threading.RLock()
+
+    def close(self) -> None:
+        with self._lock:
+            self._database.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Write all that the context writes, or nothing."""
+        with self._lock:
+            if self._database.in_transaction:
+                yield
+                return
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._database.execute("ROLLBACK")
+                raise
+            self._database.execute("COMMIT")
+
+    def put(
+        self, kind: str, id: str, body: dict[str, Any], *, owner: str = "", parent: str = ""
+    ) -> None:
+        """Write a document, in the place of an older one with its kind and id."""
+        with self._lock:
+            self._database.execute(
+                "INSERT INTO documents (kind, id, owner, parent, body) VALUES (?, ?, ?, ?, ?) "
+                "ON CONFLICT (kind, id) DO UPDATE SET owner = excluded.owner, "
+                "parent = excluded.parent, body = excluded.body",
+                (kind, id, owner, parent, json.dumps(body)),
+            )
+
+    def get(self, kind: str, id: str, owner: str | None = None) -> dict[str, Any] | None:
+        """Return a document; None: there is none, or it is another owner's.
+
+        Args:
+            owner: None: anybody's.
+        """
+        query = "SELECT body, owner FROM documents WHERE kind = ? AND id = ?"
+        with self._lock:
+            found = self._database.execute(query, (kind, id)).fetchone()
+        if found is None or owner not in (None, found[1]):
+            return None
+        body: dict[str, Any] = json.loads(found[0])
+        return body
+
+    def owner(self, kind: str, id: str) -> str:
+        """Return the owner of a document that exists."""
+        query = "SELECT owner FROM documents WHERE kind = ? AND id = ?"
+        with self._lock:
+            return str(self._database.execute(query, (kind, id)).fetchone()[0])
+
+    def all(
+        self, kind: str, owner: str | None = None, parent: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Return documents of a kind, the oldest first."""
+        query, values = "SELECT body FROM documents WHERE kind = ?", [kind]
+        for column, value in (("owner", owner), ("parent", parent)):
+            if value is not None:
+                query, values = f"{query} AND {column} = ?", [*values, value]
+        with self._lock:
+            rows = self._database.execute(f"{query} ORDER BY number", values).fetchall()
+        return [json.loads(body) for (body,) in rows]
+
+    def delete(self, kind: str, id: str) -> None:
+        """Remove a document, if there is one."""
+        with self._lock:
+            self._database.execute("DELETE FROM documents WHERE kind = ? AND id = ?", (kind, id))
+
+    def append(self, parent: str, body: dict[str, Any]) -> None:
+        """Add an entry to the journal of a document."""
+        with self._lock:
+            self._database.execute(
+                "INSERT INTO entries (parent, body) VALUES (?, ?)", (parent, json.dumps(body))
+            )
+
+    def entries(self, parent: str) -> list[dict[str, Any]]:
+        """Return the journal of a document, the oldest entry first."""
+        query = "SELECT body FROM entries WHERE parent = ? ORDER BY number"
+        with self._lock:
+            rows = self._database.execute(query, (parent,)).fetchall()
+        return [json.loads(body) for (body,) in rows]
+
+
+def new_id(prefix: str) -> str:
+    """Return a name that nobody has yet, such as "file-3f0c..."; it is safe as a file's name."""
+    return prefix + secrets.token_hex(12)

@@ -1,0 +1,96 @@
+"""Models that clients made: seen by their owner, loaded when asked for, there after a restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
+from starlette.testclient import TestClient
+
+from peftkit.inference.bank import AdapterBank
+from peftkit.methods.lora import LoRA
+from peftkit.serve import models as published
+from peftkit.serve.access import owner_of
+from peftkit.serve.app import make_app
+from peftkit.serve.models import Models
+from peftkit.serve.requests import RequestError
+from peftkit.serve.store import Store
+from peftkit.serve.training import TrainingOptions
+from peftkit.settings import BaseConfig
+from tests.inference.test_bank import a_base, write
+
+HERE = "http://127.0.0.1:8000"
+ANN, BOB = "key-of-ann", "key-of-bob"
+PUBLIC = "ft:base:local:orders:3f0c9a1b"
+
+
+@pytest.fixture
+def folder(llama: Any, tmp_path: Path) -> Path:
+    return write(llama, LoRA(rank=3, alpha=64), tmp_path / "made", 5)
+
+
+def options(tmp_path: Path, *names: str) -> TrainingOptions:
+    return TrainingOptions(folder=tmp_path / "state", base=BaseConfig(model="tiny"), names=names)
+
+
+def ask(client: TestClient, model: str, **headers: str) -> Any:
+    body = {"model": model, "prompt": "the quick", "max_tokens": 5}
+    return client.post("/v1/completions", json=body, headers=headers)
+
+
+def test_a_published_adapter_answers_its_owner_alone_and_after_a_restart(
+    llama: Any, tokenizer: Any, folder: Path, tmp_path: Path
+) -> None:
+    store = Store(tmp_path / "state")
+    Models(AdapterBank(a_base(llama, tokenizer)), store).publish(PUBLIC, folder, owner_of(ANN))
+    store.close()
+    bank = AdapterBank(a_base(llama, tokenizer), {})
+    app = make_app(bank, keys=[ANN, BOB], training=options(tmp_path, "Qwen/Qwen3-8B"))
+    with TestClient(app, base_url=HERE) as client:
+        ann, bob = {"Authorization": f"Bearer {ANN}"}, {"X-API-Key": BOB}
+        listed = [
+            [one["id"] for one in client.get("/v1/models", headers=headers).json()["data"]]
+            for headers in (ann, bob)
+        ]
+        assert listed == [["base", "Qwen/Qwen3-8B", PUBLIC], ["base", "Qwen/Qwen3-8B"]]
+        assert client.get(f"/v1/models/{PUBLIC}", headers=ann).json()["parent"] == "base"
+        mine, base = ask(client, PUBLIC, **ann), ask(client, "Qwen/Qwen3-8B", **ann)
+        assert mine.status_code == base.status_code == 200
+        assert mine.json()["choices"][0]["text"] != base.json()["choices"][0]["text"]
+        refused = ask(client, PUBLIC, **bob)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+        assert refused.json()["error"]["message"].count(PUBLIC) == 1  # what was asked
+        assert client.get("/v1/models").status_code == 401
+
+
+def test_few_of_many_published_adapters_are_in_memory(
+    llama: Any, tokenizer: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(published, "MAX_LOADED", 2)
+    bank = AdapterBank(a_base(llama, tokenizer))
+    models = Models(bank, Store(tmp_path / "state"))
+    inner = []
+    for number in range(4):
+        models.publish(f"m{number}", folder, "")
+        inner.append(models.inner(f"m{number}"))
+    for name in (inner[0], inner[1], inner[0], inner[2], None):
+        models.load(name)
+    assert bank.names == (inner[0], inner[2])
+    assert models.listed() == ["base", "m0", "m1", "m2", "m3"]
+    models.load(inner[1])  # again
+    assert inner[1] in bank.names
+    models.withdraw("m3")
+    with pytest.raises(RequestError, match="gone"):
+        models.load(inner[3])
+    with pytest.raises(RequestError, match="no model 'm3'"):
+        models.inner("m3")
+
+
+def test_the_operators_adapters_are_everybodys(bank: AdapterBank, tmp_path: Path) -> None:
+    app = make_app(bank, keys=[ANN, BOB], training=options(tmp_path))
+    with TestClient(app, base_url=HERE) as client:
+        for key in (ANN, BOB):
+            assert ask(client, "one", **{"X-API-Key": key}).status_code == 200

@@ -1,0 +1,95 @@
+"""What a training server keeps: written when a call returns, seen by its owner alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from peftkit.errors import OutputError
+from peftkit.serve.store import Store, new_id
+from tests.command_line import environment
+
+
+def test_documents_have_owners_and_parents_and_keep_their_order(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for number in (3, 1, 2):
+        store.put("job", f"j{number}", {"n": number}, owner="ann" if number < 3 else "bob")
+    store.put("job", "j3", {"n": 33}, owner="bob")  # in its old place
+    store.put("checkpoint", "c1", {"step": 4}, parent="j1")
+    assert store.all("job") == [{"n": 33}, {"n": 1}, {"n": 2}]
+    assert store.all("job", "ann") == [{"n": 1}, {"n": 2}]
+    assert store.all("checkpoint", parent="j1") == [{"step": 4}]
+    assert store.get("job", "j1", "ann") == store.get("job", "j1") == {"n": 1}
+    assert store.get("job", "j1", "bob") is None
+    assert store.get("file", "j1") is None
+    assert store.owner("job", "j3") == "bob"
+    store.delete("job", "j1")
+    assert store.get("job", "j1") is None
+
+
+def test_a_transaction_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+
+    def fails() -> None:
+        with store.transaction():
+            store.put("job", "j", {})
+            store.append("j", {"message": "begun"})
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        fails()
+    assert store.all("job") == store.entries("j") == []
+    with store.transaction():
+        store.put("job", "j", {})
+        with store.transaction():  # of a function that is called within one
+            store.append("j", {"message": "begun"})
+    assert store.entries("j") == [{"message": "begun"}]
+
+
+def test_threads_write_side_by_side(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+
+    def write(name: str) -> None:
+        for number in range(20):
+            store.append(name, {"n": number})
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name in "abc":
+        assert [entry["n"] for entry in store.entries(name)] == list(range(20))
+
+
+def test_what_a_killed_server_wrote_is_there(tmp_path: Path) -> None:
+    program = (
+        "import os, pathlib, sys; from peftkit.serve.store import Store\n"
+        "store = Store(pathlib.Path(sys.argv[1])); store.put('job', 'j', {'step': 7})\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path], env=environment(), check=False)
+    assert Store(tmp_path).get("job", "j") == {"step": 7}
+
+
+def test_a_folder_belongs_to_one_server(tmp_path: Path) -> None:
+    first = Store(tmp_path)
+    with pytest.raises(OutputError, match="Another server has it"):
+        Store(tmp_path)
+    first.close()
+    Store(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot keep its state"):
+        Store(tmp_path / "file")
+
+
+def test_ids_are_names_of_files() -> None:
+    assert new_id("file-").removeprefix("file-").isalnum()
+    assert new_id("file-") != new_id("file-")

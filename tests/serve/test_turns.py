@@ -1,0 +1,211 @@
+"""Answers, operations and training take turns over one base, and do not touch each other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peftkit.config.schema import from_dict
+from peftkit.events import StepDone
+from peftkit.execution.signals import Interrupted, stop_here
+from peftkit.inference.bank import AdapterBank
+from peftkit.model.places import FrozenWrapper
+from peftkit.recipe import Recipe
+from peftkit.run import run
+from peftkit.serve.requests import RequestError
+from peftkit.serve.worker import Worker
+from tests.command_line import turn, write_rows
+from tests.serve.test_worker import Asked
+
+WORDS = ("quick", "brown", "lazy", "other")
+
+
+def recipe(folder: Path, name: str, **train: Any) -> Recipe:
+    file = folder / "train.jsonl"
+    write_rows(file, [turn(f"what is the {word}?", f"the {word} dog") for word in WORDS] * 2)
+    return from_dict(
+        Recipe,
+        {
+            "base": {"model": "tiny"},
+            "method": {"type": "lora", "rank": 2, "alpha": 4, "targets": ["q", "v", "down"]},
+            "data": {"train": str(file), "max_length": 64},
+            "train": {
+                "output_dir": str(folder / name),
+                "max_steps": 4,
+                "batch_size": 2,
+                "learning_rate": 0.05,
+                "save_every": 2,
+                **train,
+            },
+        },
+        "test",
+    )
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "adapter_model.safetensors").read_bytes()
+
+
+class Working:
+    """A worker that trains a recipe; `at_step` is called in its thread between steps."""
+
+    def __init__(self, bank: AdapterBank, recipe: Recipe, **start: bool) -> None:
+        self.worker, self.recipe, self.start = Worker(bank), recipe, start
+        self.at_step: Callable[[int], None] = lambda step: None
+        self.outcome: Any = None
+        self.done = threading.Event()
+        self.worker.queue(self._train)
+
+    def _train(self, give_way: Callable[[], None]) -> None:
+        def listen(event: Any) -> None:
+            if isinstance(event, StepDone):
+                self.at_step(event.step)
+                give_way()
+
+        try:
+            self.outcome = run(
+                self.recipe, base=self.worker.bank.base, on_event=listen, **self.start
+            )
+        except BaseException as problem:
+            self.outcome = problem
+        finally:
+            self.done.set()
+
+    def wait(self) -> Any:
+        assert self.done.wait(60)
+        return self.outcome
+
+
+def alone(bank: AdapterBank, name: str | None, ids: list[int]) -> list[int]:
+    request = Asked(name, ids).job.request
+    with bank.engine() as engine:
+        completion = engine.submit(request)
+        engine.run()
+    return completion.ids
+
+
+def test_a_run_beside_answers_learns_to_the_bit_what_it_learns_alone(
+    bank: AdapterBank, tmp_path: Path
+) -> None:
+    prompts = {"one": [7, 8, 9], "two": [10, 11], None: [12, 13, 14, 15]}
+    expected = {name: alone(bank, name, ids) for name, ids in prompts.items()}
+    with bank.lifted():
+        run(recipe(tmp_path, "alone"), base=bank.base)
+    beside = Working(bank, recipe(tmp_path, "beside"))
+    asked: list[Asked] = []
+    seen: list[int] = []
+
+    def at_step(step: int) -> None:
+        for name, ids in prompts.items():
+            asked.append(Asked(name, ids))
+            beside.worker.submit([asked[-1].job])
+        wrapped = lambda: sum(isinstance(m, FrozenWrapper) for m in bank.base.model.modules())  # noqa: E731
+        beside.worker.call(lambda: seen.append(wrapped()))
+
+    beside.at_step = at_step
+    beside.worker.start()
+    try:
+        assert beside.wait().step == 4
+        texts = [request.end().text for request in asked]
+    finally:
+        beside.worker.stop()
+    assert seen == [0] * 4  # operations find the base bare
+    decode = bank.base.tokenizer.decode
+    whole = [decode(expected[name], skip_special_tokens=True) for name in prompts]
+    assert texts == whole * 4
+    assert weights(tmp_path / "beside") == weights(tmp_path / "alone")
+    assert {name: alone(bank, name, ids) for name, ids in prompts.items()} == expected
+
+
+def test_an_answer_waits_for_a_step_not_for_the_run(bank: AdapterBank, tmp_path: Path) -> None:
+    working = Working(bank, recipe(tmp_path, "run"))
+    answered_at: list[int] = []
+    steps: list[int] = []
+    request = Asked("one", [7, 8, 9], max_new_tokens=2)
+    send = request.job.send
+
+    def note(piece: Any) -> None:
+        answered_at.append(steps[-1])
+        send(piece)
+
+    request.job.send = note
+
+    def at_step(step: int) -> None:
+        steps.append(step)
+        if step == 2:
+            working.worker.submit([request.job])
+
+    working.at_step = at_step
+    working.worker.start()
+    try:
+        working.wait()
+        assert request.end().num_tokens == 2
+    finally:
+        working.worker.stop()
+    assert set(answered_at) == {2}
+
+
+def test_a_stopped_run_is_saved_and_goes_on_to_the_same_bits(
+    bank: AdapterBank, tmp_path: Path
+) -> None:
+    with bank.lifted():
+        run(recipe(tmp_path, "alone"), base=bank.base)
+    stopped = Working(bank, recipe(tmp_path, "run"))
+    stopped.at_step = lambda step: stop_here() if step == 3 else None
+    stopped.worker.start()
+    assert isinstance(stopped.wait(), Interrupted)
+    stopped.worker.stop()
+    assert not [m for m in bank.base.model.modules() if "LoRA" in type(m).__name__]
+    again = Working(bank, recipe(tmp_path, "run"), resume=True)
+    again.worker.start()
+    assert again.wait().step == 4
+    again.worker.stop()
+    assert weights(tmp_path / "run") == weights(tmp_path / "alone")
+
+
+def test_the_end_of_the_server_saves_the_run_and_refuses_what_waits(
+    bank: AdapterBank, tmp_path: Path
+) -> None:
+    working = Working(bank, recipe(tmp_path, "run", max_steps=400))
+    begun, calls = threading.Event(), []
+
+    def at_step(step: int) -> None:
+        if step == 1:
+            begun.set()
+            calls.append(working.worker.call(lambda: 1))
+            calls.append(working.worker.call(lambda: 2))
+
+    working.at_step = at_step
+    working.worker.start()
+    assert begun.wait(60)
+    working.worker.stop()
+    assert isinstance(working.outcome, Interrupted)
+    assert (tmp_path / "run" / "checkpoints").is_dir()
+    outcomes = [call.exception() or call.result() for call in calls]
+    assert all(one in (1, 2) or isinstance(one, RequestError) for one in outcomes)
+    with pytest.raises(RequestError, match="shutting down"):
+        working.worker.call(lambda: 3)
+
+
+def test_operations_run_in_order_and_tell_what_fails(bank: AdapterBank) -> None:
+    worker = Worker(bank)
+    order: list[int] = []
+    calls = [worker.call(lambda n=n: order.append(n) or n) for n in range(5)]
+    failed = worker.call(lambda: 1 / 0)
+    with_gradient = worker.call(torch.is_grad_enabled)
+    worker.start()
+    try:
+        assert [call.result(20) for call in calls] == order == [0, 1, 2, 3, 4]
+        assert isinstance(failed.exception(20), ZeroDivisionError)
+        assert with_gradient.result(20)
+        request = Asked("one", [7])
+        worker.submit([request.job])
+        assert request.end().num_tokens == 4
+        assert worker.call(lambda: 7).result(20) == 7  # the engine waits inside of the model
+    finally:
+        worker.stop()
