@@ -100,8 +100,12 @@ def serve(
         note(f"Models: {models}. Ctrl-C ends it. Also there: {url}/health")
         for name in bank.names:
             note_system(bank.style(name), f"{name}: ")
-        if (tokens := tokens_that_fit(bank.base.model)) is not None:
-            note(f"Memory for {tokens:,} tokens of prompts and answers at once.")
+        from peftkit.serve.app import LEFT_TO_TRAIN  # needs the extra
+
+        left = 0.0 if train is None else LEFT_TO_TRAIN
+        if (tokens := tokens_that_fit(bank.base.model, left=left)) is not None:
+            rest = f" {left:.0%} of the free memory is left to training." if left else ""
+            note(f"Memory for {tokens:,} tokens of prompts and answers at once.{rest}")
         if (why := why_plain(bank.base.model, bank.base.tokenizer)) is not None:
             note(f"Requests are answered batch by batch (this model has {why}).")
         if train is not None:

@@ -91,13 +91,17 @@ def open_engine(
     return kind(model, tokenizer, limits, use, on_fewer)
 
 
-def tokens_that_fit(model: Any) -> int | None:
-    """Return for how many tokens keys and values fit into memory; None: unknown."""
+def tokens_that_fit(model: Any, *, left: float = 0.0) -> int | None:
+    """Return for how many tokens keys and values fit into memory; None: unknown.
+
+    Args:
+        left: Share of the free memory that something else will take.
+    """
     environment = free_now(model.device)
     size = bytes_per_token(model.config.get_text_config(), compute_dtype(model))
     if environment.memory is None or size is None:
         return None
-    return cache_tokens(environment, size)
+    return cache_tokens(environment, size, int(left * environment.usable))
 
 
 def cache_tokens(environment: Environment, size: int, taken: int = 0) -> int:

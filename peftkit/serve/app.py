@@ -42,6 +42,8 @@ from peftkit.serve.worker import Job, Piece, Worker
 
 PREFILL_TOKENS = 256
 """Tokens of prompts to compute between two tokens of the answers."""
+LEFT_TO_TRAIN = 0.5
+"""Share of the free memory that a server which trains leaves to training steps."""
 PREFIX_TOKENS = 8192
 """Tokens of common prefixes to keep for later prompts."""
 
@@ -89,7 +91,7 @@ def make_app(
         bank,
         limits=EngineLimits(
             rows=limits.max_batch,
-            tokens=tokens_that_fit(bank.base.model),
+            tokens=tokens_that_fit(bank.base.model, left=LEFT_TO_TRAIN if training else 0.0),
             prefill=PREFILL_TOKENS,
             prefix_tokens=PREFIX_TOKENS,
         ),

@@ -250,6 +250,8 @@ class Worker:
                     self._turn(seconds, beside=True)
             began = time.monotonic()
 
+        if self._engine is not None and self._engine.is_idle:
+            self._engine = None  # and with it what it has cached
         with self.bank.lifted():
             try:
                 work(give_way)
