@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -13,16 +16,19 @@ import transformers
 
 from peftkit.base.load import load_base
 from peftkit.errors import BaseError, RunError
-from peftkit.events import Event, Notice
+from peftkit.events import Event, Notice, StepDone
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.inference.bank import open_bank
+from peftkit.inference.engine import Request
 from peftkit.inference.evaluate import evaluate
 from peftkit.inference.generate import generate
 from peftkit.inference.generate import stream as stream_ids
+from peftkit.inference.sampling import Sampling
 from peftkit.merging.merge import merge
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.run import run as run_recipe
+from peftkit.serve.worker import Job, Piece, Worker
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
 from tests.simulated_gpu.test_training import recipe_for
@@ -176,3 +182,50 @@ def test_base_that_the_card_cannot_hold_is_one_error_and_nothing_stays(
         assert "base.placement: stream" in error.value.fix
         gc.collect()
         assert card.allocated <= before + 1024  # a table of 256 values may stay
+
+
+END = "<end>"
+
+
+def test_a_served_base_trains_between_answers(trained: Path, tmp_path: Path) -> None:
+    def losses_and_answers(folder: Path, *, asks: bool) -> tuple[list[float], list[str]]:
+        bank = open_bank({"a": trained})
+        worker, losses, texts = Worker(bank), list[float](), SimpleQueue[str]()
+        done = threading.Event()
+        folder.mkdir()
+        asked = recipe_for("causal_lm", folder)
+        ids = [int(token) for token in bank.base.tokenizer(PROMPTS[1])["input_ids"]]
+
+        def tell(piece: Piece | Exception) -> None:
+            texts.put(piece.text if isinstance(piece, Piece) else f"error: {piece}")
+            if not isinstance(piece, Piece) or piece.reason:
+                texts.put(END)
+
+        def train(give_way: Callable[[], None]) -> None:
+            def listen(event: Event) -> None:
+                if isinstance(event, StepDone):
+                    losses.append(event.loss)
+                    if asks:
+                        worker.submit([Job(Request(ids, Sampling(4), adapter="a"), tell)])
+                    give_way()
+
+            try:
+                run_recipe(asked, base=bank.base, on_event=listen)
+            finally:
+                done.set()
+
+        worker.queue(train)
+        worker.start()
+        assert done.wait(60)
+        if not asks:
+            worker.submit([Job(Request(ids, Sampling(4), adapter="a"), tell)])
+        answers = ["".join(iter(texts.get, END)) for _ in range(3 if asks else 1)]
+        worker.stop()
+        return losses, answers
+
+    with simulated() as card:
+        alone, expected = losses_and_answers(tmp_path / "alone", asks=False)
+        assert card.launches > 1000
+        beside, answers = losses_and_answers(tmp_path / "beside", asks=True)
+    assert beside == alone
+    assert answers == expected * 3
