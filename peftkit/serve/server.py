@@ -89,6 +89,9 @@ def serve_adapters(
         if training is None:
             bank = open_bank(adapters, base, force=force, on_event=on_event)
         else:
+            from peftkit.serve.store import Store
+
+            Store(training.folder).close()  # what cannot be is told before minutes of loading
             bank = _bank_to_train(adapters, training, force, on_event)
         limits = Limits(
             max_batch=max_batch,
