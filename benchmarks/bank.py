@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from benchmarks.limits import Sizes, limits
 from peftkit.adapter import attach
 from peftkit.base.load import Base, load_base
 from peftkit.formats.peft.folder import save_adapter
@@ -136,6 +137,7 @@ def measure(args: argparse.Namespace, folder: Path) -> int:
         return 1
     runs = time_batches(args, bank, theirs, ids)
     report(args, runs, ids)
+    report_share(args, bank, min(runs["mixed"]), ids)
     report_switches(bank, theirs, names)
     report_memory(bank, paths, args.resident)
     return 0
@@ -197,6 +199,16 @@ def report(args: argparse.Namespace, runs: dict[str, list[float]], ids: Tensor) 
     print(f"mixed / one: {speeds['mixed'] / speeds['one']:.2f}; ", end="")
     print(f"PEFT's: {speeds['PEFT mixed'] / speeds['PEFT one']:.2f}; ", end="")
     print(f"mixed / PEFT's mixed: {speeds['mixed'] / speeds['PEFT mixed']:.2f}")
+
+
+def report_share(args: argparse.Namespace, bank: AdapterBank, seconds: float, ids: Tensor) -> None:
+    """Print which part of a mixed batch's seconds the machine would need at its limits."""
+    best, sizes = limits(), Sizes.of(bank.base.model, args.rank)
+    prompts, num_new = [ids.shape[1]] * len(ids), len(ids) * args.new_tokens
+    least = sizes.answer_seconds(prompts, num_new, len(ids), best, args.dtype)
+    print(
+        f"the machine's limit in this run: {best.show()}; mixed is at {least / seconds:.0%} of it"
+    )
 
 
 def report_switches(bank: AdapterBank, theirs: Any, names: Sequence[str]) -> None:

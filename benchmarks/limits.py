@@ -126,3 +126,22 @@ class Sizes:
     def decode_bytes(self, itemsize: int) -> int:
         """Return the bytes of weights that a new token of one answer reads; adapters in fp32."""
         return (self.blocks + self.head) * itemsize + 4 * self.adapter
+
+    def answer_seconds(
+        self, prompts: Sequence[int], num_new: float, rows: float, best: Limits, dtype: str
+    ) -> float:
+        """Return the seconds that answers take at the machine's limits.
+
+        A step of decoding reads all weights once, or multiplies them with its rows, whatever takes
+        longer.
+
+        Args:
+            prompts: Tokens of each.
+            num_new: Tokens of all answers together.
+            rows: Answers that grow at once.
+            dtype: "bf16" or "fp32", of the base.
+        """
+        products = getattr(best, dtype)
+        flop = 2 * (self.blocks + self.adapter + self.head) * rows
+        step = max(self.decode_bytes(DTYPES[dtype].itemsize) / best.read, flop / products)
+        return self.prefill_flop(prompts) / products + step * num_new / rows

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.limits import Sizes, limits
 from benchmarks.orders import make_rows
 from benchmarks.preferences import NAME, NAMES, TOLERANCE, small_model, write
 from benchmarks.report import table
@@ -103,9 +104,27 @@ def speed(args: argparse.Namespace, folder: Path) -> int:
         peak = found["peak_bytes"] / 1e6
         figures = (f"{each:.1f}", f"{made:.0f}", f"{made / each:.1f}", f"{peak:,.0f}")
         lines.append((NAMES[side], *figures))
+        if python is None:
+            told = share(args, [row["prompt"] for row in prompts], made, each)
     columns = ("by", "processor s a step", "new tokens a step", "tokens/s", "peak MB")
     print(table(columns, lines))
+    print(told)
     return 0
+
+
+def share(args: argparse.Namespace, prompts: list[str], num_new: float, seconds: float) -> str:
+    """Return which part of our step's seconds one thread would need at the machine's limits."""
+    torch.set_num_threads(1)
+    base, best = load_base(args.model or NAME, dtype=args.dtype), limits()
+    sizes = Sizes.of(base.model, 16)
+    tokens = [len(base.tokenizer(text)["input_ids"]) for text in prompts[: args.prompts]]
+    rows = args.prompts * ANSWERS
+    answers = sizes.answer_seconds(tokens, num_new, rows, best, args.dtype)
+    lengths = [round(length + num_new / rows) for length in tokens for _ in range(ANSWERS)]
+    learning = sizes.step_flop(lengths, round(sum(tokens) + num_new), round(num_new))
+    least = answers + learning / getattr(best, args.dtype)
+    limit = f"the machine's limit in this run: {best.show()}"
+    return f"{limit}; peftkit's step is at {least / seconds:.0%} of it"
 
 
 def main() -> int:

@@ -32,6 +32,7 @@ from urllib.request import Request, urlopen
 import psutil
 
 from benchmarks.generation import random_adapter
+from benchmarks.limits import Sizes, limits
 from benchmarks.orders import make_rows
 from benchmarks.report import table
 from peftkit.base.load import load_base
@@ -102,6 +103,17 @@ def processor_time(process: psutil.Process) -> float:
     return sum(sum(one.cpu_times()[:2]) for one in everyone)
 
 
+def share(args: argparse.Namespace, texts: list[str], num_new: int, seconds: float) -> str:
+    """Return which part of the seconds the machine would need at its limits, measured now."""
+    base, best = load_base(args.base, dtype="fp32"), limits()
+    prompts = [len(base.tokenizer(text)["input_ids"]) for text in texts]
+    sizes = Sizes.of(base.model, args.rank)
+    least = sizes.answer_seconds(prompts, num_new, args.clients, best, "fp32")
+    return (
+        f"the machine's limit after it: {best.show()}; answers came at {least / seconds:.0%} of it"
+    )
+
+
 def ours(args: argparse.Namespace, folder: Path) -> str:
     """Return the command of peftkit's server, with an adapter that changes what the model says."""
     base = load_base(args.base, dtype="fp32")
@@ -144,6 +156,7 @@ def main() -> int:
     head = ("server", "tokens", "tokens/s", "first token, median", "worst", "processor ms a token")
     told = (pieces / seconds, f"{median(waits):.1f} s", f"{waits[-1]:.1f} s", 1000 * spent / pieces)
     print(table(head, [(args.name, str(pieces), f"{told[0]:.1f}", *told[1:3], f"{told[3]:.1f}")]))
+    print(share(args, texts, pieces, seconds))
     return 0
 
 

@@ -71,3 +71,13 @@ def test_the_share_of_the_limit_stands_beside_the_speed() -> None:
     assert " 50% |" in show(figures)
     point = {"tokens_per_second": 9, "step_seconds": 1, "share": 0.25, "peak_bytes": 1e9}
     assert cells(point)[1] == "25%"
+
+
+def test_answers_take_what_their_products_or_the_reading_of_weights_takes() -> None:
+    sizes = Sizes(blocks=1000, head=200, adapter=50, attention=0)
+    best = Limits(bf16=1e6, fp32=1e5, read=1e4)
+    prompts = 2 * 1050 * 7 + 2 * 200 * 2  # FLOP of 3 and 4 tokens, and of the head on the last ones
+    by_reading = sizes.answer_seconds([3, 4], 10, 2, best, "fp32")
+    assert by_reading == pytest.approx(prompts / 1e5 + 5 * 4 * 1250 / 1e4)
+    by_products = sizes.answer_seconds([3, 4], 1000, 1000, best, "fp32")
+    assert by_products == pytest.approx(prompts / 1e5 + 2 * 1250 * 1000 / 1e5)
