@@ -8,8 +8,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -219,13 +219,18 @@ class Worker:
             )
 
     def _work(self) -> None:
-        while self._wait():
-            self._turn()
-            if self._works and not self._ended:
-                self._run(self._works.popleft())
+        try:
+            while self._wait():
+                self._turn()
+                if self._works and not self._ended:
+                    self._run(self._works.popleft())
+        except BaseException:
+            _LOG.exception("the server cannot go on")
+        with self._changed:
+            self._ended = True
         self._fail_all(_shutting_down())
         for _, future in self._operations:
-            if future.set_running_or_notify_cancel():
+            with suppress(InvalidStateError):  # it was cancelled
                 future.set_exception(_shutting_down())
 
     def _wait(self) -> bool:
@@ -255,7 +260,7 @@ class Worker:
         with self.bank.lifted():
             try:
                 work(give_way)
-            except Exception:
+            except BaseException:  # sys.exit() in a client's code, too
                 _LOG.exception("a job failed")
         release_memory()
 
@@ -267,9 +272,10 @@ class Worker:
             beside: A work is under way, whose adapter is on the base.
         """
         if self._operations:
-            run, _ = self._operations.popleft()
+            run, _ = self._operations[0]
             with lifted(self.bank.base.model) if beside else self.bank.lifted():
                 run()
+            self._operations.popleft()  # not before: what breaks here is told to who waits for it
         if self._new or self._jobs:
             with self.bank.returned() if beside else nullcontext():
                 self._answer(time.monotonic() + seconds, stays=not beside)
@@ -294,8 +300,7 @@ class Worker:
         except Exception as problem:  # later jobs may well succeed
             _LOG.exception("%d answers failed", len(self._jobs))
             self._engine = None
-            error = RunError(f"the model failed: {type(problem).__name__}: {problem}")
-            self._fail_all(error)
+            self._fail_all(_failed("the model failed", problem))
 
     def _step(self, engine: Engine) -> None:
         try:
@@ -350,9 +355,18 @@ class Worker:
         )
 
         def send(completion: Completion) -> None:
-            nonlocal num_sent
             if job.is_done:
                 return
+            try:
+                take(completion)
+            except Exception as problem:  # of this answer alone
+                _LOG.exception("an answer cannot be read")
+                job.is_done = True
+                completion.finish()
+                job.send(_failed("the answer cannot be read", problem))
+
+        def take(completion: Completion) -> None:
+            nonlocal num_sent
             said = Said(text.take(completion))
             number = len(completion.chosen if job.keeps_end else completion.ids)
             if reads is not None:
@@ -387,6 +401,10 @@ def _paused(model: Any) -> Iterator[None]:
 
 def _is_running(job: Job) -> bool:
     return job.completion is not None and job.completion.ended_by is None
+
+
+def _failed(what: str, problem: Exception) -> RunError:
+    return RunError(f"{what}: {type(problem).__name__}: {problem}")
 
 
 def _shutting_down() -> RequestError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -209,3 +210,43 @@ def test_operations_run_in_order_and_tell_what_fails(bank: AdapterBank) -> None:
         assert worker.call(lambda: 7).result(20) == 7  # the engine waits inside of the model
     finally:
         worker.stop()
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_code_of_a_job_that_exits_stops_nothing_else(bank: AdapterBank, outside: bool) -> None:
+    worker = Worker(bank)
+
+    def work(give_way: Callable[[], None]) -> None:
+        if not outside:
+            sys.exit(3)
+
+    worker.queue(work)
+    exits = worker.call(sys.exit) if outside else None
+    worker.start()
+    try:
+        assert worker.call(lambda: 7).result(20) == 7
+        assert exits is None or isinstance(exits.exception(20), SystemExit)
+    finally:
+        worker.stop()
+
+
+def test_nobody_waits_for_a_thread_that_broke(
+    bank: AdapterBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> Any:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(bank, "lifted", broken)
+    worker = Worker(bank)
+    calls = [worker.call(lambda: 1), worker.call(lambda: 2)]
+    request = Asked("one", [7])
+    worker.submit([request.job])
+    worker.start()
+    try:
+        assert all(isinstance(call.exception(20), RequestError) for call in calls)
+        assert request.end().status == 503
+        with pytest.raises(RequestError):
+            worker.call(lambda: 3)
+    finally:
+        worker.stop()
+    assert not worker.is_alive

@@ -117,3 +117,16 @@ def test_a_text_that_may_become_a_stop_text_is_held_back(tokenizer: Any) -> None
         pieces.append(text.take(completion))
     assert "".join(pieces) == text.text == "the quick the "
     assert completion.ended_by == "stop"
+
+
+def test_an_answer_that_cannot_be_read_fails_alone(bank: AdapterBank) -> None:
+    class Reads:
+        def take(self, text: str, completion: Completion) -> Any:
+            raise AttributeError("no such field")
+
+    wrong, right = Asked("one", [7], max_new_tokens=6), Asked("one", [8], max_new_tokens=6)
+    wrong.job.calls = Reads()  # type: ignore[assignment]
+    (error, answer), _ = answered(bank, [wrong, right])
+    assert isinstance(error, RunError)
+    assert "no such field" in str(error)
+    assert answer.num_tokens == 6
