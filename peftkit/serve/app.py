@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -291,7 +292,7 @@ class _Service:
                 max_new_tokens=self._room_left(ids, length),
                 temperature=_given(body.temperature, self._limits.temperature),
                 top_p=_given(body.top_p, 1.0),
-                seed=body.seed,
+                seed=secrets.randbits(62) if body.seed is None else body.seed,
                 top_k=body.num_likeliest,
                 stops=[*(calls.stops if calls else self._stops(style)), *body.stop_ids],
                 top_logprobs=body.num_top or 0,

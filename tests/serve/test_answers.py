@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from peftkit.data.encode import Style
 from peftkit.inference.bank import AdapterBank
@@ -140,6 +141,16 @@ def test_several_answers_of_one_request_come_in_order(client: Any) -> None:
     first, again = (client.post(TEXT, json=sampled).json()["choices"] for _ in range(2))
     assert first == again
     assert len({choice["text"] for choice in first}) > 1
+
+
+def test_sampled_answers_leave_the_generators_of_a_run_alone(client: Any) -> None:
+    body = {"model": "one", "prompt": "the", "n": 4, "temperature": 2.0, "max_tokens": 4}
+    torch.manual_seed(0)  # as a run begins
+    before = torch.get_rng_state()
+    first = client.post(TEXT, json=body).json()["choices"]
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(0)  # as the next one does
+    assert client.post(TEXT, json=body).json()["choices"] != first
 
 
 def test_a_stop_text_ends_an_answer_before_it(client: Any) -> None:
