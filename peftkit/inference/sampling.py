@@ -19,6 +19,10 @@ from torch import Tensor
 from peftkit.errors import DataError
 
 MAX_NEW_TOKENS = 256
+COLDEST = 1e-6
+"""Lower temperatures sample as this one, by which logits can be divided in float32."""
+ALL = 1 << 30
+"""More tokens than any vocabulary has."""
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as SplitMix64 steps
 _MIX = (-4658895280553007687, -7723592293110705685)
 
@@ -138,10 +142,10 @@ class SamplingTable:
         self.is_cut = any(one.temperature and (one.top_p < 1 or one.top_k) for one in settings)
         self.top = max((one.top_logprobs for one in settings), default=0)
         self._greedy = torch.tensor([one.temperature == 0 for one in settings], device=device)
-        temperature = [one.temperature or 1.0 for one in settings]
+        temperature = [max(one.temperature or 1.0, COLDEST) for one in settings]
         self._temperature = torch.tensor(temperature, device=device)[:, None]
         self._top_p = torch.tensor([one.top_p for one in settings], device=device)[:, None]
-        top_k = [one.top_k or (1 << 30) for one in settings]
+        top_k = [min(one.top_k or ALL, ALL) for one in settings]
         self._top_k = torch.tensor(top_k, device=device)[:, None]
         self._seeds = torch.tensor(seeds, device=device)
         self._counts = torch.tensor(counts, device=device)

@@ -72,6 +72,15 @@ def test_by_default_answers_are_sampled_and_a_seed_repeats_them(client: Any) -> 
     assert any(other != one["token_ids"] for other in others)
 
 
+@pytest.mark.parametrize("settings", [{"top_k": 1 << 63}, {"temperature": 1e-46}])
+def test_numbers_that_no_tensor_holds_are_the_nearest_that_one_does(
+    client: Any, settings: dict[str, Any]
+) -> None:
+    one = choice(ask(client, **{"temperature": 1.0, "seed": 3, **settings}))
+    same = {"temperature": 0.0} if "temperature" in settings else {"temperature": 1.0, "top_k": 999}
+    assert one["token_ids"] == choice(ask(client, **{"seed": 3, **same}))["token_ids"]
+
+
 def test_top_k_of_one_is_greedy_and_minus_one_is_off(client: Any) -> None:
     greedy = choice(ask(client))["token_ids"]
     assert choice(ask(client, temperature=1.0, top_k=1))["token_ids"] == greedy
