@@ -135,14 +135,20 @@ def _hermes(text: str) -> list[Call]:
     return _calls(_whole(_inside(text, "<tool_call>", "</tool_call>")))
 
 
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.S)
-_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.S)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.S)
+_GLM_ARGUMENT = re.compile(
+    r"\s*<arg_key>((?:(?!</arg_key>).)*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.S
+)
 
 
 def _pairs(pattern: re.Pattern[str], text: str) -> dict[str, Any]:
-    if pattern.sub("", text).strip():
+    # one after the other, not searched for: an answer may open thousands and close none
+    pairs, at = dict[str, Any](), 0
+    while match := pattern.match(text, at):
+        pairs[match[1].strip()], at = match[2], match.end()
+    if text[at:].strip():
         raise NoCall("other text between the arguments")
-    return {key.strip(): value for key, value in pattern.findall(text)}
+    return pairs
 
 
 def _coder(text: str) -> list[Call]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from peftkit.inference.call_formats import Call, CallFormat
 
@@ -45,6 +45,19 @@ class ToolCall(_Strict):
         return Call(self.function.name, _parsed(self.function.arguments))
 
 
+class _Schema(BaseModel):
+    """The keywords of a JSON schema that answers are read by; others may be anything."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: str | list[str] | None = None
+    properties: dict[str, _Schema | bool] | None = None
+    required: list[str] | None = None
+    enum: Annotated[list[Any], Field(min_length=1)] | None = None
+    anyOf: list[_Schema | bool] | None = None
+    oneOf: list[_Schema | bool] | None = None
+
+
 class _Function(BaseModel):
     # transformers' get_json_schema adds `return`, which templates may read
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
@@ -53,6 +66,16 @@ class _Function(BaseModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _are_a_schema(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+        try:
+            _Schema.model_validate(schema or {})
+        except ValidationError as problem:
+            place = ".".join(str(part) for part in problem.errors()[0]["loc"][:4])
+            raise ValueError(f"no JSON schema: {place[:80]} cannot be what it is") from None
+        return schema
 
 
 class Tool(_Strict):

@@ -219,3 +219,15 @@ def test_written_types_are_those_of_the_schema_where_a_format_has_none() -> None
     ):
         (call,) = read_answer(BY_NAME["glm"], text.format(key, value), [TOOL]).calls
         assert call.arguments == {key: right}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("coder", f"<tool_call><function=f>{'<parameter=a>' * 30_000}</function></tool_call>"),
+        ("glm", f"<tool_call>f{'<arg_key>a</arg_key>' * 30_000}</tool_call>"),
+        ("glm", f"<tool_call>f{'<arg_key>a</arg_key><arg_value>' * 30_000}</tool_call>"),
+    ],
+)
+def test_an_answer_that_repeats_itself_is_text_at_once(name: str, text: str) -> None:
+    assert read_answer(BY_NAME[name], text) == Said(text)

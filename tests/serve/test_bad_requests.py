@@ -86,6 +86,26 @@ def test_a_request_that_cannot_be_answered(
     assert error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": [1]},
+        {"properties": {"n": 5}},
+        {"properties": {"n": {"type": 5}}},
+        {"properties": {"n": {"anyOf": 5}}},
+        {"properties": {"n": {"oneOf": [{"type": [1]}]}}},
+        {"properties": {"n": {"enum": 5}}},
+        {"properties": {"n": {}}, "required": 5},
+    ],
+)
+def test_parameters_that_are_no_schema(schema: Any, client: Any) -> None:
+    function = {"name": "add", "parameters": schema}
+    body = {**ASKED, "tools": [{"type": "function", "function": function}]}
+    done = client.post(CHAT, json=body)
+    assert done.status_code == 400, done.text
+    assert "tools.0.function.parameters: Value error, no JSON schema" in done.text
+
+
 def test_fields_that_ask_for_nothing_are_no_error(client: Any) -> None:
     nothing = {"presence_penalty": 0.0, "logprobs": None, "user": "me", "suffix": None}
     assert client.post(TEXT, json={**GOOD, **nothing}).status_code == 200
