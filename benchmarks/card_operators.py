@@ -17,6 +17,7 @@ from peftkit.execution.out_of_memory import one_line
 from peftkit.kernels import varlen
 from peftkit.kernels.cross_entropy import chunked_cross_entropy
 from peftkit.kernels.fused import ACTIVATIONS, TRITON, Gated, RMSNorm, Rotary
+from peftkit.kernels.gguf_blocks import TYPES, unpack_gguf
 from peftkit.kernels.lora import Layer, grouped_lora_linear
 from peftkit.kernels.packed import packed_linear
 from peftkit.quant.layers import pack
@@ -201,6 +202,15 @@ def _packed_lines(job: Job, dtype: torch.dtype) -> Iterator[Line]:
                 )
                 worst = max(worst, difference(case, job.device, dtype))
         yield f"{title}: products of {ROWS} rows", name, *judged(worst, LIMITS[dtype])
+    for kind, block in TYPES.items():
+        rows = torch.randint(256, (64, 2 * block.num_bytes), generator=generator).byte()
+        shape = (64, 2 * block.values)
+        found, expected = (
+            unpack_gguf(each, kind, shape, dtype).cpu().double().nan_to_num()
+            for each in (rows.to(job.device), rows)
+        )
+        share = float((found != expected).double().mean())
+        yield f"{kind} blocks: values that differ", name, *judged(share, 0)
 
 
 def operators(job: Job) -> Iterator[Line]:

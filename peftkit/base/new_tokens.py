@@ -94,7 +94,7 @@ def restore_tokens(base: Base, folder: Path) -> tuple[int, ...]:
             found=f"its new tokens have the ids {_few(added)}; here they would be {_few(ids)}",
             fix="Use the base that the adapter was trained on: peftkit inspect ADAPTER",
         )
-    rows = len(base.model.get_input_embeddings().weight)
+    rows = base.model.get_input_embeddings().num_embeddings
     grow(base.model, max(ids) + 1)
     _begin_at_the_mean(base.model, [id for id in ids if id >= rows], len(vocabulary))
     return ids
@@ -103,7 +103,7 @@ def restore_tokens(base: Base, folder: Path) -> tuple[int, ...]:
 def grow(model: Any, num_rows: int) -> None:
     """Give a model's embedding and head this many rows, if they have fewer."""
     path = input_embedding(model)
-    if num_rows <= len(model.get_submodule(path).weight):
+    if num_rows <= model.get_submodule(path).num_embeddings:
         return
     with quiet():
         model.resize_token_embeddings(num_rows, mean_resizing=False)

@@ -37,7 +37,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Launcher:
-    """Launches Triton kernels, each of which is tried once for a device and a dtype.
+    """Launches Triton kernels, each of which is tried once for a device, a dtype and a kind.
 
     The first launch compiles: the kernel, for which the card may lack the dtype, and a helper in C,
     for which the machine may lack a compiler. What failed then is not launched again.
@@ -53,9 +53,11 @@ class Launcher:
 
     def launch(self, name: str, x: Tensor, *args: Any) -> Any:
         """Return the result of a kernel's function for x and more; None if torch has to compute."""
-        key = name, x.dtype, x.device
-        problem = self._problems.get(key)
-        if self._kernels is None or not x.is_cuda or problem:
+        if self._kernels is None or not x.is_cuda:
+            return None
+        words = [name, *(arg for arg in args if isinstance(arg, str))]  # compiled for each kind
+        key = " ".join(words), x.dtype, x.device
+        if problem := self._problems.get(key):
             return None
         run = getattr(self._kernels, name)
         try:
@@ -65,7 +67,7 @@ class Launcher:
             if problem is not None or is_out_of_memory(error):
                 raise
             self._problems[key] = one_line(error)
-            self._unreported.append(f"{name} ({str(x.dtype).removeprefix('torch.')})")
+            self._unreported.append(f"{key[0]} ({str(x.dtype).removeprefix('torch.')})")
             return None
         self._problems[key] = ""
         return result

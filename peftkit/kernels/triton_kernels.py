@@ -1,7 +1,8 @@
-"""Kernels of fused.py in Triton, which compute in float32.
+"""Kernels of fused.py and gguf_blocks.py in Triton, which compute in float32.
 
 Gated activations: y = f(g) u, and dg = dy u f'(g), du = dy f(g). Rotations: of the halves of a head
 y1 = x1 c1 - x2 s1 and y2 = x2 c2 + x1 s2; backwards dx1 = dy1 c1 + dy2 s2, dx2 = dy2 c2 - dy1 s1.
+Blocks of GGUF files: the layouts and the formulas are those of gguf_blocks.py, to the bit.
 
 Parameters of kernels have no annotations but tl.constexpr: Triton reads them.
 """
@@ -149,4 +150,140 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, back: bool) -> Tens
         TOKENS=tokens,
         BACK=back,
     )
+    return out
+
+
+IQ4_LOW = tl.constexpr(0xF6EADDCFBFAD9881)
+IQ4_HIGH = tl.constexpr(0x7159453526190D01)
+"""The 16 levels of IQ4 types, a byte each, the first one lowest."""
+E2M1 = tl.constexpr(0x0C08060403020100)
+"""The 8 magnitudes of MXFP4, doubled, in the same way."""
+
+
+@triton.jit
+def _byte(block, at):
+    return tl.load(block + at).to(tl.int32)
+
+
+@triton.jit
+def _signed(byte):
+    return (byte ^ 128) - 128
+
+
+@triton.jit
+def _half(block, at):
+    """Return the float16 at a byte, which need not be aligned."""
+    bits = _byte(block, at) | _byte(block, at + 1) << 8
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _looked_up(table, index):
+    """Return the signed byte of a table of eight."""
+    shift = ((index & 7) * 8).to(tl.uint64)
+    return _signed((table >> shift & 255).to(tl.int32))
+
+
+@triton.jit
+def _iq4(code):
+    low = _looked_up(tl.full((1, 1, 1), IQ4_LOW, tl.uint64), code)
+    return tl.where(code < 8, low, _looked_up(tl.full((1, 1, 1), IQ4_HIGH, tl.uint64), code))
+
+
+@triton.jit
+def _of_32(block, i, KIND: tl.constexpr):
+    """Return the values at places i of blocks of 32."""
+    if KIND == "q8_0":
+        return _signed(_byte(block, 2 + i)).to(tl.float32) * _half(block, 0)
+    if KIND == "mxfp4_gguf":
+        code = _byte(block, 1 + i % 16) >> i // 16 * 4 & 15
+        level = _looked_up(tl.full((1, 1, 1), E2M1, tl.uint64), code)
+        power = _byte(block, 0)
+        bits = tl.where(power < 2, 0x200000 << power, power - 1 << 23)  # the first are subnormal
+        scale = bits.to(tl.float32, bitcast=True)
+        return tl.where(code < 8, level, -level).to(tl.float32) * scale
+    d = _half(block, 0)
+    if KIND == "iq4_nl":
+        return _iq4(_byte(block, 2 + i % 16) >> i // 16 * 4 & 15).to(tl.float32) * d
+    FIFTH: tl.constexpr = KIND == "q5_0" or KIND == "q5_1"
+    MINIMUM: tl.constexpr = KIND == "q4_1" or KIND == "q5_1"
+    before = 4 if MINIMUM else 2
+    at = before + 4 if FIFTH else before
+    code = _byte(block, at + i % 16) >> i // 16 * 4 & 15
+    if FIFTH:
+        code |= (_byte(block, before + i // 8) >> i % 8 & 1) << 4
+    if MINIMUM:
+        return code.to(tl.float32) * d + _half(block, 2)
+    return (code - (16 if FIFTH else 8)).to(tl.float32) * d
+
+
+@triton.jit
+def _of_256(block, s, i, KIND: tl.constexpr):
+    """Return the values at places i of blocks of 256, which have the scales s."""
+    if KIND == "q6_k":
+        low = _byte(block, i // 128 * 64 + i % 64) >> i // 64 % 2 * 4 & 15
+        high = _byte(block, 128 + i // 128 * 32 + i % 32) >> i // 32 % 4 * 2 & 3
+        scale = _signed(_byte(block, 192 + s)).to(tl.float32) * _half(block, 208)
+        return ((low | high << 4) - 32).to(tl.float32) * scale
+    if KIND == "iq4_xs":
+        low = _byte(block, 4 + s // 2) >> s % 2 * 4 & 15
+        high = _byte(block, 2 + s // 4) >> s % 4 * 2 & 3
+        scale = ((low | high << 4) - 32).to(tl.float32) * _half(block, 0)
+        return _iq4(_byte(block, 8 + s * 16 + i % 16) >> i // 16 % 2 * 4 & 15) * scale
+    if KIND == "q2_k":
+        code = _byte(block, 16 + i // 128 * 32 + i % 32) >> i // 32 % 4 * 2 & 3
+        both = _byte(block, s)
+        scale = (both & 15).to(tl.float32) * _half(block, 80)
+        return code.to(tl.float32) * scale - (both >> 4).to(tl.float32) * _half(block, 82)
+    if KIND == "q3_k":
+        code = _byte(block, 32 + i // 128 * 32 + i % 32) >> i // 32 % 4 * 2 & 3
+        code += (_byte(block, i % 32) >> i // 32 & 1) * 4 - 4
+        low = _byte(block, 96 + s % 8) >> s // 8 * 4 & 15
+        high = _byte(block, 104 + s % 4) >> s // 4 * 2 & 3
+        return code.to(tl.float32) * (((low | high << 4) - 32).to(tl.float32) * _half(block, 108))
+    FIFTH: tl.constexpr = KIND == "q5_k"
+    first, second = _byte(block, 4 + s % 4), _byte(block, 8 + s % 4)
+    both = _byte(block, 12 + s % 4)
+    scale = tl.where(s < 4, first & 63, both & 15 | first >> 6 << 4).to(tl.float32)
+    minimum = tl.where(s < 4, second & 63, both >> 4 | second >> 6 << 4).to(tl.float32)
+    code = _byte(block, (48 if FIFTH else 16) + i // 64 * 32 + i % 32) >> s % 2 * 4 & 15
+    if FIFTH:
+        code |= (_byte(block, 16 + i % 32) >> s & 1) << 4
+    return code.to(tl.float32) * (scale * _half(block, 0)) - minimum * _half(block, 2)
+
+
+@triton.jit
+def unpack_kernel(
+    packed,
+    out,
+    number,
+    KIND: tl.constexpr,
+    VALUES: tl.constexpr,
+    BYTES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    # by block, scale of a block, and value of a scale: so a scale is read once for its values
+    index = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None, None]
+    scale = tl.arange(0, VALUES // WIDTH)[None, :, None]
+    place = scale * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    block = packed + tl.minimum(index, number - 1) * BYTES
+    values = _of_32(block, place, KIND) if VALUES == 32 else _of_256(block, scale, place, KIND)
+    inside = (index < number) & (place < VALUES)
+    tl.store(out + index * VALUES + place, values.to(out.dtype.element_ty), inside)
+
+
+def sizes_of(kind: str, values: int, num_bytes: int) -> dict[str, int]:
+    """Return the sizes of a block, and how many a program takes."""
+    width = 16 if kind in ("q2_k", "q3_k", "q6_k") else 32
+    return {"VALUES": values, "BYTES": num_bytes, "WIDTH": width, "BLOCKS": BLOCK // values}
+
+
+def unpack(out: Tensor, blocks: Tensor, kind: str) -> Tensor:
+    """Write the values (n, values of a block) of blocks (n, bytes) of a GGUF file's type."""
+    number, values = out.shape
+    sizes = sizes_of(kind, values, blocks.shape[1])
+    grid = (triton.cdiv(number, sizes["BLOCKS"]),)
+    # products and sums are rounded one by one, as llama.cpp's
+    unpack_kernel[grid](blocks, out, number, KIND=kind, **sizes, enable_fp_fusion=False)
     return out

@@ -234,7 +234,7 @@ class TokenRows(AdapterModule):
 
     def _embedded(self, index: Tensor) -> Tensor:
         """Return the trained rows (..., H) by index into the tokens, scaled as the base does."""
-        rows = functional.embedding(index, self.rows.to(self.weight.dtype))
+        rows = functional.embedding(index, self.rows.to(self.original.dtype))
         scale = getattr(self.base, "embed_scale", None)
         if scale is None:
             return rows

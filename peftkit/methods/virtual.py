@@ -50,7 +50,8 @@ class VirtualTokens(AdapterModule):
     ) -> None:
         super().__init__(base, site)
         self.num_virtual = num_virtual
-        tensor = torch.zeros(shape, dtype=ADAPTER_DTYPES[dtype], device=self.weight.device)
+        device = next(base.parameters()).device
+        tensor = torch.zeros(shape, dtype=ADAPTER_DTYPES[dtype], device=device)
         # after the base's parameters: transformers takes the first one's dtype for the model's
         self.trained = nn.ParameterDict({PROMPT: nn.Parameter(tensor)})
 
@@ -69,8 +70,9 @@ class VirtualTokens(AdapterModule):
 
     def sampled_ids(self, generator: torch.Generator) -> Tensor:
         """Return V random tokens of the vocabulary."""
-        ids = torch.randint(self.weight.shape[0], (self.num_virtual,), generator=generator)
-        return ids.to(self.weight.device)
+        base: Any = unwrap_adapter(self.base)
+        ids = torch.randint(base.num_embeddings, (self.num_virtual,), generator=generator)
+        return ids.to(self.prompt_embeddings.device)
 
 
 class VirtualMethod(Method):

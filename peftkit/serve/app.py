@@ -28,6 +28,7 @@ from peftkit.inference.engine import Request as AnswerRequest
 from peftkit.inference.engine import context_length, room_left
 from peftkit.inference.open_engine import tokens_that_fit
 from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
+from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.serve.access import Gate
 from peftkit.serve.answer_calls import AnswerCalls
 from peftkit.serve.answers import PieceQueue, ReplyFormat, refusal, streamed, whole_answers
@@ -327,7 +328,7 @@ class _Service:
         stops = tuple(sampling.stops)
         if stops not in self._grammars:
             ends = sorted({*end_tokens(base.model, base.tokenizer), *stops})
-            size = base.model.get_output_embeddings().weight.shape[0]
+            size = linear_shape(unwrap_adapter(base.model.get_output_embeddings()))[1]
             self._grammars[stops] = Grammars(base.tokenizer, size, ends)
         if schema is not None:
             return self._grammars[stops].of_json(schema)

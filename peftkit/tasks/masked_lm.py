@@ -30,6 +30,7 @@ from peftkit.data.pack import padded_rows
 from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, StoredRows, tokenizer_key
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, ignore
+from peftkit.model.places import unwrap_adapter
 from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.loss import perplexity, target_logits, unwrapped
@@ -141,8 +142,8 @@ class MaskedLM(TokenTask):
             )
         self.max_length = longest(model, tokenizer, self.data.max_length)
         self.row_encoder = MaskedEncoder(tokenizer, config, self.data.format, self.max_length)
-        num_embeddings = unwrapped(model).get_input_embeddings().weight.shape[0]
-        self._num_words = min(len(tokenizer), num_embeddings)
+        embedding: Any = unwrap_adapter(unwrapped(model).get_input_embeddings())
+        self._num_words = min(len(tokenizer), embedding.num_embeddings)
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
         if "split" not in rows.counts:

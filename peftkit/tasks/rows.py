@@ -10,6 +10,7 @@ from torch import nn
 
 from peftkit.data.rows import StoredRows
 from peftkit.errors import BaseError, DataError, first_few
+from peftkit.model.places import unwrap_adapter
 from peftkit.settings import DataConfig
 from peftkit.tasks.loss import unwrapped
 
@@ -134,7 +135,10 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
     if words:
         with suppress(NotImplementedError):  # of models that read no tokens, such as wav2vec2
             embedding = unwrapped(model).get_input_embeddings()
-    rows = getattr(getattr(embedding, "weight", None), "shape", (words,))[0]
+    if embedding is not None:
+        embedding = unwrap_adapter(embedding)
+    # not the shape of its weight, which may have to be unpacked, or be in parts
+    rows = getattr(embedding, "num_embeddings", words)
     if words is not None and rows is not None and words > rows:
         raise BaseError(
             f"{type(unwrapped(model)).__name__} does not know all tokens of its tokenizer.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from peftkit.errors import BaseError
 from peftkit.events import Event, Notice
 from peftkit.execution.plan import compute_dtype, plan_of
 from peftkit.kernels.gguf_blocks import TYPES, row_bytes, unpack_gguf
-from peftkit.quant.layers import packed_tensors
+from peftkit.quant.layers import QuantizedEmbedding, packed_tensors
 from peftkit.settings import BaseConfig
+from peftkit.tasks.rows import check_vocabulary
 from tests.base.test_gguf import FAMILIES, SEQ2SEQ, write_random
 from tests.base.test_locate import write_gguf
 from tests.families import VOCAB
@@ -63,16 +65,29 @@ def bits(values: Tensor) -> Tensor:
     return torch.where(values.isnan(), torch.nan, values).view(torch.int32)
 
 
+def hostile_rows(kind: str, rows: int, columns: int) -> Any:
+    """Return rows of random bytes, the first ones with scales that are hard to compute with."""
+    shape = random_rows(kind, rows, columns).shape
+    raw = numpy.random.default_rng(1).integers(0, 256, shape, numpy.uint8)
+    blocks = raw.reshape(rows, -1, TYPES[kind].num_bytes)
+    for row, half in enumerate(HOSTILE):
+        for at in HALVES[kind]:
+            blocks[row, :, at : at + 2] = numpy.array([half], numpy.uint16).view(numpy.uint8)
+    return raw
+
+
+def blocks_of_all_kinds() -> Iterator[tuple[str, Tensor]]:
+    """Yield each kind with 41 rows of two blocks, random ones and hostile ones."""
+    for kind, block in TYPES.items():
+        for make in (random_rows, hostile_rows):
+            yield kind, torch.from_numpy(make(kind, 41, 2 * block.values))
+
+
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_type_is_dequantised_to_the_bit(kind: str) -> None:
     width = 2 * TYPES[kind].values
     raw = random_rows(kind, 41, width)
-    hostile = numpy.random.default_rng(1).integers(0, 256, raw.shape, numpy.uint8)
-    blocks = hostile.reshape(41, 2, -1)
-    for row, half in enumerate(HOSTILE):
-        for at in HALVES[kind]:
-            blocks[row, :, at : at + 2] = numpy.array([half], numpy.uint16).view(numpy.uint8)
-    for each in (raw, hostile):
+    for each in (raw, hostile_rows(kind, 41, width)):
         own = unpack_gguf(torch.from_numpy(each), kind, (41, width), torch.float32)
         assert torch.equal(bits(own), bits(by_gguf(each, kind)))
     assert by_gguf(raw, kind).isfinite().all()
@@ -280,13 +295,21 @@ def test_a_base_computes_in_its_dtype_whatever_its_first_parameter_is(
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch.compile's own
 @pytest.mark.slow
-def test_compiled_blocks_compute_the_same(mixture: Path) -> None:
+def test_compiled_blocks_are_one_graph_and_compute_the_same(mixture: Path) -> None:
     model = load_base(str(mixture), dtype="fp32").model
-    ids = torch.arange(1, 12)[None]
+    layer, hidden = model.model.layers[0].mlp, torch.randn(2, 5, 256)
+    compiled = torch.compile(layer, fullgraph=True)
     with torch.no_grad():
-        expected = model(input_ids=ids).logits
-        layer = model.model.layers[0].mlp
-        hidden = torch.randn(2, 5, 256)
-        plain = layer(hidden)
-        torch.testing.assert_close(torch.compile(layer)(hidden), plain, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(model(input_ids=ids).logits, expected)
+        torch.testing.assert_close(compiled(hidden), layer(hidden), atol=1e-5, rtol=1e-5)
+
+
+def test_the_size_of_a_vocabulary_is_known_without_unpacking(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = load_base(str(mixture), dtype="fp32")
+    monkeypatch.setattr(QuantizedEmbedding, "weight", property(lambda _: pytest.fail("unpacked")))
+    check_vocabulary(base.model, base.tokenizer)
+    base.tokenizer.add_tokens([f"new {n}" for n in range(9)])
+    base.model.get_input_embeddings().num_embeddings = 3
+    with pytest.raises(BaseError, match="3 embeddings"):
+        check_vocabulary(base.model, base.tokenizer)

@@ -35,6 +35,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from peftkit.kernels import triton_kernels
+from peftkit.kernels.gguf_blocks import TYPES
 
 kernels = {
     triton_kernels.gated_kernel: ("gate", "up", "out"),
@@ -53,12 +54,22 @@ for half, padded in ((32, 32), (40, 64), (64, 64), (128, 128)):
         fixed = {"HALF": half, "PADDED": padded, "TOKENS": 512 // padded, "BACK": back}
         pointers = ("x", "cos", "sin", "out")
         asked.append((triton_kernels.rotary_kernel, pointers, numbers, fixed))
+for kind, block in TYPES.items():
+    fixed = {"KIND": kind, **triton_kernels.sizes_of(kind, block.values, block.num_bytes)}
+    others = {"packed": "*u8", "number": "i32"}
+    asked.append((triton_kernels.unpack_kernel, ("out",), others, fixed))
 found = []
 for kernel, pointers, numbers, fixed in asked:
-    signature = {name: "*" + sys.argv[2] for name in pointers}
-    signature |= numbers | dict.fromkeys(fixed, "constexpr")
-    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed)
-    made = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32))
+    types = {name: "*" + sys.argv[2] for name in pointers} | numbers
+    types |= dict.fromkeys(fixed, "constexpr")
+    signature = {name: types[name] for name in kernel.arg_names}
+    unpacks = kernel is triton_kernels.unpack_kernel
+    # arrays of torch begin at multiples of 16 bytes, which a launch sees
+    aligned = {(n,): [["tt.divisibility", 16]] for n in range(2)} if unpacks else {}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=aligned)
+    options = {"enable_fp_fusion": not unpacks}
+    made = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
+    assert not unpacks or "fma" not in made.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(made.asm["cubin"])
         read = [reader, "-res-usage", file.name]
@@ -102,6 +113,25 @@ print(json.dumps(worst))
 """
 
 
+BLOCKS = """
+import json
+import torch
+from peftkit.kernels import triton_kernels
+from peftkit.kernels.gguf_blocks import TYPES, unpack_gguf
+from tests.base.test_gguf_blocks import bits, blocks_of_all_kinds
+
+differ = {}
+for kind, rows in blocks_of_all_kinds():
+    shape = (rows.numel() // TYPES[kind].num_bytes, TYPES[kind].values)
+    for dtype in (torch.float32, torch.float16):
+        own = triton_kernels.unpack(torch.empty(shape, dtype=dtype), rows.view(shape[0], -1), kind)
+        expected = unpack_gguf(rows, kind, shape, dtype)
+        wrong = int((bits(own.float()) != bits(expected.float())).sum())
+        differ[kind] = differ.get(kind, 0) + wrong
+print(json.dumps(differ))
+"""
+
+
 GRIDS = """
 import json
 import torch
@@ -137,7 +167,7 @@ def test_machine_code_keeps_all_in_registers(card: int, dtype: str, tmp_path: Pa
     if card == 75 and dtype == "bf16":
         return  # a T4 has no bfloat16
     found = told_by(COMPILED, str(card), dtype, TRITON_CACHE_DIR=str(tmp_path))
-    assert len(found) == 6 + 8
+    assert len(found) == 6 + 8 + 13
     for used in found:
         assert used["STACK"] == used["LOCAL"] == 0
         assert 0 < used["REG"] <= MOST_REGISTERS
@@ -147,6 +177,12 @@ def test_numbers_are_those_of_torch() -> None:
     worst = told_by(INTERPRETED, TRITON_INTERPRET="1")
     assert len(worst) == 9 + 5
     assert max(worst.values()) < 1e-4  # float32: of values up to a hundred
+
+
+def test_blocks_of_gguf_files_are_unpacked_to_the_bit() -> None:
+    differ = told_by(BLOCKS, TRITON_INTERPRET="1", PYTHONWARNINGS="ignore")
+    assert len(differ) == 13
+    assert not any(differ.values())
 
 
 def test_rows_times_heads_may_be_more_than_a_second_axis_takes() -> None:

@@ -43,6 +43,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from transformers import LlamaForCausalLM
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.compiler import ASTSource
@@ -50,11 +51,14 @@ from triton.runtime import driver
 
 from peftkit.adapter import attach, prepared_for_training
 from peftkit.execution.plan import ExecutionPlan
+from peftkit.kernels.gguf_blocks import TYPES
+from peftkit.kernels.packed import PackedFormat
 from peftkit.methods.lora import LoRA
-from peftkit.quant.layers import keep_copies
+from peftkit.quant.layers import Packing, QuantizedLinear, keep_copies
 from peftkit.quant.quantize import quantize_model
 from peftkit.train import blocks as blocks_module
 from peftkit.train.blocks import Blocks
+from tests.base.test_gguf_blocks import config_of_a_small_llama, random_rows
 from tests.families import ARCHITECTURES
 
 CARD = torch.device("cuda", 0)
@@ -224,9 +228,10 @@ def compiled_steps(family: str, kind: str, dtype: torch.dtype) -> tuple[list[Gra
     """
     graphs: list[Graph] = []
     torch.manual_seed(0)
-    model: Any = ARCHITECTURES[family]().to(dtype).train()
+    model: Any = _in_blocks(kind) if kind in TYPES else ARCHITECTURES[family]()
+    model = model.to(dtype).train()
     del model.model.layers[1:]
-    if kind != "none":
+    if kind not in TYPES and kind != "none":
         quantize_model(model, kind)
         keep_copies(model, 0)
     adapter = attach(model, LoRA(rank=3))
@@ -253,6 +258,18 @@ def compiled_steps(family: str, kind: str, dtype: torch.dtype) -> tuple[list[Gra
     pairs = zip(found, expected, strict=True)
     wrong = torch.stack([(a - b).float().norm() for a, b in pairs]).norm()
     return graphs, float(wrong / torch.stack([b.float().norm() for b in expected]).norm())
+
+
+def _in_blocks(kind: str) -> Any:
+    """Return a small Llama whose linear layers are blocks of a GGUF file."""
+    model = LlamaForCausalLM(config_of_a_small_llama())
+    for path, layer in [*model.model.named_modules()]:
+        if isinstance(layer, torch.nn.Linear):
+            shape = layer.weight.shape
+            packing = Packing(PackedFormat(kind, shape, TYPES[kind].values), torch.float32, ())
+            rows = torch.from_numpy(random_rows(kind, *shape))
+            model.model.set_submodule(path, QuantizedLinear(rows, packing))
+    return model
 
 
 def main(family: str, kind: str, dtype: str, *cards: str) -> None:

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from peftkit.formats.peft.folder import named_tensors
+from tests.base.test_gguf_blocks import config_of_a_small_llama, in_blocks
+from tests.base.test_locate import write_gguf
 from tests.train.sharded import Settings, alone, events, samples, settings_of, together
 from tests.vision import CONVERSATIONS, write_rows
 from tests.vision import FAMILIES as VISION
@@ -51,6 +54,14 @@ IMAGES = ("llava", "idefics3")
 """Rows of images in one list, and by row."""
 
 
+def blocks_settings(folder: Path) -> Settings:
+    """Return a recipe over a GGUF file whose weights stay in blocks of several types."""
+    folder.mkdir()
+    path = folder / "mixed.gguf"
+    write_gguf(path, LlamaForCausalLM(config_of_a_small_llama()), in_blocks)
+    return settings_of(folder, "causal_lm", base={"model": str(path)})
+
+
 def image_settings(folder: Path, family: str) -> Settings:
     """Return a recipe over rows with and without images: in a step a process may have none."""
     folder.mkdir()
@@ -72,7 +83,10 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Settings]:
     return {
         name: settings_of(folder / name, task, method, **SECTIONS.get(how, {}))
         for name, (task, method, how) in CELLS.items()
-    } | {name: image_settings(folder / name, name) for name in IMAGES}
+    } | {
+        "gguf": blocks_settings(folder / "gguf"),
+        **{name: image_settings(folder / name, name) for name in IMAGES},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +97,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, cells: dict[str, Settings]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*CELLS, *IMAGES])
+@pytest.mark.parametrize("name", [*CELLS, "gguf", *IMAGES])
 def test_two_processes_that_share_a_base_learn_what_one_does(
     name: str, cells: dict[str, Settings], two: Path, tmp_path: Path
 ) -> None:
