@@ -9,7 +9,7 @@ import json
 import secrets
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ class Store:
         folder: Of the server; created if needed.
 
     Raises:
-        OutputError: The folder cannot be written to, or another server has it.
+        OutputError: The folder cannot be written to, or another server has it; of each method: what
+            was asked is not written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,20 +69,21 @@ class Store:
             if self._database.in_transaction:
                 yield
                 return
-            self._database.execute("BEGIN IMMEDIATE")
+            self._run("BEGIN IMMEDIATE")
             try:
                 yield
+                self._run("COMMIT")
             except BaseException:
-                self._database.execute("ROLLBACK")
+                if self._database.in_transaction:  # else a full disk has ended it
+                    self._run("ROLLBACK")
                 raise
-            self._database.execute("COMMIT")
 
     def put(
         self, kind: str, id: str, body: dict[str, Any], *, owner: str = "", parent: str = ""
     ) -> None:
         """Write a document, in the place of an older one with its kind and id."""
         with self._lock:
-            self._database.execute(
+            self._run(
                 "INSERT INTO documents (kind, id, owner, parent, body) VALUES (?, ?, ?, ?, ?) "
                 "ON CONFLICT (kind, id) DO UPDATE SET owner = excluded.owner, "
                 "parent = excluded.parent, body = excluded.body",
@@ -96,7 +98,7 @@ class Store:
         """
         query = "SELECT body, owner FROM documents WHERE kind = ? AND id = ?"
         with self._lock:
-            found = self._database.execute(query, (kind, id)).fetchone()
+            found = self._run(query, (kind, id)).fetchone()
         if found is None or owner not in (None, found[1]):
             return None
         body: dict[str, Any] = json.loads(found[0])
@@ -106,7 +108,7 @@ class Store:
         """Return the owner of a document that exists."""
         query = "SELECT owner FROM documents WHERE kind = ? AND id = ?"
         with self._lock:
-            return str(self._database.execute(query, (kind, id)).fetchone()[0])
+            return str(self._run(query, (kind, id)).fetchone()[0])
 
     def all(
         self, kind: str, owner: str | None = None, parent: str | None = None
@@ -117,18 +119,18 @@ class Store:
             if value is not None:
                 query, values = f"{query} AND {column} = ?", [*values, value]
         with self._lock:
-            rows = self._database.execute(f"{query} ORDER BY number", values).fetchall()
+            rows = self._run(f"{query} ORDER BY number", values).fetchall()
         return [json.loads(body) for (body,) in rows]
 
     def delete(self, kind: str, id: str) -> None:
         """Remove a document, if there is one."""
         with self._lock:
-            self._database.execute("DELETE FROM documents WHERE kind = ? AND id = ?", (kind, id))
+            self._run("DELETE FROM documents WHERE kind = ? AND id = ?", (kind, id))
 
     def append(self, parent: str, body: dict[str, Any]) -> None:
         """Add an entry to the journal of a document."""
         with self._lock:
-            self._database.execute(
+            self._run(
                 "INSERT INTO entries (parent, body) VALUES (?, ?)", (parent, json.dumps(body))
             )
 
@@ -136,8 +138,18 @@ class Store:
         """Return the journal of a document, the oldest entry first."""
         query = "SELECT body FROM entries WHERE parent = ? ORDER BY number"
         with self._lock:
-            rows = self._database.execute(query, (parent,)).fetchall()
+            rows = self._run(query, (parent,)).fetchall()
         return [json.loads(body) for (body,) in rows]
+
+    def _run(self, query: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
+        try:
+            return self._database.execute(query, values)
+        except sqlite3.Error as problem:
+            raise OutputError(
+                "the server cannot keep its state.",
+                found=str(problem),
+                fix="Look at the disk of the folder that it was started with.",
+            ) from None
 
 
 def new_id(prefix: str) -> str:

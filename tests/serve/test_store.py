@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +50,52 @@ def test_a_transaction_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         with store.transaction():  # of a function that is called within one
             store.append("j", {"message": "begun"})
     assert store.entries("j") == [{"message": "begun"}]
+
+
+def test_a_full_disk_is_told_and_costs_what_did_not_fit(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.put("job", "old", {"n": 1})
+    (pages,) = store._database.execute("PRAGMA page_count").fetchone()
+    store._database.execute(f"PRAGMA max_page_count = {pages + 1}")
+
+    def write() -> None:
+        with store.transaction():
+            store.put("job", "small", {})
+            store.put("job", "large", {"text": "x" * 100_000})
+
+    with pytest.raises(OutputError, match=r"(?s)cannot keep its state.*disk is full"):
+        write()
+    assert store.all("job") == [{"n": 1}]
+    with store.transaction():
+        store.put("job", "small", {"n": 2})
+    store.close()
+    assert Store(tmp_path).all("job") == [{"n": 1}, {"n": 2}]
+
+
+def test_what_comes_after_a_commit_that_failed_is_written(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    database = store._database
+
+    class Fails:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(database, name)
+
+        def execute(self, query: str, *values: Any) -> Any:
+            if query == "COMMIT":
+                raise sqlite3.OperationalError("disk I/O error")
+            return database.execute(query, *values)
+
+    def write(id: str) -> None:
+        with store.transaction():
+            store.put("job", id, {"id": id})
+
+    store._database = Fails()  # type: ignore[assignment]
+    with pytest.raises(OutputError, match="I/O"):
+        write("lost")
+    store._database = database
+    write("kept")
+    store.close()
+    assert Store(tmp_path).all("job") == [{"id": "kept"}]
 
 
 def test_threads_write_side_by_side(tmp_path: Path) -> None:
