@@ -340,8 +340,9 @@ class Worker:
         try:
             self._ready(request.adapter)
             job.completion = engine.submit(request)
-        except PeftkitError as error:
-            job.send(error)
+        except Exception as problem:  # memory may not take its adapter: the others go on
+            is_told = isinstance(problem, PeftkitError)
+            job.send(problem if is_told else _failed("the answer cannot begin", problem))
             job.is_cancelled = True
         if job.is_cancelled:
             job.cancel()

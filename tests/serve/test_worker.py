@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
@@ -36,9 +37,14 @@ class Asked:
         return what
 
 
-def answered(bank: AdapterBank, requests: list[Asked], **limits: Any) -> tuple[list[Any], Worker]:
+def answered(
+    bank: AdapterBank,
+    requests: list[Asked],
+    ready: Callable[[str | None], None] = lambda adapter: None,
+    **limits: Any,
+) -> tuple[list[Any], Worker]:
     """Answer jobs that all wait already."""
-    worker = Worker(bank, limits=Limits(**limits))
+    worker = Worker(bank, limits=Limits(**limits), ready=ready)
     worker.submit([one.job for one in requests])
     worker.start()
     try:
@@ -130,3 +136,15 @@ def test_an_answer_that_cannot_be_read_fails_alone(bank: AdapterBank) -> None:
     assert isinstance(error, RunError)
     assert "no such field" in str(error)
     assert answer.num_tokens == 6
+
+
+def test_an_adapter_that_memory_does_not_take_fails_its_own_answers(bank: AdapterBank) -> None:
+    def ready(adapter: str | None) -> None:
+        if adapter == "two":
+            raise MemoryError("no more")
+
+    requests = [Asked("one", [7]), Asked("two", [7]), Asked(None, [7])]
+    (one, two, base), _ = answered(bank, requests, ready)
+    assert isinstance(two, RunError)
+    assert "no more" in str(two)
+    assert one.num_tokens == base.num_tokens == 4
