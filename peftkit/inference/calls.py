@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from peftkit.inference.call_formats import FORMATS, NO_CALLS, Call, CallFormat, Unclosed, typed
+from peftkit.inference.call_formats import (
+    FORMATS,
+    NO_CALLS,
+    Call,
+    CallFormat,
+    Unclosed,
+    dumped,
+    typed,
+)
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 """Writes a conversation with a chat template."""
@@ -202,6 +210,8 @@ class Reader:
         """Return the calls of a text, [] if there are none; None: it ends in one of its strings."""
         try:
             calls = self._form.read(text)
+            for call in calls:
+                dumped(call).encode()  # half of a character is a ValueError
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
             return None if isinstance(error, Unclosed) and not is_last else []
         return [typed(call, self._tools) for call in calls] if self._form.is_untyped else calls

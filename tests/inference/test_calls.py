@@ -157,6 +157,8 @@ GOOD = '<tool_call>\n{"name": "f", "arguments": {"t": "</tool_call> <tool"}}\n</
         ("deepseek", deepseek("[tool calls begin]f{}[tool calls end]"), None, "", 0),
         ("deepseek", deepseek(DEEPSEEK), "", "", 1),
         ("deepseek", deepseek(DEEPSEEK.replace("}", "}[tool call begin]no")), None, "", 0),
+        ("hermes", GOOD.replace("<tool\"", "\\ud83d\""), None, "", 0),
+        ("hermes", GOOD.replace("<tool\"", "\\ud83d\\ude00\""), "", "", 1),
         ("none", "<think>hm</think>the <tool_call>{}", "the <tool_call>{}", "hm", 0),
     ],
 )  # fmt: skip
