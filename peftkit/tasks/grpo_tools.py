@@ -99,6 +99,7 @@ class Tools:
         self._functions = [code.load(use) for use in config.tools]
         self._factory = code.load(config.environment) if config.environment else None
         self._pool: list[Any] = []
+        self._retired: list[Any] = []
         self.schemas = tool_schemas(self.functions(self._environments(1)[0]))
         self.calls = CallStyle(tokenizer, style)
         self.turns = Turns(tokenizer, style.chat_template)
@@ -185,8 +186,13 @@ class Tools:
         """Return so many environments; they are used again, after another `reset`."""
         if self._factory is None:
             return [None] * number
-        self._pool += [self._factory() for _ in range(number - len(self._pool))]
+        pool = [one for one in self._pool if not any(one is each for each in self._retired)]
+        self._pool = pool + [self._factory() for _ in range(number - len(pool))]
         return self._pool[:number]
+
+    def retire(self, environment: Any) -> None:
+        """Use an environment for no other answer: a call that hangs may still change it."""
+        self._retired.append(environment)
 
     def _reset(self, environment: Any, prompt: AskedPrompt) -> Any:
         said, error = outcome(environment.reset, self.config.tool_timeout, **prompt.fields)
@@ -270,9 +276,11 @@ class Dialogue:
 
     def _called(self, function: Callable[..., Any] | None, call: Call) -> str:
         """Return what a tool returns, as text."""
-        found, is_failure = called(function, call, self.tools.config.tool_timeout)
+        found, error = called(function, call, self.tools.config.tool_timeout)
         self.num_calls += 1
-        self.num_failed += is_failure
+        self.num_failed += error is not None
+        if isinstance(error, TimeoutError):
+            self.tools.retire(self.environment)
         return found
 
 

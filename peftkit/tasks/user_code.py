@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import importlib.util
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -44,13 +45,15 @@ class UserCode:
 
 
 def _run(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"peftkit_user_{path.stem}", path)
+    name = f"peftkit_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
     try:
         spec.loader.exec_module(module)
     except Exception as error:
+        del sys.modules[name]
         raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
@@ -106,8 +109,10 @@ def outcome(
     return box[0] if box else (None, TimeoutError(f"It took longer than {seconds:g} seconds."))
 
 
-def called(function: Callable[..., Any] | None, call: Call, seconds: float) -> tuple[str, bool]:
-    """Return what a tool returns, as text, and whether the call failed: the text says why then.
+def called(
+    function: Callable[..., Any] | None, call: Call, seconds: float
+) -> tuple[str, BaseException | None]:
+    """Return what a tool returns, as text, and why the call failed: the text says so then.
 
     Args:
         function: None: there is no such tool.
@@ -115,9 +120,8 @@ def called(function: Callable[..., Any] | None, call: Call, seconds: float) -> t
     error: BaseException | None = ValueError(f"Tool {call.name} not found.")
     if function is not None:
         found, error = outcome(lambda: str(returned(function, **call.arguments)), seconds)
-    if error is None:
-        return str(found), False
-    return str({"error": str(error)}), True
+    text = str(found) if error is None else str({"error": str(error)})
+    return text.encode(errors="replace").decode(), error  # halves of characters are no text
 
 
 def tool_schemas(functions: Mapping[str, Callable[..., Any]]) -> list[Mapping[str, Any]]:

@@ -188,6 +188,49 @@ def test_a_result_that_does_not_fit_ends_the_answer(
     assert cut.num_calls == 0
 
 
+def test_an_environment_in_which_a_call_hung_is_not_used_again(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import threading\nclass Slow:\n"
+        "    def reset(self, **row):\n        self.goes_on = threading.Event()\n"
+        "    def wait(self) -> str:\n        'Wait.'\n        self.goes_on.wait(20)\n"
+        "    def get_reward(self):\n        return 1.0\n"
+    )
+    tools = tools_of(tokenizer, environment=f"{tmp_path}/slow.py:Slow", tool_timeout=0.1)
+    both = tools._environments(2)
+    for each in both:
+        each.reset()
+    wait = Dialogue(tools, [1], [], both[0]).reply(said(tokenizer, calls(("wait", {}))))
+    assert wait is not None
+    assert wait(500)
+    others = tools._environments(2)
+    both[0].goes_on.set()
+    assert others[0] is both[1]  # in which nothing hung
+    assert others[1] not in both
+
+
+def test_code_may_have_dataclasses_with_annotations_as_text(tmp_path: Path) -> None:
+    file = tmp_path / "env.py"
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Env:\n    count: int = 3\n"
+    )
+    assert UserCode().load(f"{file}:Env")().count == 3
+
+
+def test_half_of_a_character_is_told_with_a_mark_in_its_place(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    file = tmp_path / "half.py"
+    file.write_text("def half() -> str:\n    'Cut a text.'\n    return 'a' + chr(0xD83D)\n")
+    dialogue = Dialogue(tools_of(tokenizer, f"{file}:half"), [1], [], None)
+    wait = dialogue.reply(said(tokenizer, calls(("half", {}))))
+    assert wait is not None
+    assert wait(500)
+    assert dialogue.messages[-1]["content"] == "a?"
+
+
 def test_what_cannot_be_a_tool_is_refused(code: str, tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ConfigError, match="untold cannot be a tool"):
         tools_of(tokenizer, f"{code}:untold")
