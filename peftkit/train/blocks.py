@@ -73,6 +73,7 @@ class Blocks:
         recomputes = any(enabled for enabled, _ in self._marks_before)
         self.activations: Activations = "recompute" if recomputes else "keep"
         self._feed_forward: list[Any] = feed_forward_modules(model)
+        self._forwards_before = [m.__dict__.get("forward") for m in self._feed_forward]
         stream = getattr(model, STREAMED, None)
         self.are_streamed = stream is not None
         device = next(model.parameters(), torch.empty(0)).device
@@ -163,6 +164,9 @@ class Blocks:
         self.compiled = False
         self._compiler_settings.close()
         self._set_tiled(False)
+        for module, forward in zip(self._feed_forward, self._forwards_before, strict=True):
+            if forward is not None:
+                module.forward = forward
         for module, (enabled, function) in zip(self._marked, self._marks_before, strict=True):
             _mark(module, enabled, function)
         for block, compiled in zip(self.blocks, self._compiled_before, strict=True):

@@ -137,3 +137,27 @@ def test_a_recomputed_block_ends_before_its_feed_forward_layers(
     seen.clear()
     loss(model, inputs(model)).backward()
     assert seen == [12]
+
+
+def test_what_computes_between_two_steps_of_a_run_leaves_its_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plan, "TILE", 5)
+    model: Any = moved(ARCHITECTURES["llama"](), LoRA(rank=3))
+    seen: list[int] = []
+    model.model.layers[1].mlp.act_fn.register_forward_hook(
+        lambda module, args, out: seen.append(out.shape[1])
+    )
+    run = Blocks(model)
+    run.set_activations("recompute")
+    between = Blocks(model)
+    between.set_activations("keep")
+    loss(model, inputs(model)).backward()
+    assert seen == [12]
+    between.set_activations("recompute")
+    between.restore()
+    seen.clear()
+    loss(model, inputs(model)).backward()
+    assert seen == [5, 5, 2] * 2
+    run.restore()
+    assert not any("forward" in module.__dict__ for module in model.modules())
