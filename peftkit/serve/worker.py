@@ -26,6 +26,7 @@ from peftkit.inference.engine import AnswerTooLarge, Completion, Engine, Limits,
 from peftkit.inference.generate import TextStream
 from peftkit.inference.sampling import Chosen
 from peftkit.model.lift import eager, lifted
+from peftkit.model.modes import evaluating
 from peftkit.serve.answer_calls import AnswerCalls
 from peftkit.serve.requests import RequestError
 from peftkit.tasks.attention import own_attention
@@ -392,7 +393,7 @@ def _paused(model: Any) -> Iterator[None]:
         with (
             own_attention(model),
             eager(model),
-            torch.no_grad(),
+            evaluating(model),
             torch.autocast(model.device.type, enabled=False),
         ):
             yield

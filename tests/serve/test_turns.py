@@ -99,14 +99,16 @@ def test_a_run_beside_answers_learns_to_the_bit_what_it_learns_alone(
         run(recipe(tmp_path, "alone"), base=bank.base)
     beside = Working(bank, recipe(tmp_path, "beside"))
     asked: list[Asked] = []
-    seen: list[int] = []
+    seen: list[tuple[int, bool]] = []
 
     def at_step(step: int) -> None:
         for name, ids in prompts.items():
             asked.append(Asked(name, ids))
             beside.worker.submit([asked[-1].job])
+        modules = [*bank.base.model.modules()]
         wrapped = lambda: sum(isinstance(m, FrozenWrapper) for m in bank.base.model.modules())  # noqa: E731
-        beside.worker.call(lambda: seen.append(wrapped()))
+        learns = lambda: any(module.training for module in modules)  # noqa: E731
+        beside.worker.call(lambda: seen.append((wrapped(), learns())))
 
     beside.at_step = at_step
     beside.worker.start()
@@ -115,7 +117,7 @@ def test_a_run_beside_answers_learns_to_the_bit_what_it_learns_alone(
         texts = [request.end().text for request in asked]
     finally:
         beside.worker.stop()
-    assert seen == [0] * 4  # operations find the base bare
+    assert seen == [(0, False)] * 4  # operations find the base bare, and dropping nothing
     decode = bank.base.tokenizer.decode
     whole = [decode(expected[name], skip_special_tokens=True) for name in prompts]
     assert texts == whole * 4
