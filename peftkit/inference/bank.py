@@ -309,25 +309,42 @@ def open_bank(
         AdapterError: As `AdapterBank.add`; or no adapter names its base.
         BaseError: The base cannot be found or loaded.
     """
-    for name in adapters:
-        check_name(name)
-    files = [read_adapter(adapter_folder(path)) for path in adapters.values()]
-    for file in files:
-        require_causal(task_of(file), file.folder, media=False)
-    naming = next((file for file in files if file.provenance.base), files[0])
+    files = read_files(adapters)
+    naming = next((f for f in files.values() if f.provenance.base), next(iter(files.values())))
     loaded = base_of(naming, base, on_event=on_event)
-    for name, file in zip(adapters, files, strict=True):
-        if other := _other_base(file, naming):
-            on_event(Notice(f"'{name}' was trained over a base with {other}: answers may differ."))
+    tell_other_bases(files, naming.provenance.loading, on_event)
     on_event(Stage(f"Loading {len(files)} adapters"))
     return AdapterBank(loaded, adapters, force=force)
 
 
-def _other_base(file: AdapterFile, naming: AdapterFile) -> str:
-    """Return how an adapter's base was quantised and how it is here, where that differs."""
-    there, here = file.provenance.loading, naming.provenance.loading
-    names = [name for name in QUANTISED if there and there.get(name) != here.get(name)]
-    return ", ".join(f"{name}: {there.get(name)}, here {here.get(name)}" for name in names)
+def read_files(adapters: Mapping[str, str | Path]) -> dict[str, AdapterFile]:
+    """Return what the folders of adapters hold, without tensors.
+
+    Raises:
+        AdapterError: One is not there or completes no prompts, or its name is not allowed.
+    """
+    for name in adapters:
+        check_name(name)
+    files = {name: read_adapter(adapter_folder(path)) for name, path in adapters.items()}
+    for file in files.values():
+        require_causal(task_of(file), file.folder, media=False)
+    return files
+
+
+def tell_other_bases(
+    files: Mapping[str, AdapterFile], here: Mapping[str, Any], on_event: Listener
+) -> None:
+    """Tell which adapters learnt over a base that was loaded otherwise.
+
+    Args:
+        here: How it is loaded now.
+    """
+    for name, file in files.items():
+        there = file.provenance.loading
+        others = [key for key in QUANTISED if there and there.get(key) != here.get(key)]
+        if others:
+            other = ", ".join(f"{key}: {there.get(key)}, here {here.get(key)}" for key in others)
+            on_event(Notice(f"'{name}' was trained over a base with {other}: answers may differ."))
 
 
 def check_name(name: str) -> None:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from peftkit.base.load import load_base
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, ignore
 from peftkit.formats.serving import check_serving, served_rank, vllm_serve
-from peftkit.inference.bank import AdapterBank, check_name, open_bank
+from peftkit.inference.bank import AdapterBank, open_bank, read_files, tell_other_bases
 
 if TYPE_CHECKING:
+    import uvicorn
+
     from peftkit.serve.training import TrainingOptions
+    from peftkit.serve.worker import Worker
 
 BACKLOG = 128
+STOPPING = "\nStopping, after the step of training under way, if any. Once more: stop at once.\n"
 
 
 def serve_adapters(
@@ -105,22 +112,36 @@ def serve_adapters(
         )
         shown = f"[{host}]" if ":" in host else host
 
-        class Server(uvicorn.Server):
-            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-                """Answer waiting requests with an error before their connections close."""
-                await asyncio.to_thread(app.state.worker.stop)
-                await super().shutdown(sockets)
-
         on_ready(f"http://{shown}:{listener.getsockname()[1]}", bank)
-        Server(config).run(sockets=[listener])
+        server_of(config, app.state.worker, trains=training is not None).run(sockets=[listener])
+
+
+def server_of(config: uvicorn.Config, worker: Worker, *, trains: bool) -> uvicorn.Server:
+    """Return a server that a signal stops, and a second one ends at once."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.should_exit:
+                os._exit(128 + sig)  # threads that compute cannot be interrupted otherwise
+            super().handle_exit(sig, frame)
+            if trains:
+                with suppress(OSError):  # not print: a handler may run in the middle of one
+                    os.write(2, STOPPING.encode())
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            """Answer waiting requests with an error before their connections close."""
+            await asyncio.to_thread(worker.stop)
+            await super().shutdown(sockets)
+
+    return Server(config)
 
 
 def _bank_to_train(
     adapters: Mapping[str, str | Path], training: TrainingOptions, force: bool, on_event: Listener
 ) -> AdapterBank:
     """Load the base that a server trains over, with the operator's adapters."""
-    for name in adapters:
-        check_name(name)
+    tell_other_bases(read_files(adapters), training.base.model_dump(mode="json"), on_event)
     settings = training.base.model_dump(exclude={"rope_scaling", "new_tokens"})
     return AdapterBank(load_base(**settings, on_event=on_event), adapters, force=force)
 

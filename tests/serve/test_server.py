@@ -1,0 +1,78 @@
+"""The server process: what it loads, and how signals end it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
+import uvicorn
+
+from peftkit.errors import AdapterError
+from peftkit.events import Notice
+from peftkit.inference.bank import AdapterBank
+from peftkit.methods.lora import LoRA
+from peftkit.serve import server
+from peftkit.serve.training import TrainingOptions
+from peftkit.settings import BaseConfig
+from tests.inference.test_bank import a_base, write
+
+
+class Busy:
+    """A worker whose step takes long."""
+
+    def __init__(self) -> None:
+        self.stopping, self.goes_on = threading.Event(), threading.Event()
+
+    def stop(self) -> None:
+        self.stopping.set()
+        self.goes_on.wait(20)
+
+
+def test_a_second_signal_does_not_wait_for_a_step(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    busy: Any = Busy()
+    made = server.server_of(uvicorn.Config(lambda: None), busy, trains=True)
+    made.servers = []
+
+    async def ends() -> None:
+        made.handle_exit(signal.SIGTERM, None)
+        waits = asyncio.create_task(made.shutdown())
+        await asyncio.to_thread(busy.stopping.wait, 20)
+        assert codes == []
+        assert "Once more: stop at once" in capfd.readouterr().err
+        made.handle_exit(signal.SIGINT, None)
+        assert codes == [130]
+        busy.goes_on.set()
+        await waits
+
+    asyncio.run(ends())
+
+
+def test_adapters_beside_a_base_that_trains_are_checked_as_others(
+    llama: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "load_base", lambda *_, **__: a_base(llama, tokenizer))
+    options = TrainingOptions(folder=tmp_path, base=BaseConfig(model="tiny"))
+    told: list[Any] = []
+
+    def made(**notes: Any) -> AdapterBank:
+        folder = tmp_path / f"made{len(list(tmp_path.iterdir()))}"
+        path = write(llama, LoRA(rank=2), folder, 1, **notes)
+        return server._bank_to_train({"a": path}, options, True, told.append)
+
+    bank = made(loading={"quantize": "nf4", "double_quant": True, "dtype": "fp32"})
+    (notice,) = [one.text for one in told if isinstance(one, Notice)]
+    assert notice.startswith("'a' was trained over a base with quantize: nf4, here none")
+    bank.drop("a")
+    with pytest.raises(AdapterError, match="does not complete prompts"):
+        made(task={"type": "reward"})
