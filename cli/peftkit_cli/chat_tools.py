@@ -17,6 +17,7 @@ from peftkit_cli.arguments import note
 SECONDS = 600.0
 """A function may take so long."""
 REFUSED = str({"error": "The user did not allow this call."})
+STOPPED = str({"error": "The user stopped this call."})
 
 
 class ChatTools:
@@ -86,8 +87,10 @@ class ChatTools:
         function = self._functions.get(call.name)
         if function is not None and not self._is_allowed(call.name):
             return REFUSED
-        found, _ = called(function, call, SECONDS)
-        return found
+        try:
+            return called(function, call, SECONDS)[0]
+        except KeyboardInterrupt:
+            return STOPPED
 
     def _is_allowed(self, name: str) -> bool:
         if not self._asks or name in self._allowed:

@@ -326,6 +326,7 @@ class Conversation:
         """Stream a voice's answer and return it; None if the prompt was refused."""
         style, tokenizer, tools = self.voices[name].style, self.base.tokenizer, self._tools
         pieces: list[Said] = []
+        is_whole = False
         try:
             with self.voices[name].using():
                 prompt, stops = self.prompt(messages, style), self._stops(style)
@@ -341,6 +342,7 @@ class Conversation:
                     pieces += _echoed(reader.feed(piece) if reader else [Said(piece)])
                 if reader is not None:
                     pieces += _echoed(reader.feed("", over=True))
+            is_whole = True
         except KeyboardInterrupt:
             pass
         except PeftkitError as error:
@@ -352,7 +354,8 @@ class Conversation:
         text = "".join(piece.text for piece in pieces)
         if tools is None:
             return _Answer({"role": "assistant", "content": text}, [])
-        calls = [call for piece in pieces for call in piece.calls]
+        # what the user stopped calls nothing
+        calls = [call for piece in pieces for call in piece.calls] if is_whole else []
         thought = "".join(piece.thought for piece in pieces)
         return _Answer(tools.message(style, text, thought, calls), calls)
 

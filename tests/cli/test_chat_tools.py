@@ -123,6 +123,32 @@ def test_end_of_input_and_ctrl_c_allow_nothing(
         assert "did not allow" in chat.answer(CALL, "Well.")[2]
 
 
+def test_an_answer_that_ctrl_c_stops_calls_nothing(
+    told: Callable[..., Told], capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = told()
+
+    def stopped() -> Iterator[str]:
+        yield CALL + " And"
+        raise KeyboardInterrupt
+
+    chat.texts = [stopped()]  # type: ignore[list-item]
+    chat.talk.answer("What is twice 21?")
+    assert [message["role"] for message in chat.talk.history] == ["user", "assistant"]
+    assert "tool_calls" not in chat.talk.history[1]
+    assert "calls double" not in capsys.readouterr().err
+
+
+def test_ctrl_c_stops_a_call_and_not_the_conversation(
+    told: Callable[..., Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("peftkit_cli.chat_tools.called", interrupted)
+    assert "stopped this call" in told().answer(CALL, "Well.")[2]
+
+
 def test_what_goes_wrong_is_told_to_the_model(told: Callable[..., Told]) -> None:
     unknown, failing = CALL.replace("double", "triple"), CALL.replace("21", "-1")
     replies = told().answer(unknown, failing, "Sorry.")
