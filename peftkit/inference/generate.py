@@ -30,6 +30,9 @@ from peftkit.inference.engine import (
 from peftkit.inference.open_engine import PlainEngine, open_engine
 from peftkit.inference.sampling import Sampling, seed_of
 
+THOUGHT, TAIL = "<think>", 16
+"""The mark of reasoning, and the tokens of a prompt in which a template may open it."""
+
 
 def generate(
     model: PreTrainedModel,
@@ -75,6 +78,8 @@ def answers_to(
 ) -> list[str]:
     """Return the answer to each conversation in the tokenizer's own chat template.
 
+    An answer that the template lets begin within reasoning begins with the mark of reasoning.
+
     Args:
         settings: As in `generate`.
 
@@ -84,7 +89,9 @@ def answers_to(
     style = Style("chat")
     prompts = [prompt_ids(tokenizer, turns, style) for turns in conversations]
     ids = generate_ids(model, tokenizer, prompts, stops=stop_ids(tokenizer, style), **settings)
-    return [decoded(tokenizer, answer) for answer in ids]
+    before = (decoded(tokenizer, prompt[-TAIL:], special=True) for prompt in prompts)
+    opened = [THOUGHT if text.rstrip().endswith(THOUGHT) else "" for text in before]
+    return [o + decoded(tokenizer, answer) for o, answer in zip(opened, ids, strict=True)]
 
 
 def generate_ids(

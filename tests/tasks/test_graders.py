@@ -14,6 +14,8 @@ from rouge_score.rouge_scorer import RougeScorer
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.config.schema import dump_yaml, json_schema
+from peftkit.data.chat import CHATML
+from peftkit.data.encode import tokens
 from peftkit.errors import ConfigError, RunError
 from peftkit.events import RolledOut
 from peftkit.inference.generate import answers_to
@@ -355,6 +357,28 @@ def test_a_run_learns_from_graders_and_its_recipe_says_so(
     printed = capsys.readouterr()
     assert "reward_like_it" in json.loads(printed.out)
     assert "no reward by grader" in " ".join(printed.err.split())
+
+
+def test_a_number_in_reasoning_that_the_template_opened_is_no_grade(
+    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens = CHATML.replace("assistant\\n' }}{%- endif %}", "assistant\\n<think>\\n' }}{%- endif %}")
+    assert opens != CHATML
+    monkeypatch.setattr(tokenizer, "chat_template", opens)
+    said = "it is 9 of 10"
+    monkeypatch.setattr(
+        "peftkit.inference.generate.generate_ids",
+        lambda model, tokenizer, prompts, **_: [tokens(tokenizer, said)] * len(prompts),
+    )
+
+    def ask(prompts: Any, settings: Any) -> list[str]:
+        return answers_to(llama, tokenizer, prompts)
+
+    (grade,) = grading(ASKS, ask).grades([Answered("blue", ROW, "a.jsonl:1")])
+    assert grade == Grade(None, "model_grader_parse_error")
+    said = "it is 9 of 10</think> 0.25"
+    (grade,) = grading(ASKS, ask).grades([Answered("blue", ROW, "a.jsonl:1")])
+    assert grade == Grade(0.25)
 
 
 def test_a_recipe_with_graders_is_written_and_read(tmp_path: Path, model_folder: Path) -> None:
