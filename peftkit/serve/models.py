@@ -116,13 +116,16 @@ class Models:
         found = next((one for one in self._store.all(KIND) if one["inner"] == inner), None)
         if found is None:
             raise RequestError("the model is gone.", status=404, code="model_not_found")
+        self._loaded[inner] = found["name"]  # before it is in the bank: all see the operator's
         try:
             self.bank.add(inner, found["folder"])
-        except AdapterError as error:
+        except BaseException as error:
+            del self._loaded[inner]
+            if not isinstance(error, AdapterError):
+                raise
             raise RequestError(
                 f"the model '{found['name']}' cannot be loaded.", found=str(error), status=404
             ) from None
-        self._loaded[inner] = found["name"]
         self._make_room()
 
     def _make_room(self) -> None:

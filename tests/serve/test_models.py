@@ -89,6 +89,33 @@ def test_few_of_many_published_adapters_are_in_memory(
         models.inner("m3")
 
 
+def test_an_adapter_that_is_being_loaded_is_not_everybodys(
+    llama: Any, tokenizer: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = AdapterBank(a_base(llama, tokenizer))
+    models = Models(bank, Store(tmp_path / "state"))
+    models.publish("m", folder, "ann")
+    add, seen = bank.add, list[str]()
+
+    def slow(name: str, path: Any) -> None:
+        add(name, path)
+        seen.extend(models.listed("bob"))  # as a request in another thread may
+        if len(seen) > 1:
+            raise MemoryError
+
+    monkeypatch.setattr(bank, "add", slow)
+    models.load(models.inner("m", "ann"))
+    assert seen == ["base"]
+    bank.drop(bank.names[0])
+    models = Models(bank, models._store)
+    with pytest.raises(MemoryError):
+        models.load(models.inner("m", "ann"))
+    bank.drop(bank.names[0])
+    monkeypatch.setattr(bank, "add", add)
+    models.load(models.inner("m", "ann"))  # it has not been taken for loaded
+    assert bank.names == (models.inner("m", "ann"),)
+
+
 def test_the_operators_adapters_are_everybodys(bank: AdapterBank, tmp_path: Path) -> None:
     app = make_app(bank, keys=[ANN, BOB], training=options(tmp_path))
     with TestClient(app, base_url=HERE) as client:
