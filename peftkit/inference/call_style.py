@@ -15,7 +15,7 @@ from peftkit.inference.generate import decoded
 
 ENDS = ("<|eom_id|>", "<|call|>", "<|observation|>", "<|tool_response>")
 """Special tokens that end a turn with calls in some families, besides what the template writes."""
-TAIL = 16
+TAIL = 32
 """Tokens of a prompt in which it can open reasoning."""
 
 
@@ -59,7 +59,7 @@ class CallStyle:
 
     def thinks(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt ends where reasoning has begun."""
-        return self.decoded(prompt[-TAIL:]).rstrip().endswith(self.form.thought[0])
+        return self.decoded(prompt[-TAIL:]).rstrip().endswith(self.form.thought[0].rstrip())
 
     def decoded(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, the special ones too."""

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from peftkit.data.chat import Chat
+from peftkit.data.encode import Style, tokens
 from peftkit.inference.call_formats import FORMATS, NO_CALLS, Call, CallFormat
+from peftkit.inference.call_style import CallStyle
 from peftkit.inference.calls import Reader, Said, format_of, read_answer
 from tests.call_templates import ONE_CALL, TEMPLATES, deepseek, with_template
 
@@ -233,3 +235,12 @@ def test_written_types_are_those_of_the_schema_where_a_format_has_none() -> None
 )
 def test_an_answer_that_repeats_itself_is_text_at_once(name: str, text: str) -> None:
     assert read_answer(BY_NAME[name], text) == Said(text)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_reasoning_that_a_prompt_opens_is_seen(name: str, tokenizer: Any) -> None:
+    own = with_template(tokenizer, TEMPLATES[name])
+    style = CallStyle(own, Style("chat"))
+    opens, closes = style.form.thought
+    for text, thinks in ((opens, True), (opens + "\n", True), (f"{opens}\n{closes}\n", False)):
+        assert style.thinks(tokens(own, "the dog\n" + text)) is thinks, text
