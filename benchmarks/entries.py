@@ -15,6 +15,18 @@ LOADING = ("base/build.py", "base/load.py", "base/pack.py", "base/pretrained.py"
 LOSS = (*("attention", "batches", "loss", "one_row"), "base")
 TRAINING = (*LORA, "execution", "train", "data/pack.py", *(f"tasks/{name}.py" for name in LOSS))
 CAUSAL = (*TRAINING, "tasks/tokens.py")
+
+
+def _tasks(*names: str) -> tuple[str, ...]:
+    return tuple(f"tasks/{name}.py" for name in names)
+
+
+PAIRS = (
+    *CAUSAL,
+    *_tasks("documents", "preference", "preference_losses", "preference_rows", "whole_step"),
+)
+REWARDS = (*CAUSAL, *_tasks("documents", "grpo", "grpo_losses", "reward_functions"), "inference")
+CLASSES = (*TRAINING, *_tasks("labels", "metrics", "texts"))
 ANSWERS = (*LORA, "inference")
 PEERS = {"PEERS": "trl and peft", "UNSLOTH": "unsloth"}
 """Words of commands that stand for the Python of another environment -> what it has."""
@@ -65,7 +77,7 @@ ENTRIES: Mapping[str, Benchmark] = {
     ),
     "preferences-recipe": Benchmark(
         ("python recipes/preferences.py",),
-        (*RECIPE, "inference", "tasks/preference.py"),
+        (*RECIPE, "inference", *PAIRS),
         "DPO after it, 144 pairs, empty fields left out; 16 held-out pairs, 32 held-out orders",
         "chosen answer more probable: {pairs}; exact without extras {without}, with extras "
         "{extras}; valid JSON {valid}; {minutes} minutes",
@@ -79,7 +91,7 @@ ENTRIES: Mapping[str, Benchmark] = {
     ),
     "hear-digits": Benchmark(
         tuple(f"python recipes/hear_digits.py --seed {seed}" for seed in range(3)),
-        (*TRAINING, "tasks/ctc.py", "tasks/speech.py"),
+        (*CLASSES, *_tasks("ctc", "speech")),
         "a model of speech that knows one voice learns another, 80 held-out sentences, 6,704 "
         "parameters",
         "WER of the new voice, seeds 0, 1, 2: {before} -> {after}",
@@ -87,7 +99,7 @@ ENTRIES: Mapping[str, Benchmark] = {
     ),
     "calculator": Benchmark(
         ("python recipes/calculator.py",),
-        (*RECIPE, "inference", "tasks/grpo.py", "tasks/grpo_losses.py", "tasks/grpo_tools.py"),
+        (*RECIPE, *REWARDS, *_tasks("grpo_tools", "user_code")),
         "GRPO with a calculator, SmolLM2-135M, after six plain products; 32 held-out word problems",
         "right answers {right}; right calls {called}; cut {cut}; {minutes} minutes",
         {
@@ -135,7 +147,7 @@ ENTRIES: Mapping[str, Benchmark] = {
             "python -m benchmarks.families --families t5 --rows 400 --train '{\"compile\": true}' "
             "--repeats 1",
         ),
-        (*TRAINING, "tasks/seq2seq.py"),
+        (*CLASSES, *_tasks("seq2seq", "tokens")),
     ),
     "startup": Benchmark(
         ("python -m benchmarks.startup --peers PEERS",), (*LOADING, *LORA, "merging", "formats")
@@ -210,14 +222,14 @@ ENTRIES: Mapping[str, Benchmark] = {
             "python -m benchmarks.preferences --peers PEERS",
             "OMP_NUM_THREADS=1 python -m benchmarks.preferences --speed --rows 24 --peers PEERS",
         ),
-        (*CAUSAL, "tasks/preference.py"),
+        PAIRS,
     ),
     "rewards": Benchmark(
         (
             "python -m benchmarks.rewards --peers PEERS",
             "OMP_NUM_THREADS=1 python -m benchmarks.rewards --speed --peers PEERS",
         ),
-        (*CAUSAL, "inference", "tasks/grpo.py", "tasks/grpo_losses.py"),
+        REWARDS,
     ),
     "streaming": Benchmark(("python -m benchmarks.streaming",), (*CAUSAL, "planning")),
     "fits": Benchmark(("python -m benchmarks.fits",), (*CAUSAL, "planning")),
@@ -231,14 +243,14 @@ ENTRIES: Mapping[str, Benchmark] = {
     "simulate": Benchmark(("python -m benchmarks.simulate",), CAUSAL),
     "intents": Benchmark(
         ("python recipes/intents.py",),
-        (*TRAINING, "tasks/sequence_classification.py"),
+        (*CLASSES, *_tasks("sequence_classification", "token_classification")),
         "MiniLM-L6 on 7 intents, 160 held-out texts; words tagged",
         "accuracy {accuracy}; F1 of entities {f1}",
         {"accuracy": r": accuracy (\S+ -> \S+)", "f1": r": \S*f1 (\S+ -> \S+)"},
     ),
     "digits": Benchmark(
         ("python recipes/digits.py",),
-        (*TRAINING, "tasks/media_classification.py"),
+        (*CLASSES, *_tasks("media_classification", "speech")),
         "small ViT, trained upright, adapted to turned digits",
         "accuracy {before} -> {after}",
         {
@@ -248,7 +260,7 @@ ENTRIES: Mapping[str, Benchmark] = {
     ),
     "read-digits": Benchmark(
         ("python recipes/read_digits.py",),
-        (*TRAINING, "tasks/media_text.py"),
+        (*CAUSAL, "tasks/media_text.py"),
         "SmolLM2 with a small tower reads numbers of three digits, 32 held-out pictures",
         "{before} -> {tower} by projector and tower -> {after} by LoRA on the language side",
         {

@@ -82,6 +82,28 @@ def test_what_is_measured_is_there() -> None:
             assert (figures.ROOT / "peftkit" / part).exists(), (name, part)
 
 
+NO_FIGURE = {
+    "base",
+    "config",
+    "rows",
+    "grpo_tools",
+    "user_code",
+    "graders",
+    "grading",
+    "json_schema",
+}
+"""Of tasks/: settings, checks of rows, and what takes part only where a recipe asks for it."""
+
+
+@pytest.mark.parametrize("name", sorted({*ENTRIES} - {"encoding"}))  # which runs no model
+def test_a_change_of_what_a_measured_task_is_made_of_marks_its_figures(name: str) -> None:
+    measures = ENTRIES[name].measures
+    for part in [part for part in measures if re.fullmatch(r"tasks/\w+\.py", part)]:
+        code = (figures.ROOT / "peftkit" / part).read_text(encoding="utf-8")
+        made_of = {*re.findall(r"(?m)^from peftkit\.tasks\.(\w+) import", code)} - NO_FIGURE
+        assert {f"tasks/{each}.py" for each in made_of} <= {*measures}, part
+
+
 def test_a_table_is_marked_once_the_code_has_changed_but_for_comments(house: Path) -> None:
     def page() -> str:
         figures.code_of.cache_clear()
