@@ -58,6 +58,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
         "serve/requests",
         "serve/tool_fields",
         "serve/tokens",
+        "serve/tuning/",
     ),
     "yaml": ("config/", "cli/import_recipe"),  # there: files of other programs
     "PIL": ("data/media",),  # the optional extra `images`; imported when called

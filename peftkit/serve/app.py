@@ -33,13 +33,14 @@ from peftkit.serve.access import Gate
 from peftkit.serve.answer_calls import AnswerCalls
 from peftkit.serve.answers import PieceQueue, ReplyFormat, refusal, streamed, whole_answers
 from peftkit.serve.call_grammar import call_grammar
+from peftkit.serve.dialects import begin, routes
 from peftkit.serve.grammars import Grammars
 from peftkit.serve.models import BARE, Models
 from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
 from peftkit.serve.store import Store
 from peftkit.serve.tokens import TokenBody, token_answers
 from peftkit.serve.tool_fields import ToolUse
-from peftkit.serve.training import Training, TrainingOptions, begin, routes
+from peftkit.serve.training import Training, TrainingOptions
 from peftkit.serve.worker import Job, Piece, Worker
 
 PREFILL_TOKENS = 256
@@ -215,12 +216,10 @@ class _Service:
 
     def _token_prompt(self, data: bytes, owner: str) -> _Read:
         body = read_body(data, TokenBody)
-        assert isinstance(body, TokenBody)
         return _Read(body, *self._model(body, owner), [self._ids(body.token_ids)])
 
     def _chat_prompts(self, data: bytes, owner: str) -> _Read:
         body = read_body(data, ChatBody)
-        assert isinstance(body, ChatBody)
         adapter, style = self._model(body, owner)
         tools = body.tool_use
         needs_calls = body.has_calls or (tools is not None and tools.offered)
@@ -239,7 +238,6 @@ class _Service:
 
     def _text_prompts(self, data: bytes, owner: str) -> _Read:
         body = read_body(data, TextBody)
-        assert isinstance(body, TextBody)
         prompts = [self._ids(each) for each in body.prompts()]
         return _Read(body, *self._model(body, owner), prompts)
 

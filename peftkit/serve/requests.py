@@ -7,7 +7,7 @@ ignored. Source: the API reference of OpenAI, /v1/completions and /v1/chat/compl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -277,7 +277,10 @@ class TextBody(Body):
         return prompt  # type: ignore[return-value]
 
 
-def read_body(data: bytes, kind: type[Body]) -> Body:
+B = TypeVar("B", bound=BaseModel)
+
+
+def read_body(data: bytes, kind: type[B]) -> B:
     """Return a request's fields.
 
     Raises:
@@ -291,22 +294,24 @@ def read_body(data: bytes, kind: type[Body]) -> Body:
         raise _request_error(problem, kind) from None
 
 
-def _request_error(problem: ValidationError, kind: type[Body]) -> RequestError:
+def _request_error(problem: ValidationError, kind: type[BaseModel]) -> RequestError:
     lines: dict[str, None] = {}
+    unsupported = _Unsupported.model_fields if issubclass(kind, _Unsupported) else {}
     errors = problem.errors(include_url=False, include_input=False)
     fields = [str(error["loc"][0]) if error["loc"] else "" for error in errors]
     for field, error in zip(fields, errors, strict=True):
         # pydantic adds the types of a union's branches; field and index are enough
         path = [part for part in error["loc"] if isinstance(part, int) or part.isidentifier()]
         message = error["msg"]
-        if field in _Unsupported.model_fields:
+        if field in unsupported:
             message = "this server does not do it; leave the field out."
         elif error["type"] == "extra_forbidden":
-            message = f"unknown field. {did_you_mean(field, kind.model_fields)}"
+            hint = did_you_mean(field, kind.model_fields) if len(path) == 1 else ""
+            message = f"unknown field. {hint}"
         lines[f"{'.'.join(map(str, path))}: {message}".rstrip()] = None
     return RequestError(
         "the request has fields that cannot be used.",
         found=first_few(lines, 5),
-        param=fields[0],
-        code="unsupported_parameter" if fields[0] in _Unsupported.model_fields else None,
+        param=fields[0] or None,
+        code="unsupported_parameter" if fields[0] in unsupported else None,
     )

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from starlette.routing import BaseRoute
-
 from peftkit.inference.bank import AdapterBank
 from peftkit.serve.models import Models
 from peftkit.serve.store import Store
@@ -66,12 +64,3 @@ class Training:
     def is_base(self, name: str) -> bool:
         """Whether a model's name is one of the base's."""
         return name in self.models.base_names
-
-
-def routes(training: Training) -> list[BaseRoute]:
-    """Return the paths of all dialects."""
-    return []
-
-
-def begin(training: Training) -> None:
-    """Queue the jobs that were under way when the server ended."""

@@ -1,0 +1,142 @@
+"""Untrusted forms, multipart/form-data (RFC 7578): read as they come, their file written to disk.
+
+By hand, since a hundred lines are less than a dependency, and nothing but one file and a few short
+fields is taken.
+"""
+
+from __future__ import annotations
+
+from email.message import Message
+from email.parser import HeaderParser
+from typing import BinaryIO
+
+from peftkit.errors import PeftkitError
+
+MAX_HEAD, MAX_FIELD, MAX_PARTS, MAX_NAME = 8192, 4096, 16, 255
+"""Bytes of what stands before a part, bytes of a field, parts, and characters of a file's name."""
+FILE = "file"
+"""Name of the part that is a file."""
+
+
+class FormError(PeftkitError):
+    """Bytes are no form, or too many.
+
+    Args:
+        part: The name of the part in question.
+        is_too_long: Whether there are too many.
+    """
+
+    def __init__(
+        self, asked: str, *, found: str = "", part: str | None = None, is_too_long: bool = False
+    ) -> None:
+        super().__init__(asked, found=found)
+        self.part, self.is_too_long = part, is_too_long
+
+
+class Form:
+    """Takes a form as it comes, and writes its file.
+
+    Args:
+        content_type: The header of the request.
+        file: Gets the file's bytes.
+        max_bytes: Of the file.
+
+    Attributes:
+        fields: The other parts, by name.
+        filename: As the client calls the file; it never becomes a path.
+        num_bytes: Of the file so far.
+    """
+
+    def __init__(self, content_type: str, file: BinaryIO, max_bytes: int) -> None:
+        self.fields: dict[str, str] = {}
+        self.filename: str | None = None
+        self.num_bytes = 0
+        self._file, self._max_bytes = file, max_bytes
+        head = Message()
+        head["content-type"] = content_type[:MAX_HEAD]
+        boundary = head.get_boundary()
+        if head.get_content_type() != "multipart/form-data" or not boundary:
+            raise FormError(
+                "an upload is a form: multipart/form-data, with a boundary.",
+                found=f"Content-Type: {content_type[:80] or 'none'}",
+            )
+        self._mark = b"\r\n--" + boundary.encode("ascii", "replace")[:200]
+        self._left = bytearray(b"\r\n")  # so that the first boundary is like the others
+        self._in_head, self._is_over = False, False
+        self._name, self._value, self._num_parts = "", bytearray(), 0
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes; what comes after the form is left out.
+
+        Raises:
+            FormError: They are no form, or too many.
+        """
+        self._left += data
+        while not self._is_over and (self._take_head() if self._in_head else self._take_part()):
+            self._in_head = not self._in_head
+        if self._is_over:
+            self._left.clear()
+
+    def close(self) -> None:
+        """Check that the form is whole.
+
+        Raises:
+            FormError: It is cut short, or has no file.
+        """
+        if not self._is_over:
+            raise FormError("the upload was cut short.")
+        if self.filename is None:
+            raise FormError("the upload has no file.", part=FILE)
+
+    def _take_head(self) -> bool:
+        """Take what stands between a boundary and its part; False: more has to come."""
+        self._is_over = self._left.startswith(b"--")
+        at = self._left.find(b"\r\n\r\n")
+        if not self._is_over and (at > MAX_HEAD or (at < 0 and len(self._left) > MAX_HEAD)):
+            raise FormError("the upload has a part whose headers are too long.")
+        if self._is_over or at < 0:
+            return False
+        text = self._left[:at].decode("utf-8", "replace").lstrip("\r\n")
+        del self._left[: at + 4]
+        try:
+            headers = HeaderParser().parsestr(text)
+            name = headers.get_param("name", header="content-disposition")
+            filename = headers.get_filename("")
+        except (LookupError, ValueError):  # a charset that is not there, say
+            name = None
+        self._num_parts += 1
+        if not isinstance(name, str) or self._num_parts > MAX_PARTS:
+            raise FormError(f"the upload has a part without a name, or over {MAX_PARTS} parts.")
+        if name in self.fields or (name == FILE and self.filename is not None):
+            raise FormError("the upload has two parts of one name.", part=name[:80])
+        self._name, self._value = name[:MAX_NAME], bytearray()
+        if name == FILE:
+            self.filename = _plain(filename)[:MAX_NAME] or "upload"
+        return True
+
+    def _take_part(self) -> bool:
+        """Take what is there of a part, or of what stands before all; False: more has to come."""
+        left, mark, is_file = self._left, self._mark, self._name == FILE
+        at = left.find(mark)
+        end = at if at >= 0 else max(0, len(left) - len(mark) + 1)
+        if is_file:
+            self._file.write(left[:end])
+            self.num_bytes += end
+        else:
+            self._value += left[:end]
+        size, most = (self.num_bytes, self._max_bytes) if is_file else (len(self._value), MAX_FIELD)
+        if size > most:
+            found, part = f"The limit of this part is {most:,} bytes.", self._name[:80] or None
+            raise FormError("the upload is too long.", found=found, part=part, is_too_long=True)
+        if at < 0:
+            del left[:end]
+            return False
+        del left[: end + len(mark)]
+        if self._name and not is_file:
+            self.fields[self._name] = _plain(self._value.decode("utf-8", "replace"))
+        return True
+
+
+def _plain(text: str) -> str:
+    """Return a text without halves of surrogate pairs, which JSON cannot be written with."""
+    return text.encode("utf-8", "replace").decode()

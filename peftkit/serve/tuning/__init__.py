@@ -1,0 +1,1 @@
+"""OpenAI's fine-tuning interface: files, jobs, their events and checkpoints, graders."""

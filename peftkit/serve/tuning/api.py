@@ -1,0 +1,161 @@
+"""The paths of OpenAI's fine-tuning interface."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from peftkit.data.encode import Style, prompt_ids, stop_ids
+from peftkit.errors import RunError
+from peftkit.inference.engine import Request as AnswerRequest
+from peftkit.inference.sampling import Sampling, seed_of
+from peftkit.serve.requests import RequestError
+from peftkit.serve.training import Training
+from peftkit.serve.tuning.bodies import GraderBody, GraderRun, JobBody
+from peftkit.serve.tuning.documents import CHECKPOINT, JOB
+from peftkit.serve.tuning.files import Files
+from peftkit.serve.tuning.jobs import MAY, Jobs
+from peftkit.serve.tuning.pages import Page, body_of
+from peftkit.serve.tuning.recipes import grader_of
+from peftkit.serve.worker import Job, Piece
+from peftkit.tasks.grading import Answered, Grading
+from peftkit.tasks.user_code import UserCode
+
+JOBS = "/v1/fine_tuning/jobs"
+GRADERS = "/v1/fine_tuning/alpha/graders"
+CODE_SECONDS = 60.0
+"""That a function may take for an answer to try it on."""
+
+
+def routes(training: Training) -> list[BaseRoute]:
+    """Return the paths of files, jobs and graders."""
+    files = Files(training)
+    api = _Api(training, Jobs(training, files))
+    return [
+        Route("/v1/files", files.upload, methods=["POST"]),
+        Route("/v1/files", files.listed),
+        Route("/v1/files/{id}", files.retrieve),
+        Route("/v1/files/{id}", files.delete, methods=["DELETE"]),
+        Route("/v1/files/{id}/content", files.content),
+        Route(JOBS, api.create, methods=["POST"]),
+        Route(JOBS, api.jobs),
+        Route(JOBS + "/{id}", api.job),
+        Route(JOBS + "/{id}/events", api.events),
+        Route(JOBS + "/{id}/checkpoints", api.checkpoints),
+        *(Route(f"{JOBS}/{{id}}/{what}", api.change, methods=["POST"]) for what in MAY),
+        Route(GRADERS + "/validate", api.validate, methods=["POST"]),
+        Route(GRADERS + "/run", api.grade, methods=["POST"]),
+    ]
+
+
+def begin(training: Training) -> None:
+    """Go on with the jobs that were under way when the server ended."""
+    files = Files(training)
+    files.tidy()
+    Jobs(training, files).resume()
+
+
+class _Api:
+    def __init__(self, training: Training, jobs: Jobs) -> None:
+        self._training, self._store, self._jobs = training, training.store, jobs
+
+    async def create(self, request: Request) -> Response:
+        body = await body_of(request, JobBody)
+        told = await asyncio.to_thread(self._jobs.create, body, request.state.owner)
+        return JSONResponse(told)
+
+    def jobs(self, request: Request) -> Response:
+        found = [one["told"] for one in self._store.all(JOB, request.state.owner)]
+        return Page.of(request).response(found[::-1])
+
+    def job(self, request: Request) -> Response:
+        return JSONResponse(self._job(request)["told"])
+
+    def events(self, request: Request) -> Response:
+        page, id = Page.of(request), self._job(request)["told"]["id"]
+        return page.response(self._store.entries(id)[::-1])
+
+    def checkpoints(self, request: Request) -> Response:
+        page, id = Page.of(request, usual=10), self._job(request)["told"]["id"]
+        found = [one["told"] for one in self._store.all(CHECKPOINT, parent=id)]
+        return page.response(found[::-1])
+
+    def change(self, request: Request) -> Response:
+        what = request.url.path.rpartition("/")[2]
+        id = request.path_params["id"]
+        return JSONResponse(self._jobs.change(id, request.state.owner, what))
+
+    def _job(self, request: Request) -> dict[str, Any]:
+        return self._jobs.get(request.path_params["id"], request.state.owner)
+
+    # Graders.
+
+    async def validate(self, request: Request) -> Response:
+        body = await body_of(request, GraderBody)
+        with tempfile.TemporaryDirectory() as folder:
+            await asyncio.to_thread(grader_of, body.grader, self._training, Path(folder))
+        return JSONResponse({"grader": body.grader})
+
+    async def grade(self, request: Request) -> Response:
+        body = await body_of(request, GraderRun)
+        return JSONResponse(await asyncio.to_thread(self._graded, body))
+
+    def _graded(self, body: GraderRun) -> dict[str, Any]:
+        """Return the grade of an answer as clients get it."""
+        began = time.monotonic()
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                grader = grader_of(body.grader, self._training, Path(folder))
+                grading = Grading(grader, self._ask, CODE_SECONDS, UserCode())
+                (grade,) = grading.grades([Answered(body.model_sample, body.item, "the item")])
+        except RunError as error:
+            raise RequestError(error.asked, found=error.found, fix=error.fix) from None
+        parts = dict(grade.parts)
+        metadata = {
+            "errors": {name: name == grade.problem for name in PROBLEMS},
+            "execution_time": time.monotonic() - began,
+            "name": grader.name,
+            "sampled_model_name": None,
+            "scores": parts,
+            "token_usage": None,
+            "type": grader.type,
+        }
+        return {
+            "reward": grade.value or 0.0,
+            "sub_rewards": parts,
+            "metadata": metadata,
+            "model_grader_token_usage_per_model": {},
+        }
+
+    def _ask(self, conversations: Any, settings: Any) -> list[str]:
+        """Have the base answer a conversation, among all other answers."""
+        (turns,), worker = conversations, self._training.worker
+        tokenizer, style = self._training.bank.base.tokenizer, Style("chat")
+        ids = worker.call(lambda: prompt_ids(tokenizer, turns, style)).result()
+        sampling = Sampling(**settings, stops=stop_ids(tokenizer, style))
+        heard: SimpleQueue[Piece | Exception] = SimpleQueue()
+        worker.submit([Job(AnswerRequest(ids, sampling, seed_of(sampling, 0)), heard.put)])
+        text, is_over = "", False
+        while not is_over:
+            piece = heard.get()
+            if isinstance(piece, Exception):
+                raise piece
+            text, is_over = text + piece.text, piece.reason is not None
+        return [text]
+
+
+PROBLEMS = (
+    *("formula_parse_error", "invalid_variable_error", "model_grader_parse_error"),
+    *("model_grader_refusal_error", "model_grader_server_error", "other_error"),
+    *("python_grader_runtime_error", "python_grader_server_error", "sample_parse_error"),
+    *("truncated_observation_error", "unresponsive_reward_error"),
+)
+"""What OpenAI's clients hear of; here most of them are errors of the request."""

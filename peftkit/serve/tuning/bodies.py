@@ -1,0 +1,166 @@
+"""What clients ask of a job, field by field. Source: OpenAI's API reference, fine-tuning."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+Auto = Literal["auto"]
+Text = Annotated[str, Field(min_length=1, max_length=512)]
+_Key = Annotated[str, Field(max_length=64)]
+_Value = Annotated[str, Field(max_length=512)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Hyperparameters(_Strict):
+    """Of supervised jobs; "auto" and null: as the rows suggest."""
+
+    n_epochs: Auto | Annotated[int, Field(ge=1, le=50)] | None = None
+    batch_size: Auto | Annotated[int, Field(ge=1, le=256)] | None = None
+    learning_rate_multiplier: Auto | Annotated[float, Field(gt=0, le=1e4)] | None = None
+
+    def set(self) -> dict[str, Any]:
+        """Return those that are numbers."""
+        return {name: value for name, value in self if value not in (None, "auto")}
+
+
+class _OfDpo(Hyperparameters):
+    beta: Auto | Annotated[float, Field(gt=0, le=2)] | None = None
+
+
+class _OfReinforcement(Hyperparameters):
+    compute_multiplier: Auto | Annotated[float, Field(ge=0.25, le=10)] | None = None
+    eval_interval: Auto | Count | None = None
+    eval_samples: Auto | Annotated[int, Field(ge=1, le=1)] | None = None
+    """Evaluations answer each row once, greedily."""
+    reasoning_effort: Literal["default"] | None = None
+
+
+class _Supervised(_Strict):
+    hyperparameters: Hyperparameters | None = None
+
+
+class _Dpo(_Strict):
+    hyperparameters: _OfDpo | None = None
+
+
+class _Reinforcement(_Strict):
+    grader: dict[str, Any]
+    hyperparameters: _OfReinforcement | None = None
+
+
+Kind = Literal["supervised", "dpo", "reinforcement"]
+
+
+class _Method(_Strict):
+    type: Kind
+    supervised: _Supervised | None = None
+    dpo: _Dpo | None = None
+    reinforcement: _Reinforcement | None = None
+
+    @model_validator(mode="after")
+    def _has_its_own_section(self) -> _Method:
+        given = self.model_fields_set - {"type"}
+        if others := sorted(name for name in given - {self.type} if getattr(self, name)):
+            raise ValueError(f"the type is {self.type}, and there is a section {others[0]}")
+        if self.type == "reinforcement" and self.reinforcement is None:
+            raise ValueError("reinforcement needs a grader")
+        return self
+
+
+class _Wandb(_Strict):
+    project: Literal["peftkit"]
+    """Where the runs of this server are logged."""
+
+
+class _Integration(_Strict):
+    type: Literal["wandb"]
+    wandb: _Wandb
+
+
+class JobBody(_Strict):
+    """A job to create."""
+
+    model: Text
+    training_file: Text
+    validation_file: Text | None = None
+    method: _Method | None = None
+    hyperparameters: Hyperparameters | None = None
+    """As clients sent them before there were methods."""
+    suffix: Annotated[str, Field(max_length=64)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    metadata: Annotated[dict[_Key, _Value], Field(max_length=16)] | None = None
+    integrations: Annotated[list[_Integration], Field(max_length=4)] | None = None
+
+    @model_validator(mode="after")
+    def _has_them_in_one_place(self) -> JobBody:
+        if self.hyperparameters and self.method:
+            raise ValueError("hyperparameters stand in the method, or without one beside it")
+        return self
+
+    @property
+    def kind(self) -> Kind:
+        """The method's name."""
+        return self.method.type if self.method else "supervised"
+
+    @property
+    def given(self) -> Hyperparameters:
+        """The hyperparameters, wherever they are."""
+        section = getattr(self.method, self.kind) if self.method else None
+        return (section and section.hyperparameters) or self.hyperparameters or Hyperparameters()
+
+    @property
+    def grader(self) -> dict[str, Any] | None:
+        """The grader as the client wrote it; None: the method has none."""
+        section = self.method.reinforcement if self.method else None
+        return section.grader if section else None
+
+    def as_job(self, id: str, seed: int) -> dict[str, Any]:
+        """Return the job as clients see it at first.
+
+        Args:
+            seed: Where none was asked for.
+        """
+        given = self.given.model_dump(exclude={"reasoning_effort"})
+        usual = {name: "auto" if value is None else value for name, value in given.items()}
+        section = {"hyperparameters": usual, **({"grader": self.grader} if self.grader else {})}
+        return {
+            "object": "fine_tuning.job",
+            "id": id,
+            "model": self.model,
+            "created_at": int(time.time()),
+            "finished_at": None,
+            "fine_tuned_model": None,
+            "organization_id": "org-local",
+            "result_files": [],
+            "status": "validating_files",
+            "validation_file": self.validation_file,
+            "training_file": self.training_file,
+            "hyperparameters": usual,
+            "trained_tokens": None,
+            "error": None,
+            "seed": seed if self.seed is None else self.seed,
+            "estimated_finish": None,
+            "integrations": [one.model_dump() for one in self.integrations or ()],
+            "metadata": self.metadata,
+            "method": {"type": self.kind, self.kind: section},
+        }
+
+
+class GraderBody(_Strict):
+    """A grader to look at."""
+
+    grader: dict[str, Any]
+
+
+class GraderRun(GraderBody):
+    """A grader to try on an answer."""
+
+    model_sample: str
+    item: dict[str, Any] = {}

@@ -1,0 +1,140 @@
+"""Files of clients: rows to train on, and the results of jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from peftkit.files.disk import replacing, write_bytes_atomic
+from peftkit.files.multipart import Form, FormError
+from peftkit.serve.requests import RequestError
+from peftkit.serve.store import new_id
+from peftkit.serve.training import MAX_UPLOAD, Training
+from peftkit.serve.tuning.documents import JOB
+from peftkit.serve.tuning.pages import Page
+
+KIND, PURPOSE, RESULTS = "file", "fine-tune", "fine-tune-results"
+MAX_FILES = 1000
+"""Files of one owner."""
+
+
+class Files:
+    """The files of a server, in a folder under names that it gives them itself."""
+
+    def __init__(self, training: Training) -> None:
+        self._store, self.folder = training.store, training.folder.resolve() / "files"
+        self.folder.mkdir(exist_ok=True)
+
+    def tidy(self) -> None:
+        """Remove what uploads left that a killed server did not finish."""
+        known = {one["id"] for one in self._store.all(KIND)}
+        for path in self.folder.iterdir():
+            if path.stem not in known:
+                path.unlink()
+
+    def path(self, id: str) -> Path:
+        """Return where a file's bytes are."""
+        return self.folder / f"{id}.jsonl"
+
+    def get(self, id: str, owner: str, param: str | None = None) -> dict[str, Any]:
+        """Return what clients see of a file.
+
+        Raises:
+            RequestError: There is none, or it is another owner's.
+        """
+        found = self._store.get(KIND, id, owner)
+        if found is None:
+            raise RequestError(
+                f"there is no file '{id[:80]}'.", status=404, code="file_not_found", param=param
+            )
+        return found
+
+    def add(self, content: bytes, name: str, purpose: str, owner: str) -> str:
+        """Write a file; return its id."""
+        id = new_id("file-")
+        write_bytes_atomic(content, self.path(id))
+        self._put(id, len(content), name, purpose, owner)
+        return id
+
+    def _put(self, id: str, size: int, name: str, purpose: str, owner: str) -> dict[str, Any]:
+        body = {
+            "id": id,
+            "object": "file",
+            "bytes": size,
+            "created_at": int(time.time()),
+            "filename": name,
+            "purpose": purpose,
+            "status": "processed",
+        }
+        self._store.put(KIND, id, body, owner=owner)
+        return body
+
+    # What clients ask for.
+
+    async def upload(self, request: Request) -> Response:
+        owner = request.state.owner
+        if len(await asyncio.to_thread(self._store.all, KIND, owner)) >= MAX_FILES:
+            raise RequestError(f"there are {MAX_FILES} files already.", fix="Delete some.")
+        id = new_id("file-")
+        with ExitStack() as stack:
+            file = stack.enter_context(replacing(self.path(id), MAX_UPLOAD))
+            try:
+                form = Form(request.headers.get("content-type", ""), file, MAX_UPLOAD)
+                async for chunk in request.stream():
+                    form.feed(chunk)
+                form.close()
+            except ClientDisconnect:
+                raise RequestError("the upload was cut short.") from None
+            except FormError as error:
+                status = 413 if error.is_too_long else 400
+                raise RequestError(
+                    error.asked, found=error.found, status=status, param=error.part
+                ) from None
+            _check_fields(form.fields)
+            await asyncio.to_thread(stack.close)  # it waits for the disk
+        facts = form.num_bytes, form.filename or "", PURPOSE, owner
+        return JSONResponse(await asyncio.to_thread(self._put, id, *facts))
+
+    def listed(self, request: Request) -> Response:
+        page = Page.of(request, most=10_000, usual=10_000)
+        purpose = request.query_params.get("purpose")
+        found = self._store.all(KIND, request.state.owner)
+        found = [one for one in found if purpose in (None, one["purpose"])]
+        if request.query_params.get("order", "desc") != "asc":
+            found.reverse()
+        return page.response(found)
+
+    def retrieve(self, request: Request) -> Response:
+        return JSONResponse(self.get(request.path_params["id"], request.state.owner))
+
+    def content(self, request: Request) -> Response:
+        found = self.get(request.path_params["id"], request.state.owner)
+        return FileResponse(self.path(found["id"]), media_type="application/octet-stream")
+
+    def delete(self, request: Request) -> Response:
+        id = self.get(request.path_params["id"], request.state.owner)["id"]
+        for job in self._store.all(JOB, request.state.owner):
+            told = job["told"]
+            if id in (told["training_file"], told["validation_file"]) and not told["finished_at"]:
+                text = f"the file is in use by the job {told['id']}."
+                raise RequestError(text, fix="Cancel the job first.", code="file_in_use")
+        self._store.delete(KIND, id)
+        self.path(id).unlink(missing_ok=True)
+        return JSONResponse({"id": id, "object": "file", "deleted": True})
+
+
+def _check_fields(fields: dict[str, str]) -> None:
+    """Refuse purposes and fields that this server has not."""
+    purpose = fields.pop("purpose", "")
+    if purpose != PURPOSE:
+        text, fix = f"the purpose '{purpose[:40]}' is not known here.", f"Upload with {PURPOSE}."
+        raise RequestError(text, fix=fix, param="purpose")
+    for name in fields:
+        text, fix = "the field is not known here.", "Files stay until they are deleted."
+        raise RequestError(text, fix=fix, param=name[:80])

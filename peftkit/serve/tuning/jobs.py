@@ -1,0 +1,309 @@
+"""Jobs: from what a client asks to a published adapter. All that is acknowledged is in the store.
+
+A job's status is also the client's wish. The run looks at it after each step: whatever it is but
+"running", the run saves and stops. A server that is killed leaves jobs "queued" and "running"; the
+next one goes on with them.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from peftkit.config.schema import dump_yaml, load
+from peftkit.config.strict_yaml import printable
+from peftkit.errors import CheckpointError, DataError, PeftkitError
+from peftkit.events import ignore
+from peftkit.execution.signals import Interrupted
+from peftkit.files.disk import write_text
+from peftkit.formats.folders import RECIPE
+from peftkit.recipe import Recipe
+from peftkit.report.history import read_history
+from peftkit.run import run
+from peftkit.serve.requests import RequestError
+from peftkit.serve.store import new_id
+from peftkit.serve.training import MAX_JOBS, Training
+from peftkit.serve.tuning.bodies import JobBody
+from peftkit.serve.tuning.documents import ENDED, JOB, changing, tell
+from peftkit.serve.tuning.files import PURPOSE, RESULTS, Files
+from peftkit.serve.tuning.progress import JobProgress, results
+from peftkit.serve.tuning.recipes import grader_of, recipe_of
+from peftkit.serve.tuning.rows import JobError, count_rows, public
+from peftkit.tasks.graders import fields_of
+from peftkit.train.checkpoint_files import Checkpoints
+from peftkit.train.metrics import require_trackers
+
+MAY = {
+    "cancel": ("cancelled", ("validating_files", "queued", "running", "paused")),
+    "pause": ("paused", ("queued", "running")),
+    "resume": ("queued", ("paused",)),
+}
+"""What clients may do with a job: the status that it gets, and those in which they may."""
+
+_LOG = logging.getLogger(__name__)
+_checking = threading.Lock()
+"""Held while the rows of a job are checked: one file at a time."""
+
+
+class Jobs:
+    """The jobs of a server.
+
+    Args:
+        files: Of its clients.
+    """
+
+    def __init__(self, training: Training, files: Files) -> None:
+        self._training, self._store, self._files = training, training.store, files
+
+    def folder(self, id: str) -> Path:
+        """Return the folder of a job's run."""
+        return self._training.folder.resolve() / "jobs" / id
+
+    def get(self, id: str, owner: str) -> dict[str, Any]:
+        """Return a job's document.
+
+        Raises:
+            RequestError: There is none, or it is another owner's.
+        """
+        found = self._store.get(JOB, id, owner)
+        if found is None:
+            text = f"there is no fine-tuning job '{id[:80]}'."
+            raise RequestError(text, status=404, code="fine_tune_not_found")
+        return found
+
+    def create(self, body: JobBody, owner: str) -> dict[str, Any]:
+        """Take a job, and begin to check its files.
+
+        Raises:
+            RequestError: It asks for what is not there, or too many jobs wait.
+        """
+        id = new_id("ftjob-")
+        self._training.models.inner(body.model, owner)  # raises where there is none
+        for param in ("training_file", "validation_file"):
+            if (file := getattr(body, param)) is not None:
+                purpose = self._files.get(file, owner, param)["purpose"]
+                if purpose != PURPOSE:
+                    raise RequestError(f"{file} is a file of the purpose {purpose}.", param=param)
+        if body.integrations:
+            _require_wandb()
+        if body.grader is not None:
+            with tempfile.TemporaryDirectory() as folder:  # its own gets it once the job is taken
+                grader_of(body.grader, self._training, Path(folder))
+        told = body.as_job(id, secrets.randbelow(2**31))
+        with self._store.transaction():
+            waiting = [one for one in self._store.all(JOB, owner) if not _has_ended(one)]
+            if len(waiting) >= MAX_JOBS:
+                raise RequestError(
+                    "too many jobs wait.",
+                    found=f"{len(waiting)} wait or run, of {MAX_JOBS} that may.",
+                    fix="Try again when one has ended.",
+                    status=429,
+                    code="queue_full",
+                )
+            job = {"told": told, "asked": body.model_dump(), "name": _model_name(body, id)}
+            self._store.put(JOB, id, job, owner=owner)
+            tell(self._store, id, f"Created fine-tuning job: {id}")
+            tell(self._store, id, f"Validating training file: {body.training_file}")
+            if body.validation_file:
+                tell(self._store, id, f"Validating validation file: {body.validation_file}")
+        self._training.say(f"{id}: created, {body.kind}, over {body.model}")
+        self._start(id)
+        return told
+
+    def change(self, id: str, owner: str, what: str) -> dict[str, Any]:
+        """Cancel, pause or resume a job.
+
+        Raises:
+            RequestError: There is none, or its status does not allow that.
+        """
+        self.get(id, owner)
+        status, allowed = MAY[what]
+        with changing(self._store, id) as job:
+            told: dict[str, Any] = job["told"]
+            if told["status"] not in allowed:
+                text = f"the job is {told['status']}: {what} does not apply."
+                raise RequestError(text, code="invalid_status")
+            ended = int(time.time()) if status in ENDED else None
+            told |= {"status": status, "estimated_finish": None, "finished_at": ended}
+            tell(self._store, id, f"The job is {status}")
+        self._training.say(f"{id}: {status}")
+        if what == "resume":
+            self._queue(id)
+        return told
+
+    def resume(self) -> None:
+        """Go on with the jobs that were under way when the server ended."""
+        for job in self._store.all(JOB):
+            status, id = job["told"]["status"], job["told"]["id"]
+            if status == "validating_files":
+                self._start(id)
+            elif status in ("queued", "running"):
+                self._training.say(f"{id}: goes on")
+                self._queue(id)
+
+    # Before the run: files are checked in a thread of their own, so that answers go on.
+
+    def _start(self, id: str) -> None:
+        threading.Thread(target=self._check, args=(id,), name=f"rows of {id}", daemon=True).start()
+
+    def _check(self, id: str) -> None:
+        """Check a job's files, make its recipe, and queue it."""
+        try:
+            with _checking:
+                self._make_recipe(id)
+        except JobError as error:
+            self._fail(id, error.code, error.asked, error.param)
+        except PeftkitError as error:
+            self._fail(id, "invalid_hyperparameters", self._public(id, error), "hyperparameters")
+        except Exception as problem:
+            if not self._training.worker.is_stopping:  # else the next server begins anew
+                self._fail_unexpectedly(id, problem)
+        else:
+            self._queue(id)
+
+    def _make_recipe(self, id: str) -> None:
+        job, folder = self._store.get(JOB, id), self.folder(id)
+        assert job is not None
+        body, grader = JobBody.model_validate(job["asked"]), None
+        if body.grader is not None:
+            grader = grader_of(body.grader, self._training, folder)
+        fields = fields_of(grader) if grader else ()
+        file, valid = self._files.path(body.training_file), None
+        num_rows = count_rows(file, body.kind, fields)
+        if body.validation_file is not None:
+            valid = self._files.path(body.validation_file)
+            count_rows(valid, body.kind, fields, param="validation_file")
+        recipe, numbers = recipe_of(
+            body,
+            job["told"]["seed"],
+            grader,
+            self._training,
+            files=(file, valid),
+            num_rows=num_rows,
+            start=self._training.models.folder(body.model, self._store.owner(JOB, id)),
+            out=folder,
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(dump_yaml(recipe), folder / RECIPE)
+        with changing(self._store, id) as job:
+            if job["told"]["status"] == "validating_files":  # else it was cancelled
+                job["told"] |= {"status": "queued", "hyperparameters": numbers}
+                job["told"]["method"][body.kind]["hyperparameters"] = numbers
+                tell(self._store, id, "Files validated, moving job to queued state")
+
+    # The run, in the thread that has the model.
+
+    def _queue(self, id: str) -> None:
+        self._training.worker.queue(partial(self._run, id))
+
+    def _run(self, id: str, give_way: Callable[[], None]) -> None:
+        """Run a job from its newest checkpoint, or from its start."""
+        with changing(self._store, id) as job:
+            if job["told"]["status"] not in ("queued", "running"):
+                return  # it was cancelled or paused while it waited
+            job["told"]["status"] = "running"
+        folder = self.folder(id)
+        progress = JobProgress(self._training, id, folder, give_way)
+        try:
+            resume = _has_checkpoint(folder)
+            run(
+                load(Recipe, folder / RECIPE),
+                resume=resume,
+                overwrite=not resume,
+                base=self._training.bank.base,
+                on_event=progress.on_event,
+            )
+            progress.flush()
+            self._finish(id, progress)
+        except Interrupted:  # it was cancelled or paused, or the server ends
+            progress.flush()
+        except DataError as error:
+            self._fail(id, "invalid_training_file", self._public(id, error), "training_file")
+        except PeftkitError as error:
+            self._fail(id, "training_failed", self._public(id, error))
+        except Exception as problem:
+            self._fail_unexpectedly(id, problem)
+
+    def _finish(self, id: str, progress: JobProgress) -> None:
+        """Publish a job's adapter, unless it was cancelled or paused at the last moment."""
+        folder, owner = self.folder(id), self._store.owner(JOB, id)
+        history = read_history(folder)
+        with changing(self._store, id) as job:
+            if job["told"]["status"] != "running":
+                return
+            file = self._files.add(results(history), "step_metrics.csv", RESULTS, owner)
+            progress.publish(name := job["name"], folder, history.step, history)
+            job["told"] |= {
+                "status": "succeeded",
+                "finished_at": int(time.time()),
+                "fine_tuned_model": name,
+                "result_files": [file],
+                "trained_tokens": history.num_tokens,
+                "estimated_finish": None,
+            }
+            tell(self._store, id, f"New fine-tuned model created: {name}")
+            tell(self._store, id, "The job has successfully completed")
+        progress.forget_old()
+        self._training.say(f"{id}: done, {name}")
+
+    def _fail(self, id: str, code: str, message: str, param: str | None = None) -> None:
+        with changing(self._store, id) as job:
+            if _has_ended(job):
+                return
+            job["told"] |= {
+                "status": "failed",
+                "finished_at": int(time.time()),
+                "estimated_finish": None,
+                "error": {"code": code, "message": message, "param": param},
+            }
+            tell(self._store, id, f"The job failed: {message}", "error")
+        self._training.say(f"{id}: failed: {printable(message)}")
+
+    def _fail_unexpectedly(self, id: str, problem: Exception) -> None:
+        _LOG.exception("the job %s", id)
+        self._fail(id, "server_error", f"{type(problem).__name__}: {problem}")
+
+    def _public(self, id: str, error: PeftkitError) -> str:
+        job = self._store.get(JOB, id)
+        assert job is not None
+        names = (job["told"][name] for name in ("training_file", "validation_file"))
+        return public(
+            str(error), *(self._files.path(name) for name in names if name), self.folder(id)
+        )
+
+
+def _has_ended(job: dict[str, Any]) -> bool:
+    return job["told"]["status"] in ENDED
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    try:
+        Checkpoints(folder, keep=1).newest_valid(ignore)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _model_name(body: JobBody, id: str) -> str:
+    """Return the public name that a job's model will have."""
+    base = body.model.split(":")[1] if body.model.startswith("ft:") else body.model
+    base = base.rstrip("/").rpartition("/")[2]
+    base, suffix = (re.sub(r"[^\w.-]", "-", text) for text in (base or "base", body.suffix or ""))
+    return f"ft:{base}:local:{suffix}:{id[-8:]}"
+
+
+def _require_wandb() -> None:
+    try:
+        require_trackers(["wandb"])
+    except PeftkitError as error:
+        raise RequestError(
+            "wandb is not installed beside this server.", fix=error.fix, param="integrations"
+        ) from None

@@ -1,0 +1,134 @@
+"""Files of clients: uploaded, listed, read, deleted; each its owner's alone."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types import FileDeleted, FileObject
+
+from tests.serve.tuning.conftest import FILES, JOBS, Client, Served, chats, hyper
+
+KEYS = ("a key of one", "a key of another")
+
+
+def test_a_file_is_read_as_it_was_uploaded_and_is_there_after_a_restart(served: Served) -> None:
+    data = b'{"messages": []}\r\n--not a boundary\n' * 9
+    with served() as client:
+        id = client.upload(data, "../rows.jsonl")
+    with served() as client:
+        found = FileObject.model_validate(client.get(f"{FILES}/{id}").json(), strict=True)
+        assert (found.filename, found.bytes) == ("../rows.jsonl", len(data))
+        assert (found.purpose, found.status) == ("fine-tune", "processed")
+        assert client.get(f"{FILES}/{id}/content").content == data
+        assert [path.name for path in (client.folder / "files").iterdir()] == [f"{id}.jsonl"]
+        gone = client.delete(f"{FILES}/{id}").json()
+        assert FileDeleted.model_validate(gone, strict=True).deleted
+        for request in (client.get, client.delete):
+            missing = request(f"{FILES}/{id}")
+            assert missing.status_code == 404
+            assert missing.json()["error"]["code"] == "file_not_found"
+        assert not any((client.folder / "files").iterdir())
+
+
+def test_files_are_listed_page_by_page(client: Client) -> None:
+    ids = [client.upload(b"{}") for _ in range(5)][::-1]
+    first = client.get(FILES, params={"limit": 2}).json()
+    assert [one["id"] for one in first["data"]] == ids[:2]
+    assert (first["has_more"], first["first_id"], first["last_id"]) == (True, *ids[:2])
+    rest = client.get(FILES, params={"after": ids[1], "purpose": "fine-tune"}).json()
+    assert [one["id"] for one in rest["data"]] == ids[2:]
+    assert rest["has_more"] is False
+    oldest = client.get(FILES, params={"order": "asc", "limit": 1}).json()
+    assert oldest["data"][0]["id"] == ids[-1]
+    assert client.get(FILES, params={"purpose": "fine-tune-results"}).json()["data"] == []
+    for wrong in ({"limit": "0"}, {"limit": "x"}, {"limit": "²"}, {"after": "file-x"}):
+        refused = client.get(FILES, params=wrong)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == next(iter(wrong))
+
+
+@pytest.mark.parametrize(
+    ("form", "param", "status"),
+    [
+        ({"data": {"purpose": "batch"}}, "purpose", 400),
+        ({"data": {}}, "purpose", 400),
+        ({"data": {"purpose": "fine-tune", "expires_after[seconds]": "3600"}}, "expires", 400),
+        ({"data": {"purpose": "fine-tune"}, "files": {"other": b"x"}}, "file", 400),
+        ({"data": {"purpose": "fine-tune"}, "files": {"file": b"x" * 2000}}, "file", 413),
+    ],
+)
+def test_an_upload_that_is_refused_leaves_nothing(
+    client: Client, monkeypatch: pytest.MonkeyPatch, form: dict[str, Any], param: str, status: int
+) -> None:
+    monkeypatch.setattr("peftkit.serve.tuning.files.MAX_UPLOAD", 1000)
+    refused = client.post(FILES, **{"files": {"file": b"x"}, **form})
+    assert refused.status_code == status, refused.text
+    assert refused.json()["error"]["param"].startswith(param)
+    assert client.get(FILES).json()["data"] == []
+    assert not any((client.folder / "files").iterdir())
+
+
+def test_the_number_of_files_is_bounded(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peftkit.serve.tuning.files.MAX_FILES", 2)
+    for _ in range(2):
+        client.upload(b"{}")
+    refused = client.post(FILES, files={"file": b"x"}, data={"purpose": "fine-tune"})
+    assert refused.status_code == 400
+    assert "there are 2 files already" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "id", ["..%2f..%2fserver.sqlite", "%2e%2e", "file-x", "file-x%00", "x" * 500]
+)
+def test_names_never_become_paths(client: Client, id: str) -> None:
+    for path in (f"{FILES}/{id}", f"{FILES}/{id}/content", f"{JOBS}/{id}", f"{JOBS}/{id}/events"):
+        assert client.get(path).status_code == 404
+    assert client.delete(f"{FILES}/{id}").status_code == 404
+    body = {"model": "base", "training_file": "../server.sqlite"}
+    assert client.post(JOBS, json=body).status_code == 404
+
+
+def test_what_a_killed_server_left_of_an_upload_is_removed(served: Served) -> None:
+    with served() as client:
+        id = client.upload(b"{}")
+        folder: Path = client.folder / "files"
+    for name in (".file-1.jsonl.tmp-9", "file-2.jsonl"):  # not whole, and not acknowledged
+        (folder / name).touch()
+    with served():
+        assert [path.name for path in folder.iterdir()] == [f"{id}.jsonl"]
+
+
+def test_one_key_s_files_jobs_and_models_are_not_there_for_another(served: Served) -> None:
+    with served(keys=KEYS) as client:
+        client.headers["Authorization"] = f"Bearer {KEYS[0]}"
+        job = client.job(chats(), method=hyper(n_epochs=1))
+        done = client.until(job["id"])
+        (result,) = done["result_files"]
+        names = [one["id"] for one in client.get("/v1/models").json()["data"]]
+        assert done["fine_tuned_model"] in names
+        client.headers["Authorization"] = f"Bearer {KEYS[1]}"
+        assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["base"]
+        assert client.get(FILES).json()["data"] == client.get(JOBS).json()["data"] == []
+        for id in (done["training_file"], result):
+            assert client.get(f"{FILES}/{id}/content").status_code == 404
+            assert client.delete(f"{FILES}/{id}").status_code == 404
+        for what in ("", "/events", "/checkpoints"):
+            assert client.get(f"{JOBS}/{job['id']}{what}").status_code == 404
+        for what in ("cancel", "pause", "resume"):
+            assert client.post(f"{JOBS}/{job['id']}/{what}").status_code == 404
+        mine = client.upload(chats())
+        others: list[dict[str, Any]] = [
+            {"model": "base", "training_file": done["training_file"]},
+            {"model": "base", "training_file": mine, "validation_file": done["training_file"]},
+            {"model": done["fine_tuned_model"], "training_file": mine},
+        ]
+        for body in others:
+            assert client.post(JOBS, json=body).status_code == 404
+        body = {"model": done["fine_tuned_model"], "messages": [{"role": "user", "content": "x"}]}
+        assert client.post("/v1/chat/completions", json=body).status_code == 404
+    database = sqlite3.connect(client.folder / "server.sqlite")
+    kept = "\n".join(str(row) for row in database.execute("SELECT * FROM documents"))
+    assert not any(key in kept for key in KEYS)
