@@ -16,7 +16,10 @@ Combination = Literal["linear", "cat", "svd", "ties", "dare_linear", "dare_ties"
 
 def merge(
     adapter: Adapter,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for the model.")],
+    out: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="New folder. FILE.gguf, if the base is such a file."),
+    ],
     base: Base = None,
     dtype: Annotated[
         Literal["bf16", "fp16", "fp32"] | None,
@@ -53,6 +56,9 @@ def merge(
             on_event=on_event,
         )
     typer.echo(out)
+    if out.suffix == ".gguf":
+        note(f"Next: llama-server -m '{out}', or FROM in Ollama's Modelfile.")
+        return
     note(f"Next: load '{out}' in transformers, vLLM or llama.cpp's converter, like any model.")
 
 

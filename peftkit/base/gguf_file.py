@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import modeling_gguf_pytorch_utils as transformers_gguf
 
 from peftkit.base.locate import Location
+from peftkit.errors import BaseError
 from peftkit.kernels.gguf_blocks import TYPES
 from peftkit.kernels.packed import PackedFormat
 from peftkit.model.places import is_conv1d
@@ -134,6 +135,26 @@ class Blocks(NamedTuple):
             parts = [torch.from_numpy(t.data.view(numpy.ndarray)) for t in self.tensors]
         rows = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return rows if self.order is None else rows[self.order]
+
+    def parts_of(self, weight: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        """Yield each tensor of the file with its rows (n, in) of a weight (..., out, in)."""
+        rows = weight
+        if self.order is not None:
+            rows = torch.empty_like(weight).index_copy_(0, self.order, weight)
+        at = 0
+        for tensor in self.tensors:
+            size = int(tensor.data.shape[-2])
+            yield tensor, rows.narrow(-2, at, size).reshape(-1, rows.shape[-1])
+            at += size
+
+    @property
+    def can_be_written(self) -> bool:
+        """Whether the package gguf can quantise to the type, which it reads in any case."""
+        try:
+            quantized(torch.zeros(1, TYPES[self.form.kind].values), self.tensors[0])
+        except NotImplementedError:
+            return False
+        return True
 
 
 def settings_of(location: Location, config: Any, auto_class: str) -> dict[str, Any] | None:
@@ -245,8 +266,11 @@ def parsed_once(location: Location) -> Iterator[None]:
     """Parse a base's GGUF file once for all its readers in this context.
 
     It takes seconds, and transformers parses the file for the config and again for the tokenizer.
+
+    Raises:
+        BaseError: The file is cut short, or lies about what it holds.
     """
-    if importlib.util.find_spec("gguf") is None:
+    if importlib.util.find_spec("gguf") is None or not location.gguf:
         yield
         return
     import gguf
@@ -256,11 +280,19 @@ def parsed_once(location: Location) -> Iterator[None]:
 
     def reader(path: Any, *more: Any) -> Any:
         if str(path) not in parsed:
-            parsed[str(path)] = plain(path, *more)
+            try:
+                parsed[str(path)] = plain(path, *more)
+            except Exception as error:  # numpy's, where its numbers do not fit its size
+                raise BaseError(
+                    f"{path} is not a whole GGUF file.",
+                    found=str(error),
+                    fix="Download it again; compare its size with that on its page.",
+                ) from error
         return parsed[str(path)]
 
     module.GGUFReader = reader
     try:
+        reader(location.gguf_path)
         yield
     finally:
         module.GGUFReader = plain
@@ -278,6 +310,15 @@ def _conversions(architecture: str, config: Any) -> list[Any] | None:
     if not is_gguf_arch_supported(architecture):
         return None
     return list(get_gguf_conversion_mapping(architecture, config))
+
+
+def quantized(rows: Tensor, tensor: Any) -> Tensor:
+    """Return rows (n, in) in blocks of the type of a reader's tensor: (n, bytes of a row)."""
+    from gguf.quants import quantize
+
+    step = max(CHUNK // rows.shape[-1], 1)
+    kind = tensor.tensor_type
+    return torch.cat([torch.from_numpy(quantize(some.numpy(), kind)) for some in rows.split(step)])
 
 
 def _dequantised(tensor: Any) -> Tensor:

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -41,8 +41,9 @@ from peftkit.merging.over_files import FLOATS, Shards, changes_of, files_of, wri
 from peftkit.merging.prompt_format import frames, prompt_note, write_template
 from peftkit.merging.verify import (
     PROMPTS,
-    Agreement,
+    Merged,
     agreement,
+    facts_of,
     precision,
     reference_of,
     verified,
@@ -55,28 +56,6 @@ PACKING_FIELDS = ("quantize", "double_quant", "quantize_towers", "quantize_embed
 FROM_QUANTIZED = (
     "With --from-quantized the merged model keeps the rounding that the adapter was trained over."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Merged:
-    """The result of a merge.
-
-    Attributes:
-        folder: The new model, which plain transformers loads.
-        base: What it was merged into.
-        tally: How much the weights changed.
-        effect: Compares the base with and without the adapter. agreement: Compares the merged
-            model with base and adapter. Both are None without `verify`.
-        other_precision: How the base was quantised in training, where the merge is into its
-            original weights; else "".
-    """
-
-    folder: Path
-    base: str
-    tally: Tally
-    effect: Agreement | None
-    agreement: Agreement | None
-    other_precision: str = ""
 
 
 def merge(
@@ -92,11 +71,12 @@ def merge(
     overwrite: bool = False,
     on_event: Listener = ignore,
 ) -> Merged:
-    """Merge an adapter folder into its base and write an ordinary model folder.
+    """Merge an adapter folder into its base and write an ordinary model folder, or a GGUF file.
 
     Args:
         adapter: A folder made by peftkit or by PEFT.
-        out: The new folder; nothing appears in it before all of it is written and verified.
+        out: The new folder; nothing appears in it before all of it is written and verified. Of a
+            base that is a GGUF file also FILE.gguf: a file of the same types.
         base: Where the base is, if elsewhere than recorded.
         dtype: Of all weights written; None keeps each weight's own.
         from_quantized: Merge into the dequantised weights that the adapter was trained over. This
@@ -118,6 +98,15 @@ def merge(
     file = read_adapter(adapter_folder(adapter))
     check_mergeable(file.method)
     check_original(file.method, from_quantized)
+    if Path(out).suffix == ".gguf":
+        from peftkit.merging.into_gguf import merge_into_gguf  # the optional package gguf
+
+        if dtype is not None:
+            found = "Its weights keep the types of the base's file."
+            raise MergeError("a GGUF file takes no --dtype", found=found, fix="Leave it out.")
+        how: dict[str, Any] = {"base": base, "verify": verify, "prompts": prompts}
+        how |= {"force": force, "overwrite": overwrite, "on_event": on_event}
+        return merge_into_gguf(file, out, **how)
     name, revision = file.base_or(base)
     out, tally, purpose = Path(out).expanduser(), Tally(), task_of(file).purpose
     stored = DTYPES[dtype] if dtype else None
@@ -158,7 +147,7 @@ def merge(
         merged = Merged(out, name, tally, effect, agreed, other_precision)
         hub_id = locate(name, revision).hub_id
         write_card(_card(merged, file, purpose, is_quantized, hub_id), folder)
-    on_event(Table("The merged model", ("", ""), tuple(_facts(merged).items())))
+    on_event(Table("The merged model", ("", ""), tuple(facts_of(merged).items())))
     if other_precision:
         on_event(Notice(f"{_precision_note(other_precision)} {FROM_QUANTIZED}"))
     if note := _prompt_note(file):
@@ -295,28 +284,6 @@ def _style(file: AdapterFile) -> Style | None:
     return replace(style, system=None)
 
 
-def _facts(merged: Merged) -> dict[str, str]:
-    tally = merged.tally
-    facts = {
-        "base": merged.base,
-        "weights changed": f"{tally.num_weights:,}",
-        "size of the update": f"{tally.relative_update:.3g} of these weights' own",
-        "lost in rounding": f"{tally.relative_rounding:.3g} of the update",
-    }
-    if merged.agreement is None or merged.effect is None:
-        return facts | {"verified": "no"}
-    agreed, effect = merged.agreement, merged.effect
-    reference = "base and adapter"
-    if merged.other_precision:
-        reference = f"the original base (not in {merged.other_precision}) and the adapter"
-    return facts | {
-        "verified": f"on {agreed.num_positions} positions, against {reference}",
-        "largest difference of a logit": f"{agreed.max_difference:.3g} (of {agreed.largest:.3g})",
-        "same next token": f"{agreed.top1:.1%}",
-        "largest change by the adapter": f"{effect.max_difference:.3g}",
-    }
-
-
 def _card(
     merged: Merged,
     file: AdapterFile,
@@ -339,7 +306,7 @@ def _card(
     return Card(
         title=name,
         base=hub_id or merged.base,
-        facts=_facts(merged),
+        facts=facts_of(merged),
         usage=usage,
         notes=notes,
         library="transformers",

@@ -70,6 +70,28 @@ class Reference:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The result of a merge.
+
+    Attributes:
+        folder: The new model, which plain transformers loads; or the new GGUF file.
+        base: What it was merged into.
+        tally: How much the weights changed.
+        effect: Compares the base with and without the adapter. agreement: Compares the merged
+            model with base and adapter. Both are None without `verify`.
+        other_precision: How the base was quantised in training, where the merge is into its
+            original weights; else "".
+    """
+
+    folder: Path
+    base: str
+    tally: Tally
+    effect: Agreement | None
+    agreement: Agreement | None
+    other_precision: str = ""
+
+
 @torch.no_grad()
 def logits_on(base: Base, prompts: Sequence[str], purpose: Purpose = CAUSAL_LM) -> list[Tensor]:
     """Return the logits (positions, V) on each prompt, float32, on the CPU.
@@ -180,3 +202,26 @@ def verified(
             fix="Use the adapter unmerged, and report this with the output of: peftkit env",
         )
     return agreed
+
+
+def facts_of(merged: Merged) -> dict[str, str]:
+    """Return the facts of a merge, for a table and a card."""
+    tally = merged.tally
+    facts = {
+        "base": merged.base,
+        "weights changed": f"{tally.num_weights:,}",
+        "size of the update": f"{tally.relative_update:.3g} of these weights' own",
+        "lost in rounding": f"{tally.relative_rounding:.3g} of the update",
+    }
+    if merged.agreement is None or merged.effect is None:
+        return facts | {"verified": "no"}
+    agreed, effect = merged.agreement, merged.effect
+    reference = "base and adapter"
+    if merged.other_precision:
+        reference = f"the original base (not in {merged.other_precision}) and the adapter"
+    return facts | {
+        "verified": f"on {agreed.num_positions} positions, against {reference}",
+        "largest difference of a logit": f"{agreed.max_difference:.3g} (of {agreed.largest:.3g})",
+        "same next token": f"{agreed.top1:.1%}",
+        "largest change by the adapter": f"{effect.max_difference:.3g}",
+    }

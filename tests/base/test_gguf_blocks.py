@@ -231,7 +231,7 @@ def test_a_type_that_is_not_read_in_blocks_is_dequantised_with_a_notice(tmp_path
     assert text == "2 quantised weights are kept dequantised: TQ2_0."
 
 
-@pytest.mark.parametrize("damage", ["cut short", "a tensor beyond the end", "changed"])
+@pytest.mark.parametrize("damage", ["cut short", "a tensor beyond the end", "a lie", "changed"])
 def test_a_damaged_file_is_one_clear_error(mixture: Path, tmp_path: Path, damage: str) -> None:
     path = tmp_path / "damaged.gguf"
     data = mixture.read_bytes()
@@ -239,6 +239,9 @@ def test_a_damaged_file_is_one_clear_error(mixture: Path, tmp_path: Path, damage
         path.write_bytes(data[: len(data) // 2])
     elif damage == "a tensor beyond the end":
         path.write_bytes(data[:-300])
+    elif damage == "a lie":  # about the rows of a tensor
+        at = data.index(b"token_embd.weight") + len(b"token_embd.weight") + 12
+        path.write_bytes(data[:at] + (1 << 40).to_bytes(8, "little") + data[at + 8 :])
     else:
         path.write_bytes(data)
     events: list[Event] = []
@@ -248,7 +251,8 @@ def test_a_damaged_file_is_one_clear_error(mixture: Path, tmp_path: Path, damage
         if damage == "changed" and len(events) == 4:
             os.utime(path, ns=(1, 1))
 
-    with pytest.raises(BaseError, match=r"damaged\.gguf"):
+    wrong = "changed while it was read" if damage == "changed" else "is not a whole GGUF file"
+    with pytest.raises(BaseError, match=rf"damaged\.gguf {wrong}"):
         load_base(str(path), dtype="fp32", on_event=on_event)
 
 

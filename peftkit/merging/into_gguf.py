@@ -1,0 +1,162 @@
+"""Merging into a GGUF file: the same file, with the blocks of the changed weights quantised anew.
+
+Types and sizes stay, so that all else, the header too, is copied bit for bit. The package gguf
+quantises to Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and MXFP4. A file in K or IQ types is refused: only
+llama.cpp's own programs quantise to these.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peftkit.adapter import Adapter
+from peftkit.base.gguf_file import Blocks, blocks_of, parsed_once, quantized, source_of
+from peftkit.base.load import load_base
+from peftkit.base.locate import locate
+from peftkit.base.skeleton import skeleton
+from peftkit.errors import MergeError, OutputError
+from peftkit.events import Listener, Notice, Saved, Stage, Table
+from peftkit.files import disk
+from peftkit.formats.open_adapter import open_adapter
+from peftkit.formats.peft.folder import AdapterFile
+from peftkit.kernels.gguf_blocks import unpack_gguf
+from peftkit.merging.fold import Tally, check_all
+from peftkit.merging.verify import Merged, agreement, facts_of, logits_on, reference_of
+
+_INSTEAD = (
+    "Serve base and adapter as two files: peftkit export ADAPTER --to gguf. Or merge into a folder "
+    "of 16-bit weights, and let llama.cpp's converter and llama-quantize make the file."
+)
+
+
+def merge_into_gguf(
+    file: AdapterFile,
+    out: str | Path,
+    *,
+    base: str | None,
+    verify: bool,
+    prompts: Sequence[str],
+    force: bool,
+    overwrite: bool,
+    on_event: Listener,
+) -> Merged:
+    """Write the GGUF file of an adapter's base again, with the adapter in it; see `merge`."""
+    name, revision = file.base_or(base)
+    location, out = locate(name, revision), Path(out).expanduser()
+    if not location.gguf or location.convert_to is not None:
+        raise MergeError(
+            f"cannot merge into {out}",
+            found=f"the base {name} is no GGUF file",
+            fix="Merge into a folder; llama.cpp's convert_hf_to_gguf.py makes a GGUF file of it.",
+        )
+    _check_free(out, location.gguf_path, overwrite)
+    how: dict[str, Any] = {"quantize": "none", "dtype": "fp32", "device": "cpu"}
+    opened = open_adapter(file.folder, base, **how, force=force, on_event=on_event)
+    check_all(opened.adapter)
+    reference = reference_of(opened, prompts) if verify else None
+    tally = Tally()
+    with _beside(out, location.gguf_path.stat().st_size) as written:
+        on_event(Stage(f"Writing {out}"))
+        shutil.copyfile(location.gguf_path, written)
+        with parsed_once(location):
+            model = skeleton(name, revision=revision, purpose=opened.task.purpose)
+            blocks = blocks_of(source_of(location.gguf_path, model), model)
+            write_changes(opened.adapter, blocks, written, tally)
+        tally.check()
+        effect = agreed = None
+        if reference is not None:
+            on_event(Stage("Comparing the merged file with base and adapter"))
+            effect = agreement(reference.adapted, reference.bare)
+            merged = load_base(str(written), **how, purpose=opened.task.purpose)
+            agreed = agreement(logits_on(merged, prompts), reference.adapted)
+            del merged
+    result = Merged(out, name, tally, effect, agreed)
+    on_event(Table("The merged file", ("", ""), tuple(facts_of(result).items())))
+    on_event(Notice(_told(tally)))
+    style = file.provenance.prompt_style
+    if style is not None and (style.chat_template or style.kind != "chat" or style.system):
+        on_event(
+            Notice(
+                "The file keeps its base's chat template; the adapter was trained with other "
+                "prompts (prompt_style in its peftkit.json)."
+            )
+        )
+    on_event(Saved("merged file", out))
+    return result
+
+
+def _told(tally: Tally) -> str:
+    lost = tally.relative_rounding
+    told = f"Quantising anew lost {lost:.2f} of the update"
+    if lost < 0.5:
+        return f"{told}."
+    return f"{told}: the file computes noticeably otherwise than base and adapter. {_INSTEAD}"
+
+
+def _check_free(out: Path, source: Path, overwrite: bool) -> None:
+    is_source = out.exists() and out.samefile(source)
+    if out.is_dir() or is_source or (out.exists() and not overwrite):
+        state = "It is a folder." if out.is_dir() else "It exists."
+        state = "It is the base itself, whose pages are in use." if is_source else state
+        raise OutputError(f"cannot write {out}", found=state, fix="Choose another file.")
+
+
+@contextmanager
+def _beside(out: Path, num_bytes: int) -> Iterator[Path]:
+    """Yield a file in a folder beside `out`, where it is moved when the block succeeds."""
+    folder = disk.writable_folder(out.absolute().parent)
+    disk.check_space(folder, num_bytes)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=f".{out.stem}-") as own:
+        path = Path(own, out.name)
+        yield path
+        disk.fsync_file(path)
+        os.replace(path, out)
+        disk.fsync_dir(folder)
+
+
+@torch.no_grad()
+def write_changes(adapter: Adapter, blocks: Mapping[str, Blocks], path: Path, tally: Tally) -> None:
+    """Write the blocks of all changed weights into a copy of the base's file.
+
+    Args:
+        blocks: Of the base's file, by the names of weights.
+
+    Raises:
+        MergeError: A weight is in no blocks, or in a type that nothing here writes.
+    """
+    changes = [
+        (f"{place}.{name}", module, name)
+        for place, module in adapter.modules.items()
+        for name in module.changed
+    ]
+    _check([full for full, *_ in changes], blocks)
+    with open(path, "r+b") as out:
+        for full, module, name in changes:
+            each, before = blocks[full], module.weights(module.base)[name].float()
+            exact = module.merged_weight(before, name)
+            pairs = zip(each.parts_of(before), each.parts_of(exact), strict=True)
+            for (tensor, old), (_, new) in pairs:
+                packed = quantized(new, tensor)
+                out.seek(int(tensor.data_offset))
+                out.write(packed.numpy())  # type: ignore[arg-type]
+                tally.add(old, new, unpack_gguf(packed, each.form.kind, new.shape, torch.float32))
+
+
+def _check(names: Sequence[str], blocks: Mapping[str, Blocks]) -> None:
+    message = "cannot merge into the types of the base's file"
+    if others := [name for name in names if name not in blocks]:
+        found = f"{others[0]} is not in blocks that are kept"
+        raise MergeError(message, found=found, fix=_INSTEAD)
+    changed = [blocks[name] for name in names]
+    if kinds := Counter(each.form.kind for each in changed if not each.can_be_written):
+        names = ", ".join(f"{number} in {kind.upper()}" for kind, number in kinds.items())
+        raise MergeError(message, found=f"the package gguf cannot quantise: {names}", fix=_INSTEAD)

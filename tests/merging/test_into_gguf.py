@@ -1,0 +1,165 @@
+"""An adapter merged into a GGUF file: the same file, but for the blocks that it changes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from peftkit import Adapter, LoRA, attach, load_base, merge, save_adapter
+from peftkit.base.build import build
+from peftkit.base.gguf_file import blocks_of, source_of
+from peftkit.base.purpose import CAUSAL_LM
+from peftkit.base.request import request_of
+from peftkit.base.skeleton import on_meta
+from peftkit.errors import MergeError, OutputError
+from peftkit.events import Event, Notice
+from peftkit.merging.fold import Tally
+from peftkit.merging.into_gguf import write_changes
+from peftkit.settings import BaseConfig
+from tests.base.test_gguf import write_random
+from tests.base.test_gguf_blocks import config_of_a_small_llama, in_blocks
+from tests.base.test_locate import write_gguf
+
+gguf = pytest.importorskip("gguf", reason="GGUF files need: pip install gguf")
+
+KINDS = {"attn_q": "Q8_0", "ffn_up": "Q5_1", "ffn_down": "Q4_0"}
+IDS = torch.arange(1, 12)[None]
+
+
+def quantized(name: str, tensor: Tensor) -> tuple[Any, Any]:
+    """Return a matrix in a type that gguf writes."""
+    if tensor.ndim < 2:
+        return tensor.numpy(), None
+    kind = next((kind for part, kind in KINDS.items() if part in name), "Q8_0")
+    number = gguf.GGMLQuantizationType[kind]
+    return gguf.quants.quantize(tensor.float().numpy(), number), number
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base") / "base.gguf"
+    torch.manual_seed(0)
+    write_gguf(path, LlamaForCausalLM(config_of_a_small_llama()), quantized)
+    return path
+
+
+def moved(model: Any, method: LoRA, std: float = 0.05) -> Adapter:
+    """Attach an adapter that changes its model."""
+    adapter = attach(model, method, seed=1)
+    for parameter in adapter.parameters():
+        nn.init.normal_(parameter, std=std)
+    return adapter
+
+
+def save(path: Path, folder: Path, method: LoRA, std: float = 0.05) -> Tensor:
+    """Save an adapter over a file; return its logits."""
+    adapter = moved(load_base(str(path), dtype="fp32").model, method, std)
+    save_adapter(adapter, folder)
+    with torch.no_grad():
+        return adapter.model(input_ids=IDS).logits
+
+
+def logits(path: Path) -> Tensor:
+    with torch.no_grad():
+        return load_base(str(path), dtype="fp32").model(input_ids=IDS).logits
+
+
+def test_only_the_changed_blocks_are_others(file: Path, tmp_path: Path) -> None:
+    method = LoRA(rank=4, targets=("q", "up", "down"))
+    expected = save(file, tmp_path / "adapter", method)
+    out = tmp_path / "merged.gguf"
+    merged = merge(tmp_path / "adapter", out, base=str(file))
+    before, after = gguf.GGUFReader(file), gguf.GGUFReader(out)
+    start = before.data_offset
+    assert out.stat().st_size == file.stat().st_size
+    assert out.read_bytes()[:start] == file.read_bytes()[:start]
+    changed = set()
+    for old, new in zip(before.tensors, after.tensors, strict=True):
+        assert (old.name, old.tensor_type) == (new.name, new.tensor_type)
+        if (old.data != new.data).any():
+            changed.add(old.name.split(".")[2])
+    assert changed == {"attn_q", "ffn_up", "ffn_down"}
+    assert merged.tally.num_weights == 6
+    far = (logits(file) - expected).abs().max()
+    assert (logits(out) - expected).abs().max() < 0.3 * far  # 4 bits
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter", "merged.gguf"]
+
+
+def test_what_is_written_is_what_gguf_makes_of_the_merged_weight(
+    file: Path, tmp_path: Path
+) -> None:
+    save(file, tmp_path / "adapter", LoRA(rank=4, targets=("q", "v")))
+    merge(tmp_path / "adapter", tmp_path / "merged.gguf", base=str(file), verify=False)
+    merge(tmp_path / "adapter", tmp_path / "dense", base=str(file), dtype="fp32")
+    dense = LlamaForCausalLM.from_pretrained(tmp_path / "dense")
+    write_gguf(tmp_path / "anew.gguf", dense, quantized)
+    ours, theirs = (
+        {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / name).tensors}
+        for name in ("merged.gguf", "anew.gguf")
+    )
+    for name in ("blk.0.attn_q.weight", "blk.1.attn_q.weight", "blk.1.attn_v.weight"):
+        assert (ours[name] == theirs[name]).all()  # q's rows in llama.cpp's order
+
+
+@pytest.mark.parametrize("architecture", ["qwen2moe", "gpt2"])
+def test_stacks_and_transposed_layers_are_merged(architecture: str, tmp_path: Path) -> None:
+    where = write_random(tmp_path, architecture, "AutoModelForCausalLM")
+    request = request_of(BaseConfig(model="x", dtype="fp32"), CAUSAL_LM, where, torch.device("cpu"))
+    adapter = moved(build(request).model, LoRA(rank=2, targets=("all-linear",)))
+    bare = on_meta(request.config, CAUSAL_LM, torch.float32)
+    merged = shutil.copy(where.gguf_path, tmp_path / "merged.gguf")
+    tally = Tally()
+    write_changes(adapter, blocks_of(source_of(where.gguf_path, bare), bare), merged, tally)
+    with torch.no_grad():
+        expected = adapter.model(input_ids=IDS).logits
+        with adapter.disabled():
+            far = (adapter.model(input_ids=IDS).logits - expected).norm()
+        shutil.move(merged, where.gguf_path)
+        found = build(request).model(input_ids=IDS).logits
+    assert tally.num_weights >= len(adapter.modules)
+    assert tally.relative_rounding < 0.1
+    assert (found - expected).norm() < 0.2 * far  # 1 where gate and up are swapped
+
+
+def test_types_that_nothing_here_writes_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "k.gguf"
+    write_gguf(path, LlamaForCausalLM(config_of_a_small_llama()), in_blocks)
+    save(path, tmp_path / "adapter", LoRA(rank=2, targets=("q", "o")))
+    with pytest.raises(MergeError, match="2 in Q4_K") as refused:
+        merge(tmp_path / "adapter", tmp_path / "merged.gguf", base=str(path), verify=False)
+    assert "--to gguf" in str(refused.value)
+    assert [each.name for each in tmp_path.iterdir()] == ["k.gguf", "adapter"]
+
+
+def test_what_cannot_be_is_refused(file: Path, model_folder: Path, tmp_path: Path) -> None:
+    save(file, tmp_path / "adapter", LoRA(rank=2, targets=("q",)))
+    taken = tmp_path / "taken.gguf"
+    taken.write_bytes(b"x")
+    wrong: dict[str, dict[str, Any]] = {
+        "is no GGUF file": {"base": str(model_folder)},
+        "no --dtype": {"dtype": "bf16"},
+        "It exists": {"out": taken},
+        "It is the base itself": {"out": file, "overwrite": True},
+    }
+    for message, given in wrong.items():
+        options = {"out": tmp_path / "merged.gguf", "base": str(file), **given}
+        with pytest.raises((MergeError, OutputError), match=message):
+            merge(tmp_path / "adapter", **options)
+    assert taken.read_bytes() == b"x"
+    assert not (tmp_path / "merged.gguf").exists()
+
+
+def test_an_update_that_is_lost_in_rounding_is_told(file: Path, tmp_path: Path) -> None:
+    save(file, tmp_path / "adapter", LoRA(rank=2, targets=("down",)), std=0.01)
+    events: list[Event] = []
+    out = tmp_path / "merged.gguf"
+    merge(tmp_path / "adapter", out, base=str(file), verify=False, on_event=events.append)
+    (told,) = [e.text for e in events if isinstance(e, Notice) and "anew lost" in e.text]
+    assert "noticeably otherwise" in told
+    assert "--to gguf" in told
