@@ -52,7 +52,7 @@ def _run(path: Path) -> Any:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module

@@ -219,6 +219,12 @@ def test_code_may_have_dataclasses_with_annotations_as_text(tmp_path: Path) -> N
     assert UserCode().load(f"{file}:Env")().count == 3
 
 
+def test_a_file_that_exits_is_a_file_that_fails(tmp_path: Path) -> None:
+    (tmp_path / "exits.py").write_text("raise SystemExit(0)\n")
+    with pytest.raises(ConfigError, match="cannot be imported: SystemExit"):
+        UserCode().load(f"{tmp_path}/exits.py:grade")
+
+
 def test_half_of_a_character_is_told_with_a_mark_in_its_place(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
