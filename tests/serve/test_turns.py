@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from peftkit.config.schema import from_dict
-from peftkit.events import StepDone
+from peftkit.events import EvalDone, Progress, RolledOut, Saved, StepDone
 from peftkit.execution.signals import Interrupted, stop_here
 from peftkit.inference.bank import AdapterBank
 from peftkit.model.places import FrozenWrapper
@@ -58,19 +58,22 @@ class Working:
     def __init__(self, bank: AdapterBank, recipe: Recipe, **start: bool) -> None:
         self.worker, self.recipe, self.start = Worker(bank), recipe, start
         self.at_step: Callable[[int], None] = lambda step: None
+        self.at_event: Callable[[Any], None] = self._at_step
+        self.give_way: Callable[[], None] = lambda: None
         self.outcome: Any = None
         self.done = threading.Event()
         self.worker.queue(self._train)
 
-    def _train(self, give_way: Callable[[], None]) -> None:
-        def listen(event: Any) -> None:
-            if isinstance(event, StepDone):
-                self.at_step(event.step)
-                give_way()
+    def _at_step(self, event: Any) -> None:
+        if isinstance(event, StepDone):
+            self.at_step(event.step)
+            self.give_way()
 
+    def _train(self, give_way: Callable[[], None]) -> None:
+        self.give_way = give_way
         try:
             self.outcome = run(
-                self.recipe, base=self.worker.bank.base, on_event=listen, **self.start
+                self.recipe, base=self.worker.bank.base, on_event=self.at_event, **self.start
             )
         except BaseException as problem:
             self.outcome = problem
@@ -123,6 +126,62 @@ def test_a_run_beside_answers_learns_to_the_bit_what_it_learns_alone(
     assert texts == whole * 4
     assert weights(tmp_path / "beside") == weights(tmp_path / "alone")
     assert {name: alone(bank, name, ids) for name, ids in prompts.items()} == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["preference", "grpo"])
+def test_answers_at_any_event_change_nothing_of_a_run(
+    kind: str, bank: AdapterBank, tmp_path: Path
+) -> None:
+    tasks = {
+        "preference": {"type": "preference"},
+        "grpo": {
+            "type": "grpo",
+            "rewards": [{"use": "length", "max_chars": 3}],
+            "answers": 4,
+            "max_new_tokens": 8,
+        },
+    }
+    pairs = [{"chosen": f"the {word} dog", "rejected": f"a {word} fox"} for word in WORDS]
+    rows = [
+        {"prompt": f"what is the {word}?", **(pair if kind == "preference" else {})}
+        for word, pair in zip(WORDS, pairs, strict=True)
+    ]
+    file = str(tmp_path / "rows.jsonl")
+    write_rows(Path(file), rows * 2)
+
+    def asked_for(name: str) -> Recipe:
+        told = recipe(tmp_path, name, eval_every=2).model_dump()
+        told |= {"task": tasks[kind], "data": {"train": file, "eval": file, "max_length": 64}}
+        return from_dict(Recipe, told, "test")
+
+    figures: dict[str, list[Any]] = {"alone": [], "beside": []}
+
+    def note(name: str, event: Any) -> None:
+        if isinstance(event, EvalDone):
+            figures[name].append({k: v for k, v in event.metrics.items() if "seconds" not in k})
+
+    with bank.lifted():
+        run(asked_for("alone"), base=bank.base, on_event=lambda event: note("alone", event))
+    beside = Working(bank, asked_for("beside"))
+    asked: list[Asked] = []
+
+    def at_event(event: Any) -> None:
+        note("beside", event)
+        if isinstance(event, EvalDone | Progress | RolledOut | Saved | StepDone):
+            asked.append(Asked("one", [7, 8, 9], max_new_tokens=2))
+            beside.worker.submit([asked[-1].job])
+            beside.give_way()
+
+    beside.at_event = at_event
+    beside.worker.start()
+    try:
+        assert beside.wait().step == 4
+        assert {request.end().num_tokens for request in asked} == {2}
+    finally:
+        beside.worker.stop()
+    assert figures["beside"] == figures["alone"] != []
+    assert weights(tmp_path / "beside") == weights(tmp_path / "alone")
 
 
 def test_an_answer_waits_for_a_step_not_for_the_run(bank: AdapterBank, tmp_path: Path) -> None:
