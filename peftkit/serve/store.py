@@ -144,7 +144,7 @@ class Store:
     def _run(self, query: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
         try:
             return self._database.execute(query, values)
-        except sqlite3.Error as problem:
+        except sqlite3.OperationalError as problem:  # others are ours: that it is closed, say
             raise OutputError(
                 "the server cannot keep its state.",
                 found=str(problem),

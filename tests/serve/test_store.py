@@ -98,6 +98,13 @@ def test_what_comes_after_a_commit_that_failed_is_written(tmp_path: Path) -> Non
     assert Store(tmp_path).all("job") == [{"id": "kept"}]
 
 
+def test_a_store_that_is_closed_is_no_broken_disk(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.close()
+    with pytest.raises(sqlite3.ProgrammingError):
+        store.put("job", "late", {})
+
+
 def test_threads_write_side_by_side(tmp_path: Path) -> None:
     store = Store(tmp_path)
 
