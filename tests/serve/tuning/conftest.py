@@ -20,6 +20,7 @@ from peftkit.run import run
 from peftkit.settings import BaseConfig
 
 pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
+pytest.importorskip("openai", reason="the official client is not installed")
 from starlette.testclient import TestClient
 
 from peftkit.serve.app import Limits, make_app

@@ -370,6 +370,17 @@ def test_a_job_that_cannot_be_is_refused_by_its_field(
     assert len(shared.get(JOBS, params={"limit": 100}).json()["data"]) == number
 
 
+def test_wandb_is_the_recipe_s_where_it_is_installed(
+    shared: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peftkit.serve.tuning.jobs.require_trackers", lambda names: None)
+    asked = [{"type": "wandb", "wandb": {"project": "peftkit"}}]
+    job = shared.job(chats(), integrations=asked)
+    assert job["integrations"] == asked
+    assert "wandb is not installed" in shared.until(job["id"])["error"]["message"]  # nor is it here
+    assert load(shared.folder / "jobs" / job["id"] / "recipe.yaml").train.log_to == ("wandb",)
+
+
 NONE = [b"", b"{", b"[]", b"\xff", b'{"model": NaN}', b"{" * 2000, b"x" * 2**21]
 
 

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from tests.command_line import ROOT, start
 from tests.serve.tuning.conftest import JOBS, WEIGHTS, chats, hyper, serving
 from tests.serve.tuning.test_jobs import PAIRS
 
-openai = pytest.importorskip("openai", reason="the official client is not installed")
 NAME = "gpt-4o-mini-2024-07-18"
 KEY = "a-key-of-this-test"
 PAGE = ROOT / "docs" / "openai-jobs.md"
