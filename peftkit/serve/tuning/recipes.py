@@ -25,7 +25,6 @@ PROMPTS, ANSWERS, ANSWER_TOKENS = 8, 8, 256
 """Prompts of a step, answers to each, and the most tokens of an answer, of the recipe `grpo`."""
 SAVE_STEPS = 100
 """Steps between checkpoints, at most."""
-EPOCHS_KEPT = 3
 
 
 class GraderBox(Config):
