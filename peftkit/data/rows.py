@@ -27,6 +27,8 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
+import time
 import warnings
 from abc import ABC, abstractmethod
 from array import array
@@ -404,7 +406,8 @@ def _in_processes(
     """Encode parts in processes, few of them ahead of the reader."""
     columns_of(encoder.kind)  # imports pyarrow, once for all processes
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(processes, context, _start_worker, (where, encoder))
+    known = where, encoder, os.getpid()
+    pool = ProcessPoolExecutor(processes, context, _start_worker, known)
     pending: deque[Future[list[Block]]] = deque()
     try:
         for part in parts:
@@ -429,12 +432,20 @@ _job: tuple[str, RowEncoder] | None = None
 """The file and the encoder of a worker process: inherited by the fork, not pickled."""
 
 
-def _start_worker(where: str, encoder: RowEncoder) -> None:
+def _start_worker(where: str, encoder: RowEncoder, parent: int) -> None:
     global _job
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     gc.freeze()  # a collection would write to all pages that are shared with the parent
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)  # as in the workers of a DataLoader: a fork has no other threads
     _job = where, encoder
+
+
+def _end_with(parent: int) -> None:
+    """End this process with the one that started it: it has that one's memory, and its port."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def _work(part: Part) -> list[Block]:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +25,7 @@ from peftkit.data.load import read_records
 from peftkit.data.pack import IGNORE
 from peftkit.data.rows import cache_folder, columns_of, encoded, labels_of, row_digest
 from peftkit.errors import DataError, RunError
+from tests.command_line import environment
 
 
 def write(path: Path, number: int) -> Path:
@@ -166,6 +172,52 @@ def test_rows_of_any_file_are_encoded_in_processes_and_once(
     assert list(together) == list(alone)
     monkeypatch.setattr(data_rows, "blocks", lambda *args: pytest.fail("it encodes"))
     assert encoded(where, encoder).fingerprint == alone.fingerprint
+
+
+ENDLESS = """
+import os, pathlib, socket, sys, time
+from peftkit.data import rows
+from peftkit.data.pack import Row
+
+def work(part):
+    (pathlib.Path(sys.argv[1]) / str(os.getpid())).touch()
+    time.sleep(600)
+
+rows._work = work
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+encoder = type("Encoder", (), {"kind": Row})()
+list(rows._in_processes(iter(range(4)), "a.jsonl", encoder, 2))
+"""
+
+
+@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="encodes in one process")
+def test_processes_end_with_one_that_is_killed_and_free_its_port(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDLESS, str(tmp_path)]
+    parent = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout as told:
+        port = int(told.readline())
+    while len(children := [int(path.name) for path in tmp_path.glob("[0-9]*")]) < 2:
+        assert parent.poll() is None
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    try:
+        until = time.monotonic() + 30
+        while any(map(_is_alive, children)) and time.monotonic() < until:
+            time.sleep(0.05)
+        socket.create_server(("127.0.0.1", port)).close()
+    finally:
+        for child in filter(_is_alive, children):
+            os.kill(child, signal.SIGKILL)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
 
 
 def test_a_killed_process_is_one_message(
