@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from peftkit.execution import rng
 from peftkit.inference import dialogues as module
 from peftkit.inference.cached_attention import Prefill
+from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.dialogues import Wait, dialogues
 from peftkit.inference.engine import Engine, Limits, Request
 from peftkit.inference.generate import ModelSampler, SampledAnswer
@@ -122,21 +122,27 @@ def test_what_is_kept_is_dropped_where_memory_is_short(
     assert not any(span.num_users for span in engines[0]._prefixes._spans)
 
 
-def test_rows_grow_while_replies_are_made(llama: Any, tokenizer: Tokenizer) -> None:
-    began: list[float] = []
+def test_rows_grow_while_replies_are_made(
+    llama: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, steps, grown = CachedEngine.step, [0], list[int]()
 
-    def slow(index: int, number: int, turn: SampledAnswer) -> Wait | None:
-        began.append(time.monotonic())
-        due = began[-1] + 0.3
+    def counted(self: CachedEngine) -> None:
+        steps[0] += 1
+        step(self)
+
+    def replies(index: int, number: int, turn: SampledAnswer) -> Wait | None:
+        began = steps[0]
 
         def wait(room: int) -> None:
-            time.sleep(max(0.0, due - time.monotonic()))
+            grown.append(steps[0] - began)
 
         return wait
 
+    monkeypatch.setattr(CachedEngine, "step", counted)
     sampler = ModelSampler(llama, tokenizer, 64)
-    start = time.monotonic()
-    settings: Any = {"max_new_tokens": MOST, "stops": STOPS, "reply": slow}
+    settings: Any = {"max_new_tokens": MOST, "stops": STOPS, "reply": replies}
     dialogues(sampler, [[ids] * 3 for ids in PROMPTS], SEEDS, **settings)
-    assert len(began) > 4
-    assert time.monotonic() - start < 0.3 * len(began)
+    assert len(grown) > 4
+    assert max(grown) == module.REPLY_STEPS  # others grew meanwhile
+    assert min(grown) < module.REPLY_STEPS  # the last ones wait for no others
