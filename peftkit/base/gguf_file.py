@@ -263,9 +263,10 @@ def _matrix(
 
 @contextmanager
 def parsed_once(location: Location) -> Iterator[None]:
-    """Parse a base's GGUF file once for all its readers in this context.
+    """Parse a base's GGUF file once for all its readers in this context, and map its names once.
 
-    It takes seconds, and transformers parses the file for the config and again for the tokenizer.
+    Both take seconds; transformers parses the file for the config and again for the tokenizer, and
+    makes the map of names for each module.
 
     Raises:
         BaseError: The file is cut short, or lies about what it holds.
@@ -290,12 +291,13 @@ def parsed_once(location: Location) -> Iterator[None]:
                 ) from error
         return parsed[str(path)]
 
-    module.GGUFReader = reader
+    names = module.get_tensor_name_map
+    module.GGUFReader, module.get_tensor_name_map = reader, lru_cache(names)
     try:
         reader(location.gguf_path)
         yield
     finally:
-        module.GGUFReader = plain
+        module.GGUFReader, module.get_tensor_name_map = plain, names
 
 
 def _conversions(architecture: str, config: Any) -> list[Any] | None:

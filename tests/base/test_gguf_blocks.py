@@ -307,6 +307,22 @@ def test_compiled_blocks_are_one_graph_and_compute_the_same(mixture: Path) -> No
         torch.testing.assert_close(compiled(hidden), layer(hidden), atol=1e-5, rtol=1e-5)
 
 
+def test_a_file_is_parsed_and_its_names_are_mapped_once(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        plain = getattr(gguf, name)
+
+        def counted(*args: Any, name: str = name, plain: Any = plain) -> Any:
+            made.append(name)
+            return plain(*args)
+
+        monkeypatch.setattr(gguf, name, counted)
+    load_base(str(mixture), dtype="fp32")
+    assert made == ["GGUFReader", "get_tensor_name_map"]
+
+
 def test_the_size_of_a_vocabulary_is_known_without_unpacking(
     mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
