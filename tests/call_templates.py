@@ -23,6 +23,11 @@ def _turns(calls: str) -> str:
     return _HEAD + _SAID + calls + _END
 
 
+def with_calls(call: str) -> str:
+    """Return a template of turns that writes each call, whose function is f, in this way."""
+    return _turns(_CALLS + call + "{% endfor %}")
+
+
 def deepseek(text: str) -> str:
     """Return a text in which [tool ...] stands for a mark of DeepSeek's."""
     return re.sub(r"\[(tool [a-z ]+)\]", lambda found: deepseek_mark(found[1]), text)

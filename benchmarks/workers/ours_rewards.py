@@ -15,9 +15,12 @@ from peftkit.base.load import load_base
 from peftkit.config.schema import from_dict
 from peftkit.events import Event, RolledOut, StepDone
 from peftkit.formats.peft.folder import load_adapter
+from peftkit.inference import dialogues
+from peftkit.inference.engine import Request
 from peftkit.recipe import Recipe
 from peftkit.settings import DataConfig
 from peftkit.tasks.grpo import Group, GRPOConfig
+from peftkit.tasks.grpo_tools import Tools
 from peftkit.tasks.reward_functions import RewardTerm
 
 APART = 0.2
@@ -56,6 +59,8 @@ def learn(job: dict[str, Any], meter: Meter) -> None:
     """Train as a job says."""
     seconds: list[float] = []
     tokens: list[float] = []
+    calls: list[float] = []
+    rollouts: list[float] = []
     before = time.process_time()
 
     def listen(event: Event) -> None:
@@ -64,6 +69,7 @@ def learn(job: dict[str, Any], meter: Meter) -> None:
             tokens.append(0)
         if isinstance(event, StepDone):
             tokens[-1] = event.figures["length"] * job["prompts"] * job["answers"]
+            calls.append(event.figures.get("calls", 0))
             seconds.append(time.process_time() - before)
             before = time.process_time()
             meter.step()
@@ -88,9 +94,38 @@ def learn(job: dict[str, Any], meter: Meter) -> None:
             "compile": False,
         },
     }
+    if "tools" in job:
+        use_tools(job, spec)
+    if job.get("anew"):
+        dialogues.Request = _of_its_own  # type: ignore[misc, assignment]
+    sample = Tools.sample
+
+    def clocked(*args: Any) -> Any:
+        began = time.process_time()
+        found = sample(*args)
+        rollouts.append(time.process_time() - began)
+        return found
+
+    Tools.sample = clocked  # type: ignore[method-assign]
     meter.init_from()
     run_recipe(from_dict(Recipe, spec, "the job"), on_event=listen)
-    meter.finish([], torch.nn.Module(), cpu_seconds=seconds, new_tokens=tokens)
+    figures = {"new_tokens": tokens, "calls": calls, "rollout_seconds": rollouts}
+    meter.finish([], torch.nn.Module(), cpu_seconds=seconds, **figures)
+
+
+def use_tools(job: dict[str, Any], spec: dict[str, Any]) -> None:
+    """Let answers call functions, and reward their turns."""
+    template = Path(job["output"] + ".jinja")
+    template.write_text(job["template"], encoding="utf-8")
+    spec["data"]["chat_template"] = str(template)
+    tools = [f"{job['tools']}:{name}" for name in ("multiply", "add")]
+    rewards = [{"use": f"{job['tools']}:turns"}]
+    spec["task"] |= {"tools": tools, "rewards": rewards, "max_turns": 3}
+
+
+def _of_its_own(ids: Any, sampling: Any, seed: int, **_: Any) -> Request:
+    """Return the request of a turn that goes on from nothing that was computed."""
+    return Request(ids, sampling, seed)
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from datasets import Dataset
 from peft import PeftModel
 from trl import GRPOConfig, GRPOTrainer
 
+from benchmarks.workers import sums
 from benchmarks.workers.meter import Meter, read_job, telling_of_memory
 from benchmarks.workers.peer_model import peft_model
 from benchmarks.workers.vowels import vowels
@@ -42,6 +43,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sapo": {"loss_type": "sapo"},
     "vespo": {"loss_type": "vespo"},
 }
+HERMES = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"\s*<\|im_end\|>", "content": "text"},
+    },
+}
+"""How a tokenizer of this transformers is told to read calls in Hermes' format."""
 COMMON: dict[str, Any] = {
     "report_to": [],
     "bf16": False,
@@ -140,16 +156,45 @@ def learn(job: dict[str, Any], meter: Meter) -> None:
             **COMMON,
             **SETTINGS["dapo"],
         )
+        given: dict[str, Any] = {"reward_funcs": vowels, "processing_class": tokenizer}
+        if "tools" in job:
+            use_tools(job, given, config)
         meter.init_from()
-        trainer = GRPOTrainer(
-            model, vowels, config, Dataset.from_list(rows), processing_class=tokenizer
-        )
+        trainer = GRPOTrainer(model, args=config, train_dataset=Dataset.from_list(rows), **given)
+        rollouts = clocked(trainer)
         trainer.add_callback(Steps())
         trainer.train()
     number = job["prompts"] * job["answers"]
     log = [one for one in trainer.state.log_history if "completions/mean_length" in one]
-    tokens = [one["completions/mean_length"] * number for one in log]
-    meter.finish([], model, cpu_seconds=seconds, new_tokens=tokens)
+    figures = {
+        "new_tokens": [one["completions/mean_length"] * number for one in log],
+        "calls": [one.get("tools/call_frequency", 0) for one in log],
+        "rollout_seconds": rollouts,
+    }
+    meter.finish([], model, cpu_seconds=seconds, **figures)
+
+
+def use_tools(job: dict[str, Any], given: dict[str, Any], config: GRPOConfig) -> None:
+    """Let answers call functions, and reward their turns."""
+    tokenizer = given["processing_class"]
+    tokenizer.chat_template, tokenizer.response_template = job["template"], HERMES
+    given |= {"tools": [sums.multiply, sums.add], "reward_funcs": sums.turns}
+    config.max_tool_calling_iterations = 2
+
+
+def clocked(trainer: GRPOTrainer) -> list[float]:
+    """Return a list that grows by the processor seconds of each rollout."""
+    seconds: list[float] = []
+    generate = trainer._generate
+
+    def timed(*args: Any) -> Any:
+        began = time.process_time()
+        found = generate(*args)
+        seconds.append(time.process_time() - began)
+        return found
+
+    trainer._generate = timed
+    return seconds
 
 
 def main() -> None:

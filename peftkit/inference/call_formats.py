@@ -121,7 +121,12 @@ def _call(found: Any) -> Call:
     return Call(found["name"], given, identity if isinstance(identity, str) else None)
 
 
-def _calls(found: Any) -> list[Call]:
+def calls_of(found: Any) -> list[Call]:
+    """Return the calls of one object with a name and arguments, or of a list of them.
+
+    Raises:
+        NoCall: It is another thing.
+    """
     return [_call(one) for one in (found if isinstance(found, list) else [found])]
 
 
@@ -132,7 +137,7 @@ def _inside(text: str, opening: str, close: str) -> str:
 
 
 def _hermes(text: str) -> list[Call]:
-    return _calls(_whole(_inside(text, "<tool_call>", "</tool_call>")))
+    return calls_of(_whole(_inside(text, "<tool_call>", "</tool_call>")))
 
 
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.S)
@@ -185,7 +190,7 @@ def _mistral(text: str) -> list[Call]:
     found: list[Call] = []
     for piece in filter(None, map(str.strip, text.split("[TOOL_CALLS]"))):
         if piece.startswith("["):
-            found += _calls(_whole(piece))
+            found += calls_of(_whole(piece))
         elif match := _MISTRAL.match(piece):
             found.append(_call({"name": match[1], "arguments": _whole(piece[match.end() :])}))
             found[-1] = found[-1]._replace(id=match[2])

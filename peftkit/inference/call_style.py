@@ -34,7 +34,8 @@ class CallStyle:
     def __init__(self, tokenizer: Any, style: Style) -> None:
         self._tokenizer = tokenizer
         self._chat = Chat(tokenizer, style.chat_template) if style.kind == "chat" else None
-        form = self._chat and format_of(self.render)
+        shipped = getattr(tokenizer, "response_template", None)
+        form = self._chat and format_of(self.render, shipped)
         if not form:
             raise ConfigError(
                 "the chat template writes no calls of tools.",

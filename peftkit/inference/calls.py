@@ -19,6 +19,7 @@ from peftkit.inference.call_formats import (
     dumped,
     typed,
 )
+from peftkit.inference.shipped_format import shipped_format
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 """Writes a conversation with a chat template."""
@@ -47,19 +48,21 @@ _ASKED = {"role": "user", "content": "Hello"}
 _MARK = "PEFTKITsentinelCALL"
 
 
-def format_of(render: Render) -> CallFormat | None:
+def format_of(render: Render, shipped: Any = None) -> CallFormat | None:
     """Return the format in which a chat template writes calls; None: it writes none that is known.
 
     Args:
         render: Writes a conversation, without a generation prompt; what it raises means that the
             template cannot write it.
+        shipped: The tokenizer's own `response_template`, which comes first if it reads the call.
     """
     try:
         turns = [written_probe(render, as_text=as_text) for as_text in (False, True)]
     except Exception:  # a template is a program: it can raise anything
         return None
     for as_text, written in enumerate(turns):
-        for form in FORMATS:
+        own = shipped and shipped_format(shipped, written, PROBE.name)
+        for form in (own, *FORMATS) if own else FORMATS:
             if _reads_probe(form, written):
                 return replace(form, as_text=bool(as_text))
     return None

@@ -15,7 +15,7 @@ from peftkit.data.encode import Style, tokens
 from peftkit.inference.call_formats import FORMATS, NO_CALLS, Call, CallFormat
 from peftkit.inference.call_style import CallStyle
 from peftkit.inference.calls import Reader, Said, format_of, read_answer
-from tests.call_templates import ONE_CALL, TEMPLATES, deepseek, with_template
+from tests.call_templates import ONE_CALL, TEMPLATES, deepseek, with_calls, with_template
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -103,6 +103,71 @@ def test_a_template_without_calls_has_no_format(tokenizer: Any) -> None:
     assert format_of(renderer(tokenizer, plain)) is None
     strict = "{% for m in messages %}{{ m.content.strip() }}{{ raise_exception('no') }}{% endfor %}"
     assert format_of(renderer(tokenizer, strict)) is None
+
+
+def shipped(field: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
+    """Return a response template, as tokenizers ship it."""
+    thought = {"open": "<reason>", "close": "</reason>", "content": "text"}
+    fields = {"reasoning_content": thought, "tool_calls": {"repeats": True, **field}}
+    return {"start_anchor": "<|im_start|>assistant\n", "fields": {**fields, "content": content}}
+
+
+OWN = with_calls("{{ '<<' + f.name + ' ' + (f.arguments | tojson) + '>>' }}")
+OWN_SHIPPED = shipped(
+    {
+        "open_pattern": r"\s*<<(?P<name>\w+) ",
+        "close": ">>",
+        "content": "json",
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+    },
+    {"close_pattern": r"\s*<\|im_end\|>", "content": "text"},
+)
+CODER_SHIPPED = shipped(
+    {
+        "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+        "close_pattern": r"</function>\s*</tool_call>",
+        "content": "xml-inline",
+        "content_args": {
+            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n(?P<value>.*?)\n</parameter>",
+        },
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+    },
+    {"close": "<|im_end|>", "content": "text"},
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "response"), [(OWN, OWN_SHIPPED), (TEMPLATES["coder"], CODER_SHIPPED)]
+)
+def test_what_a_tokenizer_ships_to_read_its_calls_comes_first(
+    template: str, response: dict[str, Any], tokenizer: Any
+) -> None:
+    pytest.importorskip("transformers.utils.chat_parsing", reason="transformers before 5.13")
+    render = renderer(tokenizer, template)
+    form = format_of(render, response)
+    assert form is not None
+    assert form.name == "shipped"
+    for given in ([GIVEN[0]], [GIVEN[2]], [GIVEN[0], GIVEN[2]]):
+        said = check_splits(form, answer_of(render, form, given, "I look. "))
+        assert [(call.name, call.arguments) for call in said.calls] == [
+            ("weather", each) for each in given
+        ]
+        assert said.text == "I look."
+    said = check_splits(form, "<reason>hm</reason>\n" + answer_of(render, form, [{}], ""))
+    assert (said.text, said.thought, len(said.calls)) == ("", "hm", 1)
+    broken = answer_of(render, form, [GIVEN[0]], "").replace("weather", "").replace("3", "{")
+    assert check_splits(form, broken).calls == ()
+
+
+@pytest.mark.parametrize(
+    "response", [OWN_SHIPPED, {"fields": {}}, {"version": 2}, "text", {"start_anchor": "x"}]
+)
+def test_what_is_shipped_and_does_not_hold_is_left_out(response: Any, tokenizer: Any) -> None:
+    render = renderer(tokenizer, TEMPLATES["hermes"])  # perhaps put in by data.chat_template
+    form = format_of(render, response)
+    assert form is not None
+    assert form.name == "hermes"
+    assert format_of(renderer(tokenizer, OWN)) is None
 
 
 THINKING = "<think>maybe <tool_call>\n{}\n</tool_call></think>\n\n"

@@ -1,0 +1,71 @@
+"""The format of calls that a tokenizer itself ships: its `response_template` (transformers 5.13).
+
+It tells between what calls and reasoning stand, as texts or patterns, and how a call is parsed,
+which is left to transformers. What opens and closes a call is seen on the one that the chat
+template writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peftkit.inference.call_formats import NO_CALLS, Call, CallFormat, NoCall, calls_of
+
+CALLS = "tool_calls"
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+UNTYPED = ("xml-inline", "kv-lines")
+
+
+def shipped_format(template: Any, written: str, name: str) -> CallFormat | None:
+    """Return the format of a response template; None: it has none, or not that of this text.
+
+    Args:
+        template: The tokenizer's.
+        written: The turn with a call that the chat template writes.
+        name: Of the function that is called there.
+    """
+    try:
+        from transformers.utils.chat_parsing import ResponseParser
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+    except ImportError:  # before 5.13
+        return None
+    try:
+        known = load_response_template(template)
+    except Exception:  # of another version, or damaged
+        return None
+    field: Any = known.fields.get(CALLS)
+    begin = field.open_re.search(written) if field and field.open_re else None
+    if begin is None:
+        return None
+    opens = begin.group().partition(name)[0].strip()
+    end = field.close_re.search(written, begin.end()) if field.close_re else None
+    if not opens or (end is None and field.close_re):
+        return None
+
+    def read(text: str) -> list[Call]:
+        parser = ResponseParser(known, prefix="")
+        try:
+            parser.feed(text)
+            found = parser.finalize()[0].get(CALLS) or []
+            made = [one["function"] for one in (found if isinstance(found, list) else [found])]
+        except Exception as error:  # its parsers raise what they like
+            raise NoCall(str(error)) from error
+        return calls_of(made)
+
+    return CallFormat(
+        "shipped",
+        (opens,),
+        end and end.group().strip(),
+        read,
+        is_untyped=field.content in UNTYPED,
+        thought=_thought(known),
+    )
+
+
+def _thought(known: Any) -> tuple[str, str]:
+    """Return what reasoning stands between."""
+    for name in THOUGHTS:
+        field = known.fields.get(name)
+        if field is not None and field.open_literals and field.close_literals:
+            return field.open_literals[0].strip(), field.close_literals[0].strip()
+    return NO_CALLS.thought
