@@ -280,6 +280,8 @@ class Worker:
         if self._new or self._jobs:
             with self.bank.returned() if beside else nullcontext():
                 self._answer(time.monotonic() + seconds, stays=not beside)
+            if self._engine is None:  # it failed, and its answers still hold their cache
+                release_memory()
 
     def _answer(self, until: float, *, stays: bool) -> None:
         """Advance the answers, together with those that come meanwhile.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
@@ -148,3 +149,30 @@ def test_an_adapter_that_memory_does_not_take_fails_its_own_answers(bank: Adapte
     assert isinstance(two, RunError)
     assert "no more" in str(two)
     assert one.num_tokens == base.num_tokens == 4
+
+
+def test_answers_that_failed_leave_no_adapter_in_use(
+    bank: AdapterBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, steps = CachedEngine.step, [0]
+
+    def fails_late(self: CachedEngine) -> None:
+        steps[0] += 1
+        if steps[0] == 4:
+            raise RuntimeError("no more")
+        real(self)
+
+    bank.engine()  # which steps one too, to see how the model takes it
+    monkeypatch.setattr(CachedEngine, "step", fails_late)
+    # pytest keeps what is logged, with the traceback and all that it holds
+    monkeypatch.setattr("peftkit.serve.worker._LOG.exception", lambda *_: None)
+    worker, request = Worker(bank), Asked("one", [7], max_new_tokens=9)
+    worker.submit([request.job])
+    gc.disable()
+    try:
+        worker.start()
+        assert isinstance(request.end(), RunError)
+        worker.call(lambda: bank.drop("one")).result(20)
+    finally:
+        worker.stop()
+        gc.enable()
