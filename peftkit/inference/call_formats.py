@@ -81,8 +81,12 @@ class CallFormat:
 
 
 def dumped(call: Call) -> str:
-    """Return a call's arguments as JSON text."""
-    return json.dumps(call.arguments, ensure_ascii=False)
+    """Return a call's arguments as JSON text.
+
+    Raises:
+        ValueError, TypeError: They are no JSON.
+    """
+    return json.dumps(call.arguments, ensure_ascii=False, allow_nan=False)
 
 
 def _finite(text: str) -> float:

@@ -214,7 +214,7 @@ class Reader:
         try:
             calls = self._form.read(text)
             for call in calls:
-                dumped(call).encode()  # half of a character is a ValueError
+                dumped(call).encode()  # what is no JSON, or half of a character, is no call
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
             return None if isinstance(error, Unclosed) and not is_last else []
         return [typed(call, self._tools) for call in calls] if self._form.is_untyped else calls

@@ -309,3 +309,9 @@ def test_reasoning_that_a_prompt_opens_is_seen(name: str, tokenizer: Any) -> Non
     opens, closes = style.form.thought
     for text, thinks in ((opens, True), (opens + "\n", True), (f"{opens}\n{closes}\n", False)):
         assert style.thinks(tokens(own, "the dog\n" + text)) is thinks, text
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), {1}, "\ud83d"])
+def test_what_a_reader_of_others_makes_of_a_call_is_json_or_the_call_is_text(value: Any) -> None:
+    made = CallFormat("other", ("<c>",), "</c>", lambda _: [Call("f", {"a": value})])
+    assert read_answer(made, "<c>f</c>") == Said("<c>f</c>")
