@@ -74,6 +74,7 @@ class Request:
         on_token: Called after each token, and at the end, in the thread that steps the engine.
         inputs: The model's inputs for a prompt with media, (1, T); for `PlainEngine` only, which
             answers it in a batch of its own.
+        ends: The tokens that end it, and no others; None: the model's, and those of `sampling`.
     """
 
     ids: Sequence[int]
@@ -86,6 +87,7 @@ class Request:
     after: Completion | None = None
     on_token: Callable[[Completion], None] | None = None
     inputs: Mapping[str, Tensor] | None = None
+    ends: frozenset[int] | None = None
 
 
 class Completion:
@@ -349,7 +351,10 @@ class Engine(ABC):
             DataError: The prompt is empty or fills the context.
         """
         room = room_left(self.model, [request.ids], request.sampling.max_new_tokens)
-        return Completion(request, room, self.ends | frozenset(request.sampling.stops))
+        ends = request.ends
+        if ends is None:
+            ends = self.ends | frozenset(request.sampling.stops)
+        return Completion(request, room, ends)
 
     def answers(
         self,

@@ -228,7 +228,11 @@ def kind_of(mask_function: Callable[..., Tensor], window: int | None) -> MaskKin
 
 @contextmanager
 def training_attention(
-    model: Any, plan: ExecutionPlan | None = None, *, documents: bool = True
+    model: Any,
+    plan: ExecutionPlan | None = None,
+    *,
+    documents: bool = True,
+    known: TrainingAttention | None = None,
 ) -> Iterator[TrainingAttention | None]:
     """Train with the attention of a plan, which keeps documents of a row apart.
 
@@ -238,6 +242,7 @@ def training_attention(
     Args:
         plan: By default the one for the model's device.
         documents: Whether rows may hold several documents.
+        known: The model's of an earlier time, which knows what its layers see.
     """
     plan = plan or plan_of(model)
     if not _applies(model) or not (documents or plan.attention == "grouped"):
@@ -249,7 +254,7 @@ def training_attention(
     outer = _own.get(model)
     _own[model] = before
     name = _free_name()
-    attention = TrainingAttention(plan)
+    attention = known or TrainingAttention(plan)
     AttentionInterface.register(name, attention.attend)
     AttentionMaskInterface.register(name, attention.mask)
     model.set_attn_implementation({k: name if v == before[""] else v for k, v in before.items()})

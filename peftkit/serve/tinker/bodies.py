@@ -1,0 +1,296 @@
+"""The JSON bodies of Tinker's clients, checked field by field.
+
+Fields of later clients are refused by name where they ask for something, and passed over where they
+are empty. Names of weights are words, never paths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from peftkit.errors import first_few
+from peftkit.files.strict_json import parse_json
+from peftkit.serve.requests import MAX_TOKENS, RequestError
+
+B = TypeVar("B", bound="Body")
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_](\.?[A-Za-z0-9_-]){0,127}$")]
+"""Of weights."""
+Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_:-]{1,128}$")]
+"""Of what the server has made."""
+Number = Annotated[int, Field(ge=0, lt=1 << 31)]
+Seconds = Annotated[int, Field(ge=1, le=10 * 366 * 24 * 3600)]
+Metadata = Annotated[dict[str, Any], Field(max_length=64)]
+PATH = re.compile(
+    r"tinker://([A-Za-z0-9_:-]{1,128})/(weights|sampler_weights)/([A-Za-z0-9_.-]{1,128})"
+)
+MAX_RANK, MAX_SAMPLES, MAX_TOP, MAX_STOPS = 1024, 1024, 64, 64
+EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})
+
+
+class Body(BaseModel):
+    """A request; `type` is not read."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+    type: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty_ones(cls, fields: Any) -> Any:
+        """Drop nulls, and empty fields of later clients."""
+        if not isinstance(fields, dict):
+            return fields
+        return {
+            name: value
+            for name, value in fields.items()
+            if value is not None and (name in cls.model_fields or value not in EMPTY)
+        }
+
+
+class NewSession(Body):
+    """create_session."""
+
+    tags: Annotated[list[str], Field(max_length=256)] = []
+    user_metadata: Metadata = {}
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class OfSession(Body):
+    """session_heartbeat."""
+
+    session_id: Id
+
+
+class Lora(Body):
+    """The adapter of a model."""
+
+    rank: Annotated[int, Field(ge=1, le=MAX_RANK)] = 32
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+class Optimizer(Body):
+    """Which optimizer: AdamW alone."""
+
+    type: Literal["adamw"] = "adamw"
+
+
+class NewModel(OfSession):
+    """create_model."""
+
+    model_seq_id: Number
+    base_model: str
+    lora_config: Lora = Lora()
+    user_metadata: Metadata = {}
+    optimizer_config: Optimizer = Optimizer()
+
+
+class OfModel(Body):
+    """get_info, unload_model."""
+
+    model_id: Id
+
+
+class Ordered(OfModel):
+    """What has its place among the operations of a model."""
+
+    seq_id: Number
+
+
+class Adam(Body):
+    """The settings of a step."""
+
+    learning_rate: Annotated[float, Field(ge=0, le=1e6)] = 1e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(ge=0, le=1e6)] = 1e-12
+    weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    grad_clip_norm: Annotated[float, Field(ge=0)] = 0.0
+
+
+class Step(Ordered):
+    """optim_step."""
+
+    adam_params: Adam
+
+
+class Save(Ordered):
+    """save_weights."""
+
+    path: Name | None = None
+    ttl_seconds: Seconds | None = None
+    overwrite: bool = False
+    user_metadata: Metadata = {}
+
+
+class SaveForSampler(Ordered):
+    """save_weights_for_sampler: with a path, or for a sampler of its own."""
+
+    path: Name | None = None
+    sampling_session_seq_id: Number | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: Seconds | None = None
+    user_metadata: Metadata = {}
+
+    @model_validator(mode="after")
+    def _is_one(self) -> SaveForSampler:
+        if (self.path is None) == (self.sampling_session_seq_id is None):
+            raise ValueError("give path or sampling_session_seq_id")
+        return self
+
+
+class Load(Body):
+    """load_weights, into a new model or into one that has done nothing yet."""
+
+    model_id: Id | None = None
+    seq_id: Number | None = None
+    session_id: Id | None = None
+    model_seq_id: Number | None = None
+    base_model: str | None = None
+    user_metadata: Metadata = {}
+    path: str
+    optimizer: bool
+    optimizer_config: Optimizer = Optimizer()
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Load:
+        of_model, of_session = (self.model_id, self.seq_id), (self.session_id, self.model_seq_id)
+        given = [pair for pair in (of_model, of_session) if pair != (None, None)]
+        if len(given) != 1 or None in given[0]:
+            raise ValueError("give model_id and seq_id, or session_id and model_seq_id")
+        return self
+
+
+class NewSampler(OfSession):
+    """create_sampling_session."""
+
+    sampling_session_seq_id: Number
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class Chunk(Body):
+    """A piece of a prompt."""
+
+    type: Literal["encoded_text"] = "encoded_text"
+    tokens: Annotated[list[int], Field(max_length=MAX_TOKENS)]
+
+
+class Prompt(Body):
+    """A prompt."""
+
+    chunks: Annotated[list[Chunk], Field(min_length=1, max_length=4096)]
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.tokens]
+
+
+class Sampling(Body):
+    """How answers are sampled; `stop`: None: at the model's own end tokens; []: at none."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 62), le=1 << 62)] | None = None
+    stop: (
+        str
+        | Annotated[list[int], Field(max_length=MAX_STOPS)]
+        | Annotated[list[str], Field(max_length=MAX_STOPS)]
+        | None
+    ) = None
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+Top = Annotated[int, Field(ge=0, le=MAX_TOP)]
+
+
+class Sample(Body):
+    """asample."""
+
+    sampling_session_id: Id
+    seq_id: Annotated[int, Field(ge=0, lt=1 << 63)]
+    num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    prompt: Prompt
+    sampling_params: Sampling
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: Top = 0
+    topk_sample_logprobs: Top = 0
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
+
+
+class OfFuture(Body):
+    """retrieve_future, cancel_future."""
+
+    request_id: Id
+    allow_metadata_only: bool = False
+
+
+class OfPath(Body):
+    """weights_info."""
+
+    tinker_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, besides its checked body.
+
+    Attributes:
+        owner: Whose it is.
+        digest: Hash of its body, by which a repeated request is known.
+        size: Bytes of its body.
+        fields: Of its body, if that is JSON.
+        key: Its X-Idempotency-Key.
+    """
+
+    owner: str
+    digest: str
+    size: int
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    key: str = ""
+
+
+def fields_of(data: bytes) -> dict[str, Any]:
+    """Return the fields of a JSON body.
+
+    Raises:
+        RequestError: It is no JSON object.
+    """
+    return parse_json(data, "the request's body cannot be read.", error=RequestError)
+
+
+def checked(fields: Mapping[str, Any], kind: type[B]) -> B:
+    """Return a body.
+
+    Raises:
+        RequestError: A field is missing, wrong or unknown; names all of them.
+    """
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as problem:
+        errors = problem.errors(include_url=False, include_input=False, include_context=False)
+        lines = dict.fromkeys(
+            f"{'.'.join(str(part)[:40] for part in one['loc'])}: {one['msg']}".lstrip(": ")
+            for one in errors
+        )
+        raise RequestError(
+            "the request has fields that cannot be used.", found=first_few(lines, 5)
+        ) from None
+
+
+def digest_of(fields: Mapping[str, Any] | bytes) -> str:
+    """Return a hash of a body."""
+    data = fields if isinstance(fields, bytes) else json.dumps(fields, sort_keys=True).encode()
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,184 @@
+"""Answers of samplers: tokens in, tokens with their log-probabilities out.
+
+Shapes: N tokens of a prompt, K likeliest tokens, n rows, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peftkit.inference.engine import Request as AnswerRequest
+from peftkit.inference.engine import room_left
+from peftkit.inference.sampling import Sampling, seed_of
+from peftkit.model.modes import evaluating
+from peftkit.serve.requests import MAX_TOKENS, RequestError
+from peftkit.serve.tinker.bodies import Sample
+from peftkit.serve.tinker.futures import Pending
+from peftkit.serve.tinker.learner import Learner
+from peftkit.serve.tinker.rows import check_tokens, vocabulary
+from peftkit.serve.tinker.wire import LENGTH, MESSAGES, STOP, bytes_of, set_topk
+from peftkit.serve.training import Training
+from peftkit.serve.worker import Job, Piece
+from peftkit.tasks.loss import Head, target_logits, target_rows
+
+NOTHING = -99999.0
+"""Log-probability of a token that is none, as clients read it."""
+ROWS = 512
+"""Tokens of a prompt whose logits are made at once."""
+
+
+class Answers:
+    """The answers to one request, as they end.
+
+    Attributes:
+        message: `Sampled`; the answers are added when all have ended.
+    """
+
+    def __init__(self, body: Sample, pending: Pending) -> None:
+        self._num_top, self._pending = body.topk_sample_logprobs, pending
+        self.message = MESSAGES["Sampled"]()
+        self._parts: list[list[Piece]] = [[] for _ in range(body.num_samples)]
+
+    def sender(self, index: int) -> Callable[[Piece | Exception], None]:
+        """Return what takes the pieces of an answer."""
+
+        def send(piece: Piece | Exception) -> None:
+            if isinstance(piece, Exception):
+                self._pending.finish(piece)
+                return
+            self._parts[index].append(piece)
+            if all(of and of[-1].reason for of in self._parts):
+                self._pending.finish(self._whole())
+
+        return send
+
+    def _whole(self) -> bytes:
+        for pieces in self._parts:
+            chosen = [one for piece in pieces for one in piece.chosen]
+            sequence = self.message.sequences.add(
+                stop_reason=STOP if pieces[-1].reason == "stop" else LENGTH,
+                tokens=bytes_of((one.token for one in chosen), torch.int32),
+                log_probs=bytes_of(one.log_prob for one in chosen),
+            )
+            if self._num_top:
+                top = torch.tensor([one.top[: self._num_top] for one in chosen])  # (N, K, 2)
+                set_topk(sequence.topk, top[..., 0], top[..., 1])
+        return bytes(self.message.SerializeToString())
+
+
+def submit(
+    training: Training, learner: Learner, body: Sample, adapter: str | None, pending: Pending
+) -> None:
+    """Have a request answered; the result is a message `Sampled`.
+
+    Args:
+        adapter: The bank's name; None: the base.
+
+    Raises:
+        DataError: The prompt is empty or too long.
+        RequestError: It does not suit the base or its memory; 429: too many requests wait.
+    """
+    worker, model = training.worker, training.bank.base.model
+    jobs: list[Job] = []
+
+    def cancel() -> None:
+        pending.finish(RequestError("the request was cancelled."))
+        for job in jobs:
+            job.cancel()
+
+    def scored() -> None:
+        training.models.load(adapter)
+        with training.bank.returned(), training.bank.use(adapter), evaluating(model):
+            _score(model, learner.head(), body, answers.message)
+        worker.submit(jobs)
+
+    def told(done: Any) -> None:
+        if done.exception() is not None:
+            pending.finish(done.exception())
+
+    answers, pending.cancel = Answers(body, pending), cancel
+    jobs += _jobs(training, body, adapter, answers)
+    if body.prompt_logprobs or body.topk_prompt_logprobs:
+        worker.call(scored).add_done_callback(told)
+    else:
+        worker.submit(jobs)
+
+
+def _jobs(training: Training, body: Sample, adapter: str | None, answers: Answers) -> list[Job]:
+    worker, model = training.worker, training.bank.base.model
+    settings, ids = body.sampling_params, body.prompt.ids
+    check_tokens(torch.tensor(ids, dtype=torch.long), model, "the prompt")
+    if max(body.topk_sample_logprobs, body.topk_prompt_logprobs) > vocabulary(model):
+        raise RequestError(f"the base has {vocabulary(model)} tokens.", fix="Ask for fewer top k.")
+    if body.num_samples > worker.max_waiting:
+        raise RequestError(
+            f"the request asks for {body.num_samples} answers.",
+            fix=f"Ask for 1 to {worker.max_waiting} at once.",
+        )
+    length, most = room_left(model, [ids], settings.max_tokens or MAX_TOKENS), worker.limits.tokens
+    if most is not None and len(ids) >= most:
+        raise RequestError(
+            f"the prompt has {len(ids):,} tokens.", found=f"There is memory for {most:,} at once."
+        )
+    sampling = Sampling(
+        max_new_tokens=length if most is None else min(length, most - len(ids)),
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=max(settings.top_k, 0),
+        seed=settings.seed,
+        top_logprobs=body.topk_sample_logprobs,
+    )
+    stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop
+    ends = None if stop is None else frozenset(one for one in stop if isinstance(one, int))
+    texts = tuple(one for one in stop or () if isinstance(one, str))
+    if texts and ends is not None:  # special tokens have no text of their own
+        added = training.bank.base.tokenizer.get_added_vocab()
+        ends |= {added[text] for text in texts if text in added}
+    seeds = [seed_of(sampling, number) for number in range(body.num_samples)]
+    return [
+        Job(
+            AnswerRequest(ids, sampling, seed, adapter, log_probs=True, ends=ends),
+            answers.sender(number),
+            texts,
+            keeps_end=True,
+        )
+        for number, seed in enumerate(seeds)
+    ]
+
+
+def _score(model: Any, head: Head | None, body: Sample, message: Any) -> None:
+    """Compute the log-probabilities of a prompt's tokens, in the thread that has the model."""
+    ids, k = torch.tensor(body.prompt.ids), body.topk_prompt_logprobs
+    first = max(1, len(ids) - (body.prompt_logprobs_last_n or len(ids)))
+    own = [torch.full((first,), torch.nan)]
+    likeliest, theirs = [torch.zeros(first, k)], [torch.full((first, k), NOTHING)]
+    for logits, targets in _logits(model, head, ids, first):
+        found = logits.float().log_softmax(-1)
+        own.append(found.gather(1, targets.to(found.device)[:, None])[:, 0].cpu())
+        if k:
+            top = found.topk(k)
+            likeliest.append(top.indices.cpu())
+            theirs.append(top.values.cpu())
+    if body.prompt_logprobs:
+        message.prompt_log_probs = bytes_of(torch.cat(own))
+    if k:
+        set_topk(message.topk_prompt, torch.cat(likeliest), torch.cat(theirs))
+
+
+def _logits(
+    model: Any, head: Head | None, ids: Tensor, first: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield logits (n, V) and the tokens that follow, from a token on."""
+    if first >= len(ids):
+        return
+    places = torch.arange(first - 1, len(ids) - 1, device=model.device)
+    inputs = {"input_ids": ids[None].to(model.device), "use_cache": False}
+    if head is None:
+        parts: Iterator[Tensor] = iter(target_logits(model, inputs, places).split(ROWS))
+    else:
+        parts = map(head, target_rows(model, inputs, places).split(ROWS))
+    yield from zip(parts, ids[first:].split(ROWS), strict=True)

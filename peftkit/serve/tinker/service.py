@@ -1,0 +1,426 @@
+"""What Tinker's clients ask for: sessions, models and their operations, samplers, saved weights.
+
+Work is answered at once with the id of a result, for which clients come back. What is wrong with an
+operation of a model is that operation's result: it has had its turn, and the next one can come.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from peftkit.errors import PeftkitError
+from peftkit.inference.engine import context_length
+from peftkit.serve.requests import RequestError
+from peftkit.serve.store import new_id
+from peftkit.serve.tinker import bodies
+from peftkit.serve.tinker.bodies import Asked, Lora
+from peftkit.serve.tinker.futures import Futures, Known, Order, Pending, Result, Run
+from peftkit.serve.tinker.losses import loss_of, settings_of
+from peftkit.serve.tinker.rows import datums_of
+from peftkit.serve.tinker.samples import submit
+from peftkit.serve.tinker.tenants import Tenants
+from peftkit.serve.tinker.weights import Weights, described, iso, texts
+from peftkit.serve.tinker.wire import output_of
+from peftkit.serve.training import Training
+
+MAX_MODELS = 256
+"""Models that are trained."""
+SESSION, MODEL, SAMPLER = "tinker.session", "tinker.model", "tinker.sampler"
+"""Kinds of the store's documents."""
+Reply = dict[str, Any]
+
+
+@dataclass(eq=False, slots=True)
+class Model:
+    """A model that is trained; `asked`: when it was last asked for anything."""
+
+    id: str
+    owner: str
+    base_model: str
+    config: Lora
+    order: Order
+    asked: float
+
+    @property
+    def facts(self) -> Reply:
+        """What is known of its weights."""
+        return {"base_model": self.base_model, "config": self.config.model_dump()}
+
+
+class Service:
+    """The sessions, models, samplers and results of all clients."""
+
+    def __init__(self, training: Training) -> None:
+        self._training, self._store = training, training.store
+        self._futures, self._sessions, self._samples = Futures(), Known[Reply](), Known[Reply]()
+        self._weights, self._tenants = Weights(training), Tenants(training)
+        self._models: dict[str, Model] = {}
+
+    # ------------------------------------------------------------- sessions
+
+    def create_session(self, body: bodies.NewSession, asked: Asked) -> Reply:
+        """Make a session: models and samplers are of one."""
+        key = asked.owner, asked.key or new_id("")
+        reply = self._sessions.reply(key, asked.digest)
+        if reply is None:
+            id = new_id("")
+            facts = {"session_id": id, "created": time.time(), **body.model_dump()}
+            self._store.put(SESSION, id, facts, owner=asked.owner)
+            reply = {"type": "create_session", "session_id": id}
+            self._sessions.keep(key, asked.digest, reply)
+        return reply
+
+    def heartbeat(self, body: bodies.OfSession, asked: Asked) -> Reply:
+        """Say whether a session is known."""
+        self._check_session(body.session_id, asked.owner, status=410)
+        return {"type": "session_heartbeat"}
+
+    def _check_session(self, id: str, owner: str, *, status: int = 404) -> None:
+        if self._store.get(SESSION, id, owner) is None:
+            raise RequestError(f"there is no session {id}.", status=status)
+
+    def _check_base(self, name: str) -> None:
+        if not self._training.is_base(name):
+            raise RequestError(
+                f"the base here is not {name[:80]}.",
+                found=f"It answers to: {', '.join(self._training.models.base_names)}.",
+                fix="Ask for one of these, or start the server with --as NAME.",
+            )
+
+    def capabilities(self, owner: str) -> Reply:
+        """Return the names of the base."""
+        limit = context_length(self._training.bank.base.model)
+        facts = {"max_context_length": limit, "trainable": True, "sampleable": True}
+        names = self._training.models.base_names
+        return {"supported_models": [{"model_name": name, **facts} for name in names]}
+
+    # ------------------------------------------------------------- models
+
+    def create_model(self, body: bodies.NewModel, asked: Asked) -> Reply:
+        """Make a model, with an adapter of its own."""
+        self._check_base(body.base_model)
+        seed = body.lora_config.seed
+        seed = secrets.randbelow(1 << 31) if seed is None else seed
+        config = body.lora_config.model_copy(update={"seed": seed})
+        return self._new_model(body, asked, body.base_model, config, None)
+
+    def load_weights(self, body: bodies.Load, asked: Asked) -> Reply:
+        """Make a model of saved weights, or load them into one that has done nothing yet."""
+        if body.base_model is not None:
+            self._check_base(body.base_model)
+
+        def load(id: str) -> None:
+            folder = self._weights.folder(self._weights.get(body.path, asked.owner))
+            self._tenants.load(id, folder, with_optimizer=body.optimizer)
+
+        if body.session_id is not None:
+            found = self._weights.get(body.path, asked.owner)
+            base_model = body.base_model or found["base_model"]
+            return self._new_model(body, asked, base_model, Lora(**found["config"]), load)
+
+        def prepare(model: Model) -> Run:
+            if body.seq_id != 1:
+                raise RequestError(
+                    "weights are loaded into a model before anything else is done with it.",
+                    fix="Create a model from them: create_training_client_from_state(PATH).",
+                )
+
+            def run() -> Result:
+                load(model.id)
+                return {"type": "load_weights", "path": body.path, "model_id": model.id}
+
+            return run
+
+        place = bodies.Ordered(model_id=str(body.model_id), seq_id=body.seq_id or 0)
+        return self.submit(place, asked, prepare)
+
+    def _new_model(
+        self,
+        body: bodies.NewModel | bodies.Load,
+        asked: Asked,
+        base_model: str,
+        config: Lora,
+        load: Callable[[str], None] | None,
+    ) -> Reply:
+        owner, session = asked.owner, str(body.session_id)
+        self._check_session(session, owner)
+        id = f"{session}:train:{body.model_seq_id}"
+        if id not in self._models:
+            if self._store.get(MODEL, id) is not None:
+                raise self._ended(id, owner)
+            if len(self._models) >= MAX_MODELS:
+                found = f"{MAX_MODELS} models are being trained already."
+                raise RequestError("there is no room for another model.", found=found, status=429)
+            facts = {"model_id": id, "created": time.time(), "metadata": body.user_metadata}
+            order = Order(self._training.worker.call, self._futures)
+            model = Model(id, owner, base_model, config, order, time.time())
+            self._store.put(MODEL, id, {**facts, **model.facts}, owner=owner, parent=session)
+            self._models[id] = model
+        config = self._models[id].config
+
+        def run() -> Result:
+            self._tenants.add(id, config, fresh=load is None)
+            try:
+                if load is not None:
+                    load(id)
+            except BaseException:
+                self._tenants.drop(id)
+                raise
+            return {"model_id": id, "type": "create_model" if load is None else "load_weights"}
+
+        return self.submit(bodies.Ordered(model_id=id, seq_id=0), asked, lambda model: run)
+
+    def _model(self, id: str, owner: str) -> Model:
+        model = self._models.get(id)
+        if model is None or model.owner != owner:
+            raise self._ended(id, owner)
+        model.asked = time.time()
+        return model
+
+    def _ended(self, id: str, owner: str) -> RequestError:
+        """Return why there is no such model."""
+        if self._store.get(MODEL, id, owner) is None:
+            return RequestError(f"there is no model {id}.", status=404)
+        saved = [one["path"] for one in self._weights.all(owner, id) if one["use"] == "weights"]
+        fix = "Create it again, and save now and then: save_state(NAME)."
+        if saved:
+            fix = "Go on from them: create_training_client_from_state_with_optimizer(PATH)."
+        return RequestError(
+            f"the model {id} is no longer in memory.",
+            found="It was unloaded, or the server was restarted. "
+            + (f"Its last saved weights: {saved[-1]}." if saved else "It was never saved."),
+            fix=fix,
+            status=404,
+        )
+
+    def get_info(self, body: bodies.OfModel, asked: Asked) -> Reply:
+        """Say what a model is."""
+        model, base = self._model(body.model_id, asked.owner), self._training.bank.base
+        data = {
+            "arch": type(base.model).__name__,
+            "model_name": model.base_model,
+            "tokenizer_id": base.hub_id or base.name,
+        }
+        return {
+            "type": "get_info",
+            "model_id": model.id,
+            "model_data": data,
+            "is_lora": True,
+            "lora_rank": model.config.rank,
+            "model_name": model.base_model,
+        }
+
+    def unload(self, body: bodies.OfModel, asked: Asked) -> Reply:
+        """Forget a model; its saved weights stay."""
+        if self._store.get(MODEL, body.model_id, asked.owner) is None:
+            raise self._ended(body.model_id, asked.owner)
+        pending = self._futures.new(asked.owner)
+        self._models.pop(body.model_id, None)
+
+        def run() -> Result:
+            self._tenants.drop(body.model_id)
+            self._weights.drop_unnamed(asked.owner, body.model_id)
+            return {"type": "unload_model", "model_id": body.model_id}
+
+        self._training.worker.call(run).add_done_callback(pending.finish_with)
+        return {"request_id": pending.id, "model_id": body.model_id}
+
+    # ------------------------------------------------------------- operations
+
+    def submit(self, place: bodies.Ordered, asked: Asked, prepare: Callable[[Model], Run]) -> Reply:
+        """Queue an operation of a model; what is wrong with it is its result."""
+        model = self._model(place.model_id, asked.owner)
+        try:
+            run = prepare(model)
+        except PeftkitError as error:
+            run = _raising(error)
+        id = model.order.submit(place.seq_id, asked.digest, model.owner, run, asked.size)
+        return {"request_id": id, "model_id": model.id}
+
+    def forward(self, message: Any, model: Model) -> Run:
+        """Return the operation of a message `ForwardBackward`."""
+        loss = loss_of(message.loss)
+        given = {name: one.text or one.number for name, one in message.config.items()}
+        settings = settings_of(message.loss, given or dict(message.old_config))
+        rows = datums_of(message.data, loss, self._training.bank.base.model)
+        forward, backward = self._tenants.learner.forward, not message.forward_only
+
+        def run() -> Result:
+            found, total = self._tenants.run(
+                model.id, lambda tenant: forward(tenant, rows, loss, settings, backward)
+            )
+            return output_of(found, {"loss:sum": total})
+
+        return run
+
+    def step(self, body: bodies.Step, model: Model) -> Run:
+        """Return the operation that takes a step."""
+
+        def run() -> Result:
+            norm = self._tenants.run(model.id, lambda tenant: tenant.step(body.adam_params))
+            return {"metrics": {"grad_norm:mean": norm}}
+
+        return run
+
+    def save(self, body: bodies.Save, model: Model) -> Run:
+        """Return the operation that saves a model with its optimizer."""
+        path = f"tinker://{model.id}/weights/{body.path or f'step-{body.seq_id}'}"
+
+        def run() -> Result:
+            self._weights.save(
+                path,
+                model.owner,
+                lambda folder: self._tenants.save(model.id, folder, with_optimizer=True),
+                {**model.facts, "metadata": body.user_metadata},
+                ttl=body.ttl_seconds,
+                overwrite=body.overwrite,
+            )
+            return {"type": "save_weights", "path": path}
+
+        return run
+
+    def save_for_sampler(self, body: bodies.SaveForSampler, model: Model) -> Run:
+        """Return the operation that saves a model to be sampled from, with or without a name."""
+        number = body.sampling_session_seq_id
+        name = body.path or f"-ephemeral-{body.seq_id}"  # a client's begins otherwise
+        path = f"tinker://{model.id}/sampler_weights/{name}"
+
+        def run() -> Result:
+            self._weights.save(
+                path,
+                model.owner,
+                lambda folder: self._tenants.save(model.id, folder, with_optimizer=False),
+                {**model.facts, "metadata": body.user_metadata},
+                ttl=body.ttl_seconds,
+                is_unnamed=number is not None,
+            )
+            if number is None:
+                return {"type": "save_weights_for_sampler", "path": path}
+            session = model.id.partition(":")[0]
+            id = self._new_sampler(session, number, model.owner, model.base_model, path)
+            return {"type": "save_weights_for_sampler", "sampling_session_id": id}
+
+        return run
+
+    # ------------------------------------------------------------- samples
+
+    def create_sampler(self, body: bodies.NewSampler, asked: Asked) -> Reply:
+        """Make a sampler of the base, or of saved weights."""
+        self._check_session(body.session_id, asked.owner)
+        base_model, path = body.base_model, body.model_path
+        if path is not None:
+            base_model = self._weights.get(path, asked.owner)["base_model"]
+        elif base_model is None:
+            raise RequestError("a sampler needs base_model or model_path.")
+        else:
+            self._check_base(base_model)
+        number = body.sampling_session_seq_id
+        id = self._new_sampler(body.session_id, number, asked.owner, str(base_model), path)
+        return {"type": "create_sampling_session", "sampling_session_id": id}
+
+    def _new_sampler(
+        self, session: str, number: int, owner: str, base_model: str, path: str | None
+    ) -> str:
+        id = f"{session}:sample:{number}"
+        facts = {"sampler_id": id, "base_model": base_model, "model_path": path}
+        if self._store.get(SAMPLER, id) not in (None, facts):
+            raise RequestError(f"there is another sampler {id} already.", status=409)
+        self._store.put(SAMPLER, id, facts, owner=owner, parent=session)
+        return id
+
+    def sampler(self, owner: str, id: str) -> Reply:
+        """Say what a sampler is."""
+        facts = self._store.get(SAMPLER, id, owner)
+        if facts is None:
+            raise RequestError(f"there is no sampler {id[:80]}.", status=404)
+        return facts
+
+    def sample(self, body: bodies.Sample, asked: Asked) -> Reply:
+        """Have answers sampled."""
+        key, adapter = (body.sampling_session_id, body.seq_id), None
+        path = self.sampler(asked.owner, body.sampling_session_id)["model_path"]
+        if (reply := self._samples.reply(key, asked.digest)) is not None:
+            return reply
+        if path is not None:
+            self._weights.get(path, asked.owner)
+            adapter = self._training.models.inner(path, asked.owner)
+        pending = self._futures.new(asked.owner)
+        try:
+            submit(self._training, self._tenants.learner, body, adapter, pending)
+        except PeftkitError as error:
+            if getattr(error, "status", 400) in (429, 503):
+                self._futures.forget(pending)
+                raise
+            pending.finish(error)
+        names = [f"{pending.id}:{number}" for number in range(body.num_samples)]
+        reply = {"request_id": pending.id, "sample_sequence_ids": names}
+        self._samples.keep(key, asked.digest, reply)
+        return reply
+
+    # ------------------------------------------------------------- results, weights
+
+    def pending(self, body: bodies.OfFuture, asked: Asked) -> Pending:
+        """Return a result to come."""
+        return self._futures.get(body.request_id, asked.owner)
+
+    def cancel(self, body: bodies.OfFuture, asked: Asked) -> Reply:
+        """Stop what nobody waits for."""
+        self.pending(body, asked).cancel()
+        return {}
+
+    def weights_info(self, body: bodies.OfPath, asked: Asked) -> Reply:
+        """Say what saved weights are."""
+        found = self._weights.get(body.tinker_path, asked.owner)
+        config = found["config"]
+        parts = {name: config[name] for name in ("train_attn", "train_mlp", "train_unembed")}
+        facts = {"base_model": found["base_model"], "is_lora": True, "lora_rank": config["rank"]}
+        return {**facts, **parts}
+
+    def runs(self, owner: str) -> list[Reply]:
+        """Return all models of an owner, the newest first."""
+        return [self._run(facts, owner) for facts in self._store.all(MODEL, owner)[::-1]]
+
+    def run(self, owner: str, id: str) -> Reply:
+        """Return a model, trained now or earlier."""
+        facts = self._store.get(MODEL, id, owner)
+        if facts is None:
+            raise RequestError(f"there is no training run {id[:80]}.", status=404)
+        return self._run(facts, owner)
+
+    def _run(self, facts: Reply, owner: str) -> Reply:
+        id = facts["model_id"]
+        model = self._models.get(id)
+        saved = {one["use"]: described(one) for one in self._weights.all(owner, id)}
+        return {
+            "training_run_id": id,
+            "base_model": facts["base_model"],
+            "model_owner": owner or "local",
+            "is_lora": True,
+            "lora_rank": facts["config"]["rank"],
+            "last_request_time": iso(facts["created"] if model is None else model.asked),
+            "last_checkpoint": saved.get("weights"),
+            "last_sampler_checkpoint": saved.get("sampler_weights"),
+            "user_metadata": texts(facts["metadata"]),
+        }
+
+    def checkpoints(self, owner: str, id: str | None = None) -> list[Reply]:
+        """Return the saved weights of an owner, or of a model, the newest first."""
+        if id is not None:
+            self.run(owner, id)
+        return [described(one) for one in self._weights.all(owner, id)[::-1]]
+
+    def delete_checkpoint(self, owner: str, id: str, use: str, name: str) -> Reply:
+        """Delete saved weights."""
+        self._weights.delete(f"tinker://{id}/{use}/{name}", owner)
+        return {}
+
+
+def _raising(error: PeftkitError) -> Run:
+    def run() -> Result:
+        raise error
+
+    return run

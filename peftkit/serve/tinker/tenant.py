@@ -1,0 +1,150 @@
+"""A model that is trained: an adapter beside the base, its gradients, its optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from peftkit.adapter import Adapter, refresh_copies, ungroup_modules
+from peftkit.serve.requests import RequestError
+from peftkit.serve.tinker.bodies import Adam
+from peftkit.train.optim import complete_gradients, load_optimizer_state, optimizer_state
+
+LATER = 3
+"""Tensors of a parameter's size that training makes: a gradient and the optimizer's two."""
+VALUE, GRADIENT, OPTIMIZER = "value/", "gradient/", "optimizer/"
+"""Prefixes of tensors of a tenant that is on the disk."""
+
+
+class Tenant:
+    """A model that is trained.
+
+    Attributes:
+        adapter: Its modules are on the base only while it is seated.
+        parameters: By name, in the order of the model.
+        layers: The adapter's modules.
+        optimizer: None before the first step.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        names = {
+            id(parameter): name
+            for path, module in adapter.modules.items()
+            for name, parameter in module.named_parameters(path)
+        }
+        self.parameters = {names[id(p)]: p for p in adapter.parameters()}
+        self.layers = nn.ModuleList(adapter.modules.values())
+        self.optimizer: AdamW | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its parameters."""
+        return sum(p.nbytes for p in self.parameters.values())
+
+    @property
+    def num_later(self) -> int:
+        """Bytes that training makes and that are not there yet."""
+        made = sum(p.grad is not None for p in self.parameters.values()) / len(self.parameters)
+        return int(self.num_bytes * (LATER - made - 2 * (self.optimizer is not None)))
+
+    def take_gradients(self) -> list[Tensor | None]:
+        """Return the gradients, and have none."""
+        taken = [p.grad for p in self.parameters.values()]
+        self.set_gradients([None] * len(taken))
+        return taken
+
+    def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Have these gradients."""
+        for parameter, gradient in zip(self.parameters.values(), gradients, strict=True):
+            parameter.grad = gradient
+
+    def add_gradients(self, others: Sequence[Tensor | None], factor: float) -> None:
+        """Multiply the gradients by a factor, and add others to them."""
+        for parameter, other in zip(self.parameters.values(), others, strict=True):
+            if parameter.grad is None:
+                parameter.grad = other
+                continue
+            if factor != 1.0:
+                parameter.grad.mul_(factor)
+            if other is not None:
+                parameter.grad.add_(other)
+
+    def step(self, settings: Adam) -> float:
+        """Change the parameters by the gradients, and forget these; return the gradients' norm.
+
+        Raises:
+            RequestError: A gradient is not finite; it is forgotten, and nothing else is changed.
+        """
+        norm = torch.nn.utils.get_total_norm(complete_gradients(self.parameters))
+        if not math.isfinite(norm.item()):
+            self.take_gradients()
+            raise RequestError(
+                "the step was not taken: its gradient is not finite.",
+                found="The weights are unchanged; the gradient was dropped.",
+                fix="Look at the losses and advantages of the rows since the last step.",
+            )
+        parameters, most = self.parameters.values(), settings.grad_clip_norm
+        if most > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+        optimizer = self._with_optimizer()
+        optimizer.param_groups[0].update(
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+        optimizer.step()
+        refresh_copies(self.layers)
+        self.take_gradients()
+        return float(norm)
+
+    def _with_optimizer(self) -> AdamW:
+        if self.optimizer is None:
+            self.optimizer = AdamW(self.parameters.values(), lr=0.0, fused=True)
+        return self.optimizer
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """Return the optimizer's state by name; nothing before the first step."""
+        if self.optimizer is None:
+            return {}
+        return optimizer_state(self.optimizer, self.parameters)[0]
+
+    def load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load what `optimizer_tensors` returned.
+
+        Raises:
+            CheckpointError: It is of other parameters.
+        """
+        if tensors:
+            load_optimizer_state(self._with_optimizer(), self.parameters, tensors, {})
+
+    def emptied(self) -> dict[str, Tensor]:
+        """Return all its tensors by name, and have none: `fill` is to follow."""
+        tensors = {OPTIMIZER + name: tensor for name, tensor in self.optimizer_tensors().items()}
+        gradients = zip(self.parameters, self.take_gradients(), strict=True)
+        tensors |= {GRADIENT + name: each for name, each in gradients if each is not None}
+        self.optimizer = None
+        ungroup_modules(self.layers)  # groups hold copies
+        for name, parameter in self.parameters.items():
+            tensors[VALUE + name] = parameter.data
+            parameter.data = parameter.data.new_empty(0)
+        return tensors
+
+    def fill(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """Have the tensors that `emptied` returned."""
+        for name, parameter in self.parameters.items():
+            parameter.data = tensors[VALUE + name].to(device)
+            gradient = tensors.get(GRADIENT + name)
+            parameter.grad = None if gradient is None else gradient.to(device)
+        self.load_optimizer(
+            {
+                name.removeprefix(OPTIMIZER): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(OPTIMIZER)
+            }
+        )

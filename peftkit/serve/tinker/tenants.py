@@ -1,0 +1,188 @@
+"""The models that are trained: a bounded number in memory, the others on the disk until needed.
+
+All of it runs in the thread that has the base.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from peftkit.adapter import group_modules
+from peftkit.data.encode import default_style
+from peftkit.execution.environment import free_now
+from peftkit.execution.out_of_memory import is_out_of_memory, release_memory
+from peftkit.files.tensors import read_tensors, specs_of, write_tensor_stream, write_tensors
+from peftkit.formats.peft.folder import AdapterFolder, save_adapter
+from peftkit.formats.peft.notes import Provenance
+from peftkit.methods.lora import LoRA
+from peftkit.model import roles
+from peftkit.model.places import find_places
+from peftkit.serve.requests import RequestError
+from peftkit.serve.tinker.bodies import Lora
+from peftkit.serve.tinker.learner import Learner
+from peftkit.serve.tinker.tenant import Tenant
+from peftkit.serve.training import Training
+from peftkit.tasks.tokens import CausalLMConfig
+
+T = TypeVar("T")
+
+ALPHA = 32
+"""Of every adapter, whatever its rank: Tinker's."""
+MAX_HERE = 16
+"""Tenants in memory."""
+OPTIMIZER_FILE = "optimizer.safetensors"
+"""Beside the adapter's files."""
+
+
+class Tenants:
+    """All tenants, by the id of their model."""
+
+    def __init__(self, training: Training) -> None:
+        base = training.bank.base
+        self.learner = Learner(base)
+        self._here: OrderedDict[str, Tenant] = OrderedDict()
+        self._away: dict[str, Tenant] = {}
+        self._folder = training.folder / "tinker" / "away"
+        shutil.rmtree(self._folder, ignore_errors=True)  # of models that ended with the server
+        self._folder.mkdir(parents=True)
+        where = {"model", "revision", "new_tokens", "store", "placement"}
+        self._provenance = Provenance(
+            base=base.name,
+            hub_id=base.hub_id,
+            revision=base.revision,
+            fingerprint=base.fingerprint,
+            trunk=base.trunk or None,
+            loading=training.options.base.model_dump(mode="json", exclude=where),
+            prompt_style=default_style(base.tokenizer),
+            task=CausalLMConfig().saved(),
+        )
+
+    def add(self, id: str, config: Lora, *, fresh: bool) -> None:
+        """Make a tenant; `fresh`: see `Learner.new`.
+
+        Raises:
+            TargetError: Its adapter does not suit the base.
+        """
+        method = LoRA(rank=config.rank, alpha=ALPHA, targets=self._targets(config))
+        seed = config.seed or 0
+        self._here[id] = self._with_room(lambda: self.learner.new(method, seed, fresh=fresh))
+        self._make_room(id, self._here[id].num_later)
+
+    def _targets(self, config: Lora) -> tuple[str, ...]:
+        """Return the groups of layers that a client asks for and the base has."""
+        present = {role for place in find_places(self.learner.model) for role in place.roles}
+        asked = ["attention"] * config.train_attn + ["ffn", "experts"] * config.train_mlp
+        asked += ["head"] * config.train_unembed
+        targets = tuple(name for name in asked if present & {*roles.GROUPS.get(name, (name,))})
+        if not targets:
+            raise RequestError(
+                "the model has nothing to train.",
+                fix="Set train_attn, train_mlp or train_unembed to true.",
+            )
+        return targets
+
+    def run(self, id: str, work: Callable[[Tenant], T]) -> T:
+        """Return what some work makes of a tenant, which comes back from the disk if it is there.
+
+        Raises:
+            RequestError: There is none of this id.
+        """
+        return self._with_room(lambda: work(self._get(id)), but=id)
+
+    def drop(self, id: str) -> None:
+        """Forget a tenant."""
+        self._here.pop(id, None)
+        if self._away.pop(id, None) is not None:
+            self._path(id).unlink(missing_ok=True)
+        release_memory()
+
+    def _path(self, id: str) -> Path:
+        return self._folder / f"{id.replace(':', '.')}.safetensors"
+
+    def _get(self, id: str) -> Tenant:
+        if id in self._away:
+            path = self._path(id)
+            self._make_room(id, path.stat().st_size)
+            self._fill(self._away[id], read_tensors(path))
+            self._here[id] = self._away.pop(id)
+            path.unlink()
+        if id not in self._here:
+            raise RequestError("the model was not made, or has been unloaded.")
+        self._here.move_to_end(id)
+        return self._here[id]
+
+    def _with_room(self, work: Callable[[], T], but: str = "") -> T:
+        """Return what some work makes; where memory runs out, others leave it."""
+        while True:
+            try:
+                return work()
+            except Exception as error:
+                others = [id for id in self._here if id != but]
+                if not (others and is_out_of_memory(error)):
+                    raise
+            release_memory()
+            self._send_away(others[0])
+
+    def _make_room(self, but: str, num_bytes: int) -> None:
+        """Send tenants away, those first that have been idle for longest."""
+        for id in [id for id in self._here if id != but]:
+            free = free_now(self.learner.model.device)
+            if len(self._here) <= MAX_HERE and (free.memory is None or num_bytes < free.usable):
+                return
+            self._send_away(id)
+
+    def _send_away(self, id: str) -> None:
+        """Write a tenant to the disk, and free its memory."""
+        tensors = self._here[id].emptied()
+        try:
+            specs = specs_of(tensors)
+            stream = (tensors[spec.name].cpu() for spec in specs)
+            write_tensor_stream(self._path(id), specs, stream)
+        except BaseException:
+            self._fill(self._here[id], tensors)
+            raise
+        self._away[id] = self._here.pop(id)
+
+    def _fill(self, tenant: Tenant, tensors: Mapping[str, Tensor]) -> None:
+        tenant.fill(tensors, self.learner.model.device)
+        with self.learner.on(tenant):
+            group_modules(self.learner.model)
+
+    def save(self, id: str, folder: Path, *, with_optimizer: bool) -> None:
+        """Write a tenant's adapter, as PEFT reads it, and the state of its optimizer.
+
+        Raises:
+            RunError: A weight is not finite, or the disk is full.
+        """
+
+        def write(tenant: Tenant) -> None:
+            with self.learner.on(tenant):
+                save_adapter(tenant.adapter, folder, self._provenance)
+            if with_optimizer and (state := tenant.optimizer_tensors()):
+                tensors = {name: tensor.cpu() for name, tensor in state.items()}
+                write_tensors(tensors, folder / OPTIMIZER_FILE)
+
+        self.run(id, write)
+
+    def load(self, id: str, folder: Path, *, with_optimizer: bool) -> None:
+        """Give a tenant the values of a folder.
+
+        Raises:
+            AdapterError: They are of another rank, or of other layers.
+        """
+
+        def read(tenant: Tenant) -> None:
+            with torch.no_grad():
+                AdapterFolder(tenant.adapter, self._provenance).load(folder)
+            tenant.take_gradients()
+            if with_optimizer and (folder / OPTIMIZER_FILE).is_file():
+                tenant.load_optimizer(read_tensors(folder / OPTIMIZER_FILE))
+
+        self.run(id, read)

@@ -1,0 +1,55 @@
+"""A server that trains in this process, and a client of it that speaks Tinker's dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra peftkit[train-api] is not installed")
+pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
+from starlette.testclient import TestClient
+
+from peftkit.inference.bank import AdapterBank
+from peftkit.model.lift import take_off
+from peftkit.serve.app import Limits, make_app
+from peftkit.serve.training import TrainingOptions
+from peftkit.settings import BaseConfig
+from tests.inference.test_bank import a_base
+from tests.serve.tinker.wire_client import Client
+
+HERE = "http://127.0.0.1:8000"
+Serve = Callable[..., TestClient]
+
+
+@pytest.fixture
+def serve(llama: Any, tokenizer: Any, tmp_path: Path) -> Iterator[Serve]:
+    """Start servers over one base and one folder, one after the other."""
+    with ExitStack() as stack:
+
+        def started(**named: Any) -> TestClient:
+            stack.close()
+            take_off(llama)
+            options = TrainingOptions(folder=tmp_path / "state", base=BaseConfig(model="tiny"))
+            app = make_app(
+                AdapterBank(a_base(llama, tokenizer)),
+                training=options,
+                limits=Limits(max_waiting=512),
+                **named,
+            )
+            return stack.enter_context(TestClient(app, base_url=HERE))
+
+        yield started
+
+
+@pytest.fixture
+def http(serve: Serve) -> TestClient:
+    return serve()
+
+
+@pytest.fixture
+def client(http: TestClient) -> Client:
+    return Client(http)

@@ -1,0 +1,266 @@
+"""Nobody sees or changes what is another's, and nothing that is sent breaks the server."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
+
+from peftkit.serve.tinker import api, wire
+from tests.serve.tinker.conftest import Serve
+from tests.serve.tinker.wire_client import API, Client, datum, message
+
+ANN, BOB = "tml-ann", "tml-bob"
+DATA = [datum([5, 6, 7, 8])]
+PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+
+
+def test_another_s_sessions_models_samplers_results_and_weights_are_not_there(
+    serve: Serve,
+) -> None:
+    http = serve(keys=[ANN, BOB])
+    ann, bob = Client(http, ANN), Client(http, BOB)
+    model = ann.model()
+    result = model.submit(DATA)
+    ann.retrieve(result)
+    path = model.call("save_weights", path="x")["path"]
+    sampler = ann.sampler(path)
+    adam = {"adam_params": {}}
+    asked = [
+        ("session_heartbeat", {"session_id": ann.session}, 410),
+        (
+            "create_model",
+            {"session_id": ann.session, "model_seq_id": 9, "base_model": "base"},
+            404,
+        ),
+        ("create_model", {"session_id": ann.session, "model_seq_id": 0, "base_model": "base"}, 404),
+        ("get_info", {"model_id": model.id}, 404),
+        ("optim_step", {"model_id": model.id, "seq_id": 3, **adam}, 404),
+        ("save_weights", {"model_id": model.id, "seq_id": 3, "path": "y"}, 404),
+        ("save_weights_for_sampler", {"model_id": model.id, "seq_id": 3, "path": "y"}, 404),
+        ("unload_model", {"model_id": model.id}, 404),
+        ("weights_info", {"tinker_path": path}, 404),
+        (
+            "load_weights",
+            {"session_id": bob.session, "model_seq_id": 0, "path": path, "optimizer": True},
+            404,
+        ),
+        (
+            "create_sampling_session",
+            {"session_id": bob.session, "sampling_session_seq_id": 0, "model_path": path},
+            404,
+        ),
+        (
+            "create_sampling_session",
+            {"session_id": ann.session, "sampling_session_seq_id": 9, "base_model": "base"},
+            404,
+        ),
+        (
+            "asample",
+            {"sampling_session_id": sampler, "seq_id": 0, "prompt": PROMPT, "sampling_params": {}},
+            404,
+        ),
+        ("retrieve_future", {"request_id": result}, 404),
+        ("cancel_future", {"request_id": result}, 404),
+    ]
+    for what, body, status in asked:
+        assert bob.ask(what, **body).status_code == status, what
+    headers = {"X-API-Key": BOB, "Content-Type": "application/x-protobuf"}
+    sent = http.post(f"{API}/forward_backward", content=message(model.id, 3, DATA), headers=headers)
+    assert sent.status_code == 404
+    for url in (f"samplers/{sampler}", f"training_runs/{model.id}"):
+        assert http.get(f"{API}/{url}", headers=headers).status_code == 404
+    url = f"training_runs/{model.id}/checkpoints"
+    assert http.get(f"{API}/{url}", headers=headers).status_code == 404
+    assert http.delete(f"{API}/{url}/weights/x", headers=headers).status_code == 404
+    assert bob.get("checkpoints")["checkpoints"] == bob.get("training_runs")["training_runs"] == []
+    body = {"model": path, "prompt": [5, 6], "max_tokens": 2}
+    assert http.post("/v1/completions", json=body, headers=headers).status_code == 404
+    assert http.post(f"{API}/create_session", json={}).status_code == 401
+    assert ann.get("checkpoints")["checkpoints"]
+    model.next = 3
+    assert model.step()["metrics"]
+
+
+WRONG: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    1 << 70,
+    1e308,
+    "",
+    "a" * 300,
+    "../../etc/passwd",
+    [],
+    {},
+    [[]],
+)
+
+
+def hostile(client: Client, model_id: str, sampler: str) -> Iterator[tuple[str, bytes, str]]:
+    """Yield what strangers send: path, body and type."""
+    bodies: dict[str, dict[str, Any]] = {
+        "create_session": {"tags": [], "sdk_version": "1"},
+        "session_heartbeat": {"session_id": client.session},
+        "create_model": {
+            "session_id": client.session,
+            "model_seq_id": 50,
+            "base_model": "base",
+            "lora_config": {"rank": 4},
+        },
+        "get_info": {"model_id": model_id},
+        "optim_step": {"model_id": model_id, "seq_id": 4000, "adam_params": {"beta1": 0.9}},
+        "save_weights": {"model_id": model_id, "seq_id": 4001, "path": "x"},
+        "save_weights_for_sampler": {"model_id": model_id, "seq_id": 4002, "path": "x"},
+        "load_weights": {
+            "session_id": client.session,
+            "model_seq_id": 51,
+            "path": "tinker://x/weights/y",
+            "optimizer": True,
+        },
+        "create_sampling_session": {
+            "session_id": client.session,
+            "sampling_session_seq_id": 50,
+            "base_model": "base",
+        },
+        "asample": {
+            "sampling_session_id": sampler,
+            "seq_id": 50,
+            "prompt": PROMPT,
+            "sampling_params": {"max_tokens": 1},
+            "num_samples": 1,
+        },
+        "retrieve_future": {"request_id": "x"},
+        "cancel_future": {"request_id": "x"},
+        "weights_info": {"tinker_path": "tinker://a/weights/../../x"},
+        "unload_model": {"model_id": "nobody:train:0"},
+    }
+    import json
+
+    for what, body in bodies.items():
+        for name in body:
+            for wrong in WRONG:
+                yield what, json.dumps({**body, name: wrong}).encode(), "application/json"
+        yield what, json.dumps({**body, "surprise": 1}).encode(), "application/json"
+        for data in (b"", b"[]", b"{", b"\xff\xfe", b'{"a":' * 500, b'{"type":NaN}'):
+            yield what, data, "application/json"
+    proto = "application/x-protobuf"
+    whole = message(model_id, 4003, DATA)
+    random.seed(0)
+    for _ in range(60):
+        data = bytearray(whole)
+        for _ in range(3):
+            data[random.randrange(len(data))] = random.randrange(256)
+        yield "forward_backward", bytes(data[: random.randrange(1, len(data))]), proto
+        yield "forward_backward", bytes(data), proto
+    for wrong in (
+        message(model_id, -5, DATA),
+        message("../../x", 1, DATA),
+        message(model_id, 2_000_000_000, DATA),
+        message(model_id, 4004, [([5], {"target_tokens": wire.torch.tensor([[[1]]])})]),
+        message(model_id, 4005, [([], {})] * 5000),
+        b"\x1a\x00" * 500_000,
+    ):
+        yield "forward_backward", wrong, proto
+    yield "forward_backward", b'{"model_id": "x"}', "application/json"
+
+
+def test_hostile_requests_are_refused_and_nothing_is_lost(client: Client) -> None:
+    model = client.model()
+    before = model.forward(DATA)[0]
+    path = model.call("save_weights", path="kept")["path"]
+    sampler = client.sampler()
+    number = 0
+    for what, data, kind in hostile(client, model.id, sampler):
+        response = client.http.post(f"{API}/{what}", content=data, headers={"Content-Type": kind})
+        number += 1
+        assert response.status_code < 500, (what, data[:200], response.text)
+        if response.status_code != 200:
+            assert response.status_code in (400, 404, 409, 410, 415), (what, response.text)
+            assert len(response.json()["error"]["message"]) > 10
+        else:
+            assert isinstance(response.json(), dict)
+    for method, url in (
+        ("GET", "samplers/..%2f..%2fetc"),
+        ("GET", "training_runs/%00"),
+        ("GET", "checkpoints?limit=-1"),
+        ("GET", "checkpoints?offset=9999999999999999999999"),
+        ("GET", "nothing"),
+        ("POST", "create_custom_loss"),
+        ("DELETE", f"training_runs/{model.id}/checkpoints/weights/..%2f..%2fx"),
+        ("DELETE", f"training_runs/{model.id}/checkpoints/state/kept"),
+    ):
+        response = client.http.request(method, f"{API}/{url}")
+        number += 1
+        assert 400 <= response.status_code < 500, url
+    assert number > 500
+    assert model.forward(DATA)[0] == before
+    assert client.load(path, optimizer=True).forward(DATA)[0] == before
+
+
+def test_bodies_that_are_too_long_or_compressed_are_refused(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = client.model()
+    headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "zstd"}
+    body = message(model.id, 1, DATA)
+    sent = client.http.post(f"{API}/forward_backward", content=body, headers=headers)
+    assert sent.status_code == 415
+    monkeypatch.setattr(api, "MAX_PROTOBUF", 50)
+    monkeypatch.setattr(api, "MAX_BODY", 50)
+    assert model.send(body).status_code == 413
+    assert client.ask("create_session", tags=["x" * 60]).status_code == 413
+
+
+def test_a_failure_of_the_server_is_no_5xx(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = client.model()
+
+    def broken(*args: Any, **named: Any) -> None:
+        raise RuntimeError("broken")
+
+    service = "peftkit.serve.tinker.service"
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{service}.datums_of", broken)
+        response = model.send(message(model.id, 1, DATA))
+        assert response.status_code == 400
+        assert "the server failed: RuntimeError: broken" in response.text
+    with monkeypatch.context() as patch:
+        patch.setattr("peftkit.serve.tinker.learner.Learner.forward", broken)
+        assert model.forward(DATA) == {"error": "RuntimeError: broken", "category": "server"}
+    assert isinstance(model.forward(DATA)[0], float)
+
+
+def test_what_clients_read_of_the_server(client: Client) -> None:
+    assert client.post("client/config", sdk_version="0.25.0")["create_model_via_load_weights"]
+    assert client.post("client/dynamic_config", sdk_version="1") == {}
+    assert client.post("telemetry", events=[]) == {"status": "accepted"}
+    assert client.post(f"sessions/{client.session}/finish", reason={"type": "x"}) == {}
+    assert client.get("healthz") == {"status": "ok"}
+    (model,) = client.get("get_server_capabilities")["supported_models"]
+    assert (model["model_name"], model["trainable"]) == ("base", True)
+    made = client.model(rank=5)
+    info = client.post("get_info", model_id=made.id)
+    assert (info["lora_rank"], info["model_name"]) == (5, "base")
+    sampler = client.sampler()
+    expected = {"sampler_id": sampler, "base_model": "base", "model_path": None}
+    assert client.get(f"samplers/{sampler}") == expected
+    wrong = client.ask(
+        "create_model", session_id=client.session, model_seq_id=8, base_model="Qwen/Qwen3-8B"
+    )
+    assert wrong.status_code == 400
+    assert "--as NAME" in wrong.text
+    assert client.result("unload_model", model_id=made.id)["model_id"] == made.id
+    assert client.ask("get_info", model_id=made.id).status_code == 404
+    assert "nothing to train" in str(
+        client.result(
+            "create_model",
+            session_id=client.session,
+            model_seq_id=9,
+            base_model="base",
+            lora_config={"train_mlp": False, "train_attn": False, "train_unembed": False},
+        )
+    )

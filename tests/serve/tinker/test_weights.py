@@ -1,0 +1,192 @@
+"""Saved weights are PEFT's folders: they go on bit-equal, answer by path, outlive the server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
+
+from peftkit.formats.peft.folder import load_adapter
+from peftkit.serve.tinker import weights, wire
+from tests.serve.tinker.conftest import Serve
+from tests.serve.tinker.test_learning import CE, UNLIKE, learn
+from tests.serve.tinker.wire_client import API, Client, datum
+
+
+@pytest.mark.parametrize("config", UNLIKE[:2])
+def test_a_model_goes_on_from_its_saved_state_bit_equal(
+    client: Client, config: dict[str, Any]
+) -> None:
+    model = client.model(**config)
+    learn(model, 2)
+    path = model.call("save_weights", path="half-way")["path"]
+    assert path == f"tinker://{model.id}/weights/half-way"
+    expected = learn(model, 2)
+    assert learn(client.load(path, optimizer=True), 2) == expected
+    without = learn(client.load(path, optimizer=False), 2)
+    assert without[:2] == expected[:2]
+    assert without != expected
+    into = client.model(**config)
+    assert into.call("load_weights", path=path, optimizer=True)["path"] == path
+    assert learn(into, 2) == expected
+    assert "before anything else" in into.call("load_weights", path=path, optimizer=True)["error"]
+    other = client.model(rank=1)
+    assert "does not fit" in other.call("load_weights", path=path, optimizer=True)["error"]
+    info = client.post("weights_info", tinker_path=path)
+    assert (info["lora_rank"], info["base_model"]) == (config["rank"], "base")
+    assert info["train_mlp"] == config.get("train_mlp", True)
+
+
+def test_saved_weights_are_an_adapter_that_peft_and_peftkit_load(
+    client: Client, llama: Any, tmp_path: Path
+) -> None:
+    model = client.model(rank=3, train_unembed=True)
+    learn(model, 2)
+    _, rows = model.forward(CE)
+    model.call("save_weights", path="x")
+    (folder,) = (tmp_path / "state" / "tinker" / "weights").iterdir()
+    assert {file.name for file in folder.iterdir()} == {
+        *("adapter_config.json", "adapter_model.safetensors", "peftkit.json"),
+        "optimizer.safetensors",
+    }
+
+    def log_probs(loaded: Any) -> torch.Tensor:
+        ids, inputs = CE[0]
+        with torch.no_grad():
+            found = loaded(torch.tensor([ids])).logits[0].log_softmax(-1)
+        return found.gather(1, inputs["target_tokens"][:, None])[:, 0]
+
+    for notes in ("with peftkit's notes", "as PEFT reads it"):
+        adapter = load_adapter(llama, folder)
+        found = log_probs(llama)
+        torch.testing.assert_close(found, rows[0]["logprobs"], rtol=1e-4, atol=1e-4, msg=notes)
+        adapter.detach()
+        (folder / "peftkit.json").unlink(missing_ok=True)
+
+
+def test_names_are_taken_once_unless_they_are_overwritten(client: Client, tmp_path: Path) -> None:
+    model = client.model()
+    folders = tmp_path / "state" / "tinker" / "weights"
+    path = model.call("save_weights", path="x")["path"]
+    assert "already" in model.call("save_weights", path="x")["error"]
+    learn(model, 1)
+    assert model.call("save_weights", path="x", overwrite=True)["path"] == path
+    assert len(list(folders.iterdir())) == 1
+    before = model.forward(CE)[0]
+    assert client.load(path, optimizer=False).forward(CE)[0] == before
+    assert model.call("save_weights")["path"].endswith("/weights/step-7")
+
+
+def test_a_chat_asks_saved_weights_by_their_path(client: Client) -> None:
+    model = client.model()
+    prompt = [5, 6, 7]
+    for _ in range(3):
+        model.forward([datum([*prompt, 40, 41, 42])])
+        model.step(learning_rate=0.05)
+    path = model.call("save_weights_for_sampler", path="x")["path"]
+
+    def complete(name: str) -> Any:
+        body = {"model": name, "prompt": prompt, "max_tokens": 4}
+        return client.http.post("/v1/completions", json=body).json()
+
+    params = {"temperature": 0.0, "max_tokens": 4}
+    (sequence,) = client.sample(client.sampler(path), prompt, params=params).sequences
+    tokenizer = client.http.app.state.worker.bank.base.tokenizer
+    ids = wire.numbers_of(sequence.tokens, torch.int32, "tokens").tolist()
+    assert complete(path)["choices"][0]["text"] == tokenizer.decode(ids) != ""
+    assert complete("base")["choices"][0]["text"] != complete(path)["choices"][0]["text"]
+    messages = [{"role": "user", "content": "the fox"}]
+    chat = client.http.post("/v1/chat/completions", json={"model": path, "messages": messages})
+    assert chat.status_code == 200
+    models = [one["id"] for one in client.http.get("/v1/models").json()["data"]]
+    assert models == ["base", path]
+
+
+def test_checkpoints_are_listed_and_deleted(client: Client, tmp_path: Path) -> None:
+    model = client.model()
+    client.model()
+    model.call("save_weights", path="a", user_metadata={"step": 1})
+    model.call("save_weights_for_sampler", path="b", ttl_seconds=3600)
+    listed = client.get(f"training_runs/{model.id}/checkpoints")["checkpoints"]
+    assert [one["checkpoint_id"] for one in listed] == ["sampler_weights/b", "weights/a"]
+    assert listed[1]["user_metadata"] == {"step": "1"}
+    assert listed[1]["size_bytes"] > 1000
+    assert listed[0]["expires_at"] > listed[0]["time"]
+    page = client.get("checkpoints?limit=1&offset=1")
+    assert page == {
+        "checkpoints": [listed[1]],
+        "cursor": {"offset": 1, "limit": 1, "total_count": 2},
+    }
+    runs = client.get("training_runs")["training_runs"]
+    assert [one["training_run_id"][-1] for one in runs] == ["1", "0"]
+    assert runs[1] == client.get(f"training_runs/{model.id}")
+    assert runs[1]["last_checkpoint"] == listed[1]
+    url = f"{API}/training_runs/{model.id}/checkpoints/weights/a"
+    assert client.http.delete(url).status_code == 200
+    assert client.http.delete(url).status_code == 404
+    assert len(client.get("checkpoints")["checkpoints"]) == 1
+    assert len(list((tmp_path / "state" / "tinker" / "weights").iterdir())) == 1
+
+
+def test_weights_go_when_their_time_is_over(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = client.model()
+    path = model.call("save_weights", path="a", ttl_seconds=60)["path"]
+    now = weights.time.time()
+    monkeypatch.setattr(weights.time, "time", lambda: now + 61)
+    assert client.get("checkpoints")["checkpoints"] == []
+    assert client.ask("weights_info", tinker_path=path).status_code == 404
+
+
+def test_after_a_restart_saved_weights_are_there_and_lost_models_say_so(serve: Serve) -> None:
+    client = Client(serve())
+    model, unsaved = client.model(), client.model()
+    learn(model, 2)
+    path = model.call("save_weights", path="x")["path"]
+    named = model.call("save_weights_for_sampler", path="y")["path"]
+    sampler, answer = client.sampler(named), [5, 6, 7]
+    said = client.sample(sampler, answer).sequences[0].tokens
+    lost = model.call("save_weights_for_sampler", sampling_session_seq_id=50)
+    expected = learn(model, 2)
+    waiting = model.submit(CE)
+    client.http = serve()
+    assert client.post("session_heartbeat", session_id=client.session)
+    assert client.sample(sampler, answer, 9).sequences[0].tokens == said
+    assert client.ask("retrieve_future", request_id=waiting).status_code == 410
+    gone = client.ask("get_info", model_id=model.id)
+    assert gone.status_code == 404
+    assert f"Its last saved weights: {path}" in gone.text
+    assert "It was never saved" in client.ask("get_info", model_id=unsaved.id).text
+    assert model.send(b"").status_code == 400
+    body = {"model_id": model.id, "seq_id": 9, "adam_params": {}}
+    assert path in client.ask("optim_step", **body).text
+    refused = client.ask(
+        "asample",
+        sampling_session_id=lost["sampling_session_id"],
+        seq_id=0,
+        prompt={"chunks": [{"type": "encoded_text", "tokens": answer}]},
+        sampling_params={},
+    )
+    assert refused.status_code == 404
+    assert learn(client.load(path, optimizer=True), 2) == expected
+    assert [one["checkpoint_id"] for one in client.get("checkpoints")["checkpoints"]] == [
+        "sampler_weights/y",
+        "weights/x",
+    ]
+
+
+def test_what_a_save_left_half_done_is_removed_at_the_next_start(
+    serve: Serve, tmp_path: Path
+) -> None:
+    client = Client(serve())
+    client.model().call("save_weights", path="x")
+    folder = tmp_path / "state" / "tinker" / "weights"
+    (folder / "weights-half").mkdir()
+    (folder / "weights-half" / "adapter_config.json").write_text("{")
+    serve()
+    assert len(list(folder.iterdir())) == 1
