@@ -59,6 +59,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
         "serve/tool_fields",
         "serve/tokens",
         "serve/tuning/",
+        "serve/tinker/bodies",
     ),
     "yaml": ("config/", "cli/import_recipe"),  # there: files of other programs
     "PIL": ("data/media",),  # the optional extra `images`; imported when called
@@ -68,6 +69,7 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "jiwer": ("tasks/metrics",),
     "starlette": ("serve/",),  # the optional extra `serve`, with uvicorn; imported when called
     "uvicorn": ("serve/server",),
+    "google": ("serve/tinker/wire",),  # protobuf: the optional extra `train-api`
     "llguidance": ("serve/grammars",),  # the optional extra `json`; imported when called
     "lm_eval": ("inference/harness",),  # the optional extra `lm-eval`; imported when called
     "typer": ("cli/",),

