@@ -109,9 +109,9 @@ def make_app(
     @asynccontextmanager
     async def life(app: Starlette) -> AsyncIterator[None]:
         worker.start()
-        if trains is not None:
-            begin(trains)
         try:
+            if trains is not None:
+                begin(trains)
             yield
         finally:
             service.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from peftkit.inference.bank import AdapterBank
@@ -45,6 +45,7 @@ class Training:
         options: The operator's.
         worker: Has the model: see `Worker.call` and `Worker.queue`.
         models: Where finished adapters are published.
+        queued: Ids of the jobs that wait for the worker.
     """
 
     options: TrainingOptions
@@ -52,6 +53,7 @@ class Training:
     worker: Worker
     store: Store
     models: Models
+    queued: set[str] = field(default_factory=set)
 
     @property
     def folder(self) -> Path:

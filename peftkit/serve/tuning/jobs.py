@@ -49,6 +49,8 @@ MAY = {
 """What clients may do with a job: the status that it gets, and those in which they may."""
 
 _LOG = logging.getLogger(__name__)
+_queueing = threading.Lock()
+"""Held while a job is queued, or leaves the queue."""
 _checking = threading.Lock()
 """Held while the rows of a job are checked: one file at a time."""
 
@@ -202,10 +204,16 @@ class Jobs:
     # The run, in the thread that has the model.
 
     def _queue(self, id: str) -> None:
-        self._training.worker.queue(partial(self._run, id))
+        """Have a job run when its turn comes; one that waits already, waits once."""
+        with _queueing:
+            if id not in self._training.queued:
+                self._training.queued.add(id)
+                self._training.worker.queue(partial(self._run, id))
 
     def _run(self, id: str, give_way: Callable[[], None]) -> None:
         """Run a job from its newest checkpoint, or from its start."""
+        with _queueing:
+            self._training.queued.discard(id)
         with changing(self._store, id) as job:
             if job["told"]["status"] not in ("queued", "running"):
                 return  # it was cancelled or paused while it waited

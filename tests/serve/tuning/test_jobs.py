@@ -477,6 +477,9 @@ def test_a_job_is_cancelled_at_its_next_step_or_before_it_begins(served: Served)
         assert gate.reached.wait(60)
         second = client.job(chats(), method=hyper())["id"]
         client.until(second, "queued")
+        for what in ("pause", "resume") * 3:
+            assert client.post(f"{JOBS}/{second}/{what}").status_code == 200
+        assert len(client.app.state.worker._works) == 1  # it waits once
         file = client.get(f"{JOBS}/{first}").json()["training_file"]
         assert client.delete(f"{FILES}/{file}").json()["error"]["code"] == "file_in_use"
         for id in (second, first):
