@@ -18,6 +18,7 @@ EPOCH_STEPS = 24
 RUN_STEPS = 160
 """Steps of a run to aim for with few rows, by passing over them again."""
 MOST_EPOCHS = 5
+"""But for the fewest steps."""
 BATCHES = (4, 8, 16)
 """Rows of a step, by how many there are; LoRA loses with larger ones what full tuning does not."""
 CONTRASTS = (16, 32, 64, 128)
@@ -73,7 +74,8 @@ def defaults_for(
     packing = is_worth_packing(num_packed) and num_packed <= num_rows / 2
     batch_size = PACKED_BATCH if packing else batch_of(num_rows, batches)
     epoch_steps = math.ceil((num_packed if packing else num_rows) / batch_size)
-    epochs = min(MOST_EPOCHS, math.ceil(RUN_STEPS / max(epoch_steps, 1)))
+    passes = (math.ceil(steps / max(epoch_steps, 1)) for steps in (RUN_STEPS, FEWEST_STEPS))
+    epochs = max(min(MOST_EPOCHS, next(passes)), next(passes))
     return Defaults(
         packing=packing,
         batch_size=batch_size,
@@ -135,11 +137,6 @@ def why_too_short(
         )
     epochs = max(better.epochs, config.epochs)
     steps = math.ceil(epochs * math.ceil(num_documents / (size * num_processes)))
-    if steps <= num_steps:
-        return (
-            f"This run is too short to learn much: {num_steps:,} optimizer steps for {num_rows:,} "
-            f"rows. Add rows, or passes over them (train.epochs)."
-        )
     return (
         f"This run is too short to learn: {num_steps:,} optimizer steps, fewer than "
         f"{FEWEST_STEPS}; {asked} of {num_rows:,}{packed}. For {steps:,} steps: "

@@ -64,9 +64,17 @@ def test_a_number_of_steps_that_was_asked_for_is_not_short() -> None:
     assert "--set train.batch_size=4" in told
 
 
-def test_rows_too_few_for_any_batch_are_called_few() -> None:
+@pytest.mark.parametrize("num_rows", [1, 3, 12, 19, 40, 99])
+def test_no_recipe_of_the_rules_is_called_too_short(num_rows: int) -> None:
+    rules = defaults_for(num_rows)
+    config = TrainConfig(epochs=rules.epochs, batch_size=min(rules.batch_size, num_rows))
+    assert rules.num_steps >= FEWEST_STEPS
+    assert why_too_short(config, num_rows, num_rows) == ""
+
+
+def test_what_is_told_of_too_few_rows_makes_the_fewest_steps() -> None:
     told = why_too_short(TrainConfig(epochs=5, batch_size=2), 3, 3)
-    assert told.endswith("Add rows, or passes over them (train.epochs).")
+    assert told.endswith("For 24 steps: --set train.batch_size=3 --set train.epochs=24")
 
 
 WIDTHS = {"smollm2-135m": 576, "Qwen2.5-0.5B": 896, "Qwen2.5-1.5B-Instruct": 1_536}

@@ -94,6 +94,15 @@ def _check_is_recipe(path: Path) -> None:
             fix=f"Its recipe is {path / 'recipe.yaml'}; a new run from it: "
             f"peftkit train --from {shlex.quote(str(path))} --out DIR",
         )
+    if path.is_dir():
+        has_rows = any(file.suffix.lower() in DATA for file in path.iterdir())
+        raise ConfigError(
+            f"'{path}' is no recipe.",
+            found="It is a folder of rows." if has_rows else "It is a folder.",
+            fix=f"Write a recipe for it: peftkit init --data {shlex.quote(str(path))}"
+            if has_rows
+            else "Give a recipe's file; peftkit recipes ls lists ready-made ones.",
+        )
     if not path.is_file() or path.stat().st_size > MAX_BYTES:
         return
     text = path.read_bytes().decode("utf-8", "replace")

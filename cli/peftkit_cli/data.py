@@ -44,13 +44,16 @@ def data(
             raise typer.BadParameter("--hard-negatives needs --out FILE")
         _write_hard_negatives(file, hard_negatives, out, candidates, negatives, margin, kind)
         return
-    from peftkit_cli.survey import survey
+    from peftkit_cli.survey import splits_of, survey
 
-    summary = survey(file)
+    splits = splits_of(Path(file)) if Path(file).is_dir() else {}
+    summary = survey(splits.get("train", file))
     if as_json:
         typer.echo(json.dumps(asdict(summary), indent=2))
         return
     _show(summary)
+    if held_out := splits.get("eval"):
+        note(f"To evaluate on (data.eval): {held_out}")
     note("Tokens are counted by: peftkit check RECIPE")
 
 

@@ -80,6 +80,19 @@ GOALS = {
     ),
 }
 """By task; kto is a loss of the task preference."""
+OTHER_NAMES = {
+    "sft": "causal_lm",
+    "chat": "causal_lm",
+    "instruct": "causal_lm",
+    "dpo": "preference",
+    "orpo": "preference",
+    "rm": "reward",
+    "classification": "sequence_classification",
+    "ner": "token_classification",
+    "embeddings": "embedding",
+    "asr": "transcription",
+}
+"""What other programs call a task -> its name here."""
 
 
 def menu(suited: Sequence[str]) -> str:

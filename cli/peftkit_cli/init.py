@@ -5,25 +5,30 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
 import typer
 
 from peftkit.errors import ConfigError, OutputError, PeftkitError, did_you_mean, first_few
 from peftkit_cli.about import recipe_file, write_recipe
 from peftkit_cli.arguments import note
-from peftkit_cli.goals import GOALS, menu
+from peftkit_cli.goals import GOALS, OTHER_NAMES, menu
 
 if TYPE_CHECKING:
     from peftkit.defaults import Defaults
     from peftkit_cli.survey import Survey
 
 HELD_OUT, FEWEST_TO_HOLD_OUT = 0.05, 100
+FEW = 50
 CHARACTERS_PER_TOKEN = 4
+CHATS = ("causal_lm", "distill", "grpo", "preference", "kto", "reward")
+"""Tasks that write conversations with a chat template."""
 LEAST_ROOM = 3
 """A base stays in 16 bits where a GPU has so many times the bytes of its weights."""
+MANY = 1_000_000
+Read = TypeVar("Read")
 
 
 def init(
@@ -50,34 +55,46 @@ def init(
     """Write a recipe for your data: four questions, or as many options. Prints its path."""
     if out.exists():
         raise OutputError(f"'{out}' exists already.", fix="Choose another name with --out.")
-    data = data or _ask("--data", "Which file or data set has your rows?")
-    from peftkit_cli.survey import survey
+    from peftkit_cli.survey import splits_of, survey
 
-    summary = survey(data)
+    def rows_of(where: str) -> tuple[str, str, Survey]:
+        splits = splits_of(Path(where)) if Path(where).is_dir() else {}
+        file, held_out = splits.get("train", where), splits.get("eval", "")
+        if splits:
+            note(f"Rows to train on: {file}; to evaluate on: {held_out or 'a share of them'}.")
+        return file, held_out, survey(file)
+
+    train, held_out, summary = _answer(data, "--data", "Which file has your rows?", rows_of)
     suited = suited_tasks(summary)
-    task = _checked_task(task or _ask("--task", menu(suited), suited[0]), suited, summary)
+    task = _answer(
+        task, "--task", menu(suited), lambda name: _checked_task(name, suited, summary), suited[0]
+    )
     named = _named_fields(fields, task, summary)
-    memory = memory or _ask("--memory", "How much memory has your GPU (12GB)? Or: cpu", "cpu")
-    num_bytes = _memory_bytes(memory)
+    question = "How much memory has your GPU (12GB)? Or: cpu"
+    memory, num_bytes = _answer(memory, "--memory", question, _memory_bytes, "cpu")
     goal = GOALS[task]
     recipe_base = goal.base or _value(recipe_file(goal.recipe), "model")
     usual = recipe_base if num_bytes else goal.small
-    model = model or _ask("--model", "Which base model?", usual or None)
-    width, num_parameters = size_of(model)
+    model = _answer(model, "--model", "Which base model?", str, usual or None)
+    base = size_of(model)
     text = recipe_text(
         task,
-        data=data,
+        data=train,
+        held_out=held_out,
         model=model,
         on_cpu=not num_bytes,
         num_rows=summary.num_rows,
         fields=[field.name for field in summary.fields],
         named=named,
         num_tokens=summary.num_chars // CHARACTERS_PER_TOKEN,
-        width=width,
-        quantize=None if num_bytes >= 2 * LEAST_ROOM * num_parameters > 0 else "nf4",
+        base=base,
+        quantize=None if num_bytes >= 2 * LEAST_ROOM * base.num_parameters > 0 else "nf4",
+        chat_template=_template_for(model, summary) if task in CHATS else None,
     )
     write_recipe(out, text)
     typer.echo(out)
+    if summary.num_rows < FEW and goal.by_rules:
+        note(f"note: {summary.num_rows:,} rows are few: a few hundred are a start.")
     memory_option = f" --memory {shlex.quote(memory)}" if num_bytes else ""
     quoted = shlex.quote(str(out))
     commands = (f"check {quoted}", f"plan {quoted}{memory_option}", f"train {quoted}")
@@ -104,6 +121,7 @@ def suited_tasks(summary: Survey) -> list[str]:
 
 
 def _checked_task(task: str, suited: Sequence[str], summary: Survey) -> str:
+    task = OTHER_NAMES.get(task.strip().lower(), task.strip())
     if task not in GOALS:
         raise ConfigError(
             f"there is no task '{task}' here.",
@@ -118,41 +136,51 @@ def _checked_task(task: str, suited: Sequence[str], summary: Survey) -> str:
     return task
 
 
-def _named_fields(fields: str | None, task: str, summary: Survey) -> tuple[str, str] | None:
-    """Return the fields that are read and learnt, where the task does not know their names."""
+def _named_fields(fields: str | None, task: str, summary: Survey) -> tuple[str, ...]:
+    """Return the fields that are read and learnt, where the recipe has to name them; else none.
+
+    A prompt and a completion are named, so that they are a chat on a base with a chat template.
+    """
     settings = GOALS[task].fields
     if fields is None and (summary.tasks or not settings):
-        return None
-    present = [field.name for field in summary.fields]
-    if fields is None:
-        listed = ", ".join(present)
-        first = _ask("--fields READ,LEARNT", f"Fields: {listed}\nWhich one is read?", present[0])
-        rest = next((name for name in present if name != first), present[0])
-        fields = f"{first},{_ask('--fields READ,LEARNT', 'Which one is learnt?', rest)}"
-    names = [name.strip() for name in fields.split(",")]
-    absent = [name for name in names if name not in present]
-    if len(names) != 2 or absent or not settings:
-        raise ConfigError(
-            f"cannot use --fields {fields}.",
-            found=f"{summary.where} has the fields: {_listed(summary)}."
-            + ("" if settings else f" The task {task} takes no names of fields."),
-            fix="Name two of them: the field that is read, a comma, the field that is learnt.",
-        )
-    return names[0], names[1]
+        return summary.plain if task == "causal_lm" else ()
+
+    def two(text: str) -> tuple[str, ...]:
+        names = tuple(name.strip() for name in text.split(","))
+        present = [field.name for field in summary.fields]
+        if len(names) != 2 or not set(names) <= set(present) or not settings:
+            raise ConfigError(
+                f"cannot use --fields {text}.",
+                found=f"{summary.where} has the fields: {_listed(summary)}."
+                + ("" if settings else f" The task {task} takes no names of fields."),
+                fix="Name two of them: the field that is read, a comma, the field that is learnt.",
+            )
+        return names
+
+    question = (
+        f"Fields: {_listed(summary)}\nWhich one is read, and which one is learnt (with a comma)?"
+    )
+    return _answer(fields, "--fields READ,LEARNT", question, two, ",".join(_longest_two(summary)))
+
+
+def _longest_two(summary: Survey) -> list[str]:
+    """Return the names of the two fields with the longest texts, in their order."""
+    by_length = sorted(summary.fields, key=lambda field: -field.mean_chars)[:2]
+    return [field.name for field in summary.fields if field in by_length]
 
 
 def _listed(summary: Survey) -> str:
     return first_few([field.name for field in summary.fields], 8, ", ") or "none"
 
 
-def _memory_bytes(memory: str) -> int:
-    """Return a GPU's bytes; 0 for a CPU."""
+def _memory_bytes(memory: str) -> tuple[str, int]:
+    """Return a GPU's memory as it was written, and in bytes; 0 for a CPU."""
     if memory.strip().lower() == "cpu":
-        return 0
+        return memory, 0
     from peftkit.planning.plan import parse_size
 
     try:
-        return parse_size(memory)
+        return memory, parse_size(memory)
     except ConfigError:
         raise ConfigError(
             f"cannot use --memory {memory!r}.",
@@ -161,8 +189,32 @@ def _memory_bytes(memory: str) -> int:
         ) from None
 
 
-def size_of(model: str) -> tuple[int | None, int]:
-    """Return a base's hidden size and number of parameters; None and 0 if it is not at hand."""
+def _template_for(model: str, summary: Survey) -> str | None:
+    """Return chatml where rows are conversations that the base's own template cannot write."""
+    if summary.format not in ("messages", "sharegpt"):
+        return None
+    from peftkit.base.locate import locate
+    from peftkit.base.pretrained import load_tokenizer
+    from peftkit.data.chat import own_template
+    from peftkit.events import ignore
+
+    try:
+        template = own_template(load_tokenizer(locate(model), ignore))
+    except PeftkitError:  # it comes later; check names the setting then
+        return None
+    return None if "tools" in template or (template and not summary.has_tools) else "chatml"
+
+
+class Size(NamedTuple):
+    """Of a base: hidden size, longest row in tokens, parameters; none of them is sure."""
+
+    width: int | None = None
+    max_length: int | None = None
+    num_parameters: int = 0
+
+
+def size_of(model: str) -> Size:
+    """Return a base's size, as far as it can be read here."""
     from peftkit.base.purpose import CAUSAL_LM
     from peftkit.base.skeleton import on_meta, read_config
 
@@ -170,13 +222,15 @@ def size_of(model: str) -> tuple[int | None, int]:
         config = read_config(model, None, CAUSAL_LM)
     except PeftkitError as error:  # it may come later, or from another machine
         note(f"note: {error.asked} {error.fix}")
-        return None, 0
+        return Size()
     text = config.get_text_config()
     width = getattr(text, "hidden_size", None) or getattr(text, "d_model", None)
+    max_length = getattr(text, "max_position_embeddings", None)
     try:
-        return width, sum(p.numel() for p in on_meta(config, CAUSAL_LM).parameters())
+        number = sum(p.numel() for p in on_meta(config, CAUSAL_LM).parameters())
     except Exception:  # no causal model: the recipe's bits stay
-        return width, 0
+        number = 0
+    return Size(width, max_length, number)
 
 
 def recipe_text(
@@ -187,17 +241,19 @@ def recipe_text(
     on_cpu: bool,
     num_rows: int,
     fields: Sequence[str],
-    named: tuple[str, str] | None = None,
+    held_out: str = "",
+    named: tuple[str, ...] = (),
     num_tokens: int = 0,
-    width: int | None = None,
+    base: Size = Size(),  # noqa: B008 - it cannot be changed
     quantize: str | None = "nf4",
+    chat_template: str | None = None,
 ) -> str:
     """Return the ready-made recipe of a task for these rows and this base, commented.
 
     Args:
-        fields: Of the rows. named: Those that are read and learnt, by names of their own.
+        fields: Of the rows. named: Those that are read and learnt, if the recipe names them.
+        held_out: File to evaluate on; "": a share of the rows, if they are many.
         num_tokens: Of all rows, about.
-        width: Hidden size of the base, if it is known.
         quantize: Bits of the base on a GPU; None: 16.
     """
     from peftkit.defaults import BATCHES, CONTRASTS, defaults_for
@@ -215,28 +271,36 @@ def recipe_text(
         body = re.sub(r"(?m)^  quantize: .*\n", "", body)
     body = _set(body, "quantize", _value(source, "quantize"), "4 bits; none: 16 bits, if it fits")
     body = _set(body, "train", data, "")
-    if num_rows >= FEWEST_TO_HOLD_OUT:
+    if held_out:
+        body = _set(body, "eval", held_out, "")
+    elif num_rows >= FEWEST_TO_HOLD_OUT:
         body = _set(body, "eval", str(HELD_OUT), "this share of the rows is held out")
     else:
         body = re.sub(r"(?m)^  eval: .*\n", "", body)
-    body = _set(body, "max_length", None, "tokens; longer rows are truncated")
-    name = re.sub(r"\W+", "-", Path(data).stem).strip("-").lower() or "run"
+    length = min(int(_value(source, "max_length", "1024")), base.max_length or MANY)
+    body = _set(body, "max_length", str(length), "tokens; longer rows are truncated")
+    file = Path(data)
+    name = file.parent.name if file.stem.startswith("train") else ""
+    name = re.sub(r"\W+", "-", name or file.stem).strip("-").lower() or "run"
     body = _set(body, "output_dir", f"runs/{name}", "the adapter, its checkpoints and its report")
     body = body.replace(
         "start_from: runs/chat", "type: lora\n  rank: 16\n  alpha: 32\n  targets: all-linear"
     )
-    length = int(_value(source, "max_length", "1024"))
     settings = defaults_for(
         num_rows,
         num_tokens if task == "causal_lm" else 0,
         length,
-        width,
+        base.width,
         batches=CONTRASTS if task == "embedding" else BATCHES,
     )
     body = _with_defaults(body, task, settings, num_rows)
     if task == "seq2seq" and "document" not in fields:
         body = re.sub(r"(?m)^  (?:source|target|prefix): .*\n", "", body)
-    if named is not None:
+    if chat_template is not None:
+        comment = "the base's own template cannot write these rows"
+        line = f"  chat_template: {chat_template}  # {comment}\n"
+        body = re.sub(r"(?m)^(  max_length: .*\n)", lambda match: match[1] + line, body)
+    if named:
         body = _with_names(body, task, named)
     head = f"# To {goal.does}. Made by peftkit init from the recipe {goal.recipe}.\n"
     return f"{head}# All fields, with their defaults: peftkit schema\n{body}"
@@ -264,7 +328,7 @@ def _with_defaults(body: str, task: str, settings: Defaults, num_rows: int) -> s
     return _set(body, "epochs", str(settings.epochs), comment)
 
 
-def _with_names(body: str, task: str, named: tuple[str, str]) -> str:
+def _with_names(body: str, task: str, named: Sequence[str]) -> str:
     """Write the names of the fields into the task's section."""
     lines = [f"task:\n  type: {task}\n"]
     lines += [
@@ -293,12 +357,30 @@ def _value(recipe: Path, key: str, default: str = "none") -> str:
     return match[1] if match else default
 
 
-def _ask(option: str, question: str, default: str | None = None) -> str:
-    """Ask on the terminal; without one the option is missing."""
+def _answer(
+    given: str | None,
+    option: str,
+    question: str,
+    read: Callable[[str], Read],
+    default: str | None = None,
+) -> Read:
+    """Return what an option or an answer on the terminal means; a wrong answer is asked again.
+
+    Raises:
+        PeftkitError: The option is wrong, or missing where there is no terminal to ask on.
+    """
+    if given is not None:
+        return read(given)
     if not sys.stdin.isatty():
         raise ConfigError(
             f"peftkit init needs {option}.",
             found="There is no terminal to ask on.",
             fix=f"Add {option}; see peftkit init --help",
         )
-    return str(typer.prompt(question, default=default, err=True))
+    suffix = " " if default is None else ": "
+    while True:
+        text = typer.prompt(question, default=default, err=True, prompt_suffix=suffix)
+        try:
+            return read(str(text))
+        except PeftkitError as error:
+            note(str(error))

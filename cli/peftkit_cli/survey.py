@@ -7,20 +7,33 @@ import json
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from peftkit.data.format import detect, parse, with_usual_names
+from peftkit.data.format import ANSWERS, TURNS, detect, first_of, parse, with_usual_names
 from peftkit.data.load import Record, iterate_records
-from peftkit.data.preferences import is_useless
+from peftkit.data.preferences import (
+    LABEL,
+    OPENAI_SIDES,
+    SIDES,
+    is_useless,
+    read_pairs_of,
+    read_verdicts,
+)
+from peftkit.data.prompts import read_prompts
 from peftkit.errors import DataError
 from peftkit.settings import FormatName
+from peftkit_cli.about import DATA
 
+PAIRS, VERDICTS, PROMPTS = (
+    ("preference", "reward"),
+    ("preference (loss: kto)",),
+    ("distill", "grpo"),
+)
+"""Tasks of pairs of answers, of judged answers, and of rows that are prompts alone."""
 TASKS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    (("chosen", "rejected"), ("preference", "reward")),
-    (("input", "preferred_output", "non_preferred_output"), ("preference", "reward")),
-    (("prompt", "completion", "label"), ("preference (loss: kto)",)),
     (("prompt", "completion"), ("causal_lm", "seq2seq", "distill", "grpo")),
     (("prompt", "answer"), ("causal_lm", "grpo", "distill")),
     (("anchor", "positive"), ("embedding",)),
@@ -46,8 +59,6 @@ OF_FORMATS: dict[FormatName | None, tuple[str, ...]] = {
     "messages": ("causal_lm", "distill", "grpo"),
     "sharegpt": ("causal_lm", "distill", "grpo"),
 }
-PROMPTS = ("distill", "grpo")
-"""Tasks of rows that are prompts alone."""
 _MEDIA = ("images", "image", "audios", "audio", "videos", "video")
 LABELS = ("role", "from", "type")
 """Keys of a turn that hold no text."""
@@ -76,10 +87,12 @@ class Survey:
         tasks: That take the first row's fields.
         num_duplicates: Rows equal to an earlier one.
         mixed: The first row of another format, and which; "" if there is none.
-        num_wrong: Rows that cannot be read in that format.
+        num_wrong: Rows that the first of these tasks cannot read.
         wrong: The first of these, and why; "" if there is none.
         num_useless: Pairs with an empty answer, or with two equal ones; training drops them.
         first_useless: The first of these, or "".
+        has_tools: Whether conversations have tools, or call them.
+        plain: Names of the prompt and the completion of the first row, if they are two texts.
     """
 
     where: str
@@ -93,6 +106,8 @@ class Survey:
     wrong: str = ""
     num_useless: int = 0
     first_useless: str = ""
+    has_tools: bool = False
+    plain: tuple[str, ...] = ()
 
     @property
     def num_chars(self) -> int:
@@ -110,18 +125,22 @@ def survey(where: str) -> Survey:
     number, format_name, tasks, mixed = 0, None, tuple[str, ...](), ""
     num_wrong, wrong = 0, ""
     num_useless, first_useless = 0, ""
+    has_tools, plain = False, tuple[str, ...]()
     counts: dict[str, list[int]] = {}  # of each field: rows, empty ones, characters
-    for record in map(with_usual_names, iterate_records(where)):
+    for raw in iterate_records(where):
+        record = with_usual_names(raw)
         if number == 0:
             format_name = detect(record.fields)
-            tasks = _tasks_of(record.fields, format_name)
+            tasks = _tasks_of(record, format_name)
+            plain = _plain(raw, format_name)
         elif not mixed and (other := detect(record.fields)) != format_name:
             mixed = f"{record.source} has the format {other or 'of none known'}"
-        if not mixed and (problem := _problem(record, format_name)):
+        if not mixed and (problem := _problem(record, format_name, tasks)):
             num_wrong, wrong = num_wrong + 1, wrong or problem
         if is_useless(record):
             num_useless += 1
             first_useless = first_useless or record.source
+        has_tools = has_tools or _has_tools(record)
         whole = json.dumps(record.fields, sort_keys=True, default=str)
         digest = hashlib.blake2b(whole.encode("utf-8", "replace"), digest_size=8).digest()
         seen.append(int.from_bytes(digest, "little", signed=True))
@@ -148,18 +167,63 @@ def survey(where: str) -> Survey:
         wrong,
         num_useless,
         first_useless,
+        has_tools,
+        plain,
     )
 
 
-def _problem(record: Record, format_name: FormatName | None) -> str:
-    """Return why a row of turns cannot be read as causal_lm reads it; "" if it can."""
-    if format_name not in ("messages", "sharegpt") or not record.fields.keys().isdisjoint(_MEDIA):
+def _problem(record: Record, format_name: FormatName | None, tasks: tuple[str, ...]) -> str:
+    """Return why the first of the tasks of a file cannot read a row; "" if it can."""
+    if not record.fields.keys().isdisjoint(_MEDIA) or is_useless(record):
         return ""
     try:
-        parse([record], format_name, where=record.source)
+        if tasks == PAIRS:
+            read_pairs_of([record], record.source)
+        elif tasks == VERDICTS:
+            read_verdicts([record], record.source)
+        elif tasks == PROMPTS:
+            read_prompts([record], where=record.source)
+        elif format_name:
+            parse([record], format_name, where=record.source)
     except DataError as error:
         return error.found
     return ""
+
+
+def _has_tools(record: Record) -> bool:
+    """Whether a conversation has tools, or calls them."""
+    turns = record.fields.get(first_of(record.fields, TURNS) or "")
+    roles = {"tool", "function_call", "observation"}
+    calls = (
+        "tool_calls" in turn or turn.get("role", turn.get("from")) in roles
+        for turn in (turns if isinstance(turns, list) else ())
+        if isinstance(turn, Mapping)
+    )
+    return bool(record.fields.get("tools")) or any(calls)
+
+
+def _plain(record: Record, format_name: FormatName | None) -> tuple[str, ...]:
+    """Return the names of a prompt and its completion, if these are texts; else nothing."""
+    names = {name.strip().lower(): name for name in record.fields}
+    answer = first_of(names, ("completion", *ANSWERS))
+    if format_name != "prompt_completion" or not answer:
+        return ()
+    is_text = isinstance(record.fields[names["prompt"]], str)
+    return (names["prompt"], names[answer]) if is_text else ()
+
+
+SPLITS = {"train": ("train",), "eval": ("valid", "val", "dev", "eval", "test")}
+
+
+def splits_of(folder: Path) -> dict[str, str]:
+    """Return the files of a folder to train and to evaluate on, by the beginning of their names."""
+    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in DATA)
+    found = {}
+    for split, names in SPLITS.items():
+        fitting = (file for name in names for file in files if file.stem.lower().startswith(name))
+        if file := next(fitting, None):
+            found[split] = str(file)
+    return found
 
 
 def _num_chars(value: Any) -> int:
@@ -171,8 +235,21 @@ def _num_chars(value: Any) -> int:
     return 0 if value is None else len(str(value))
 
 
-def _tasks_of(fields: Mapping[str, Any], name: FormatName | None) -> tuple[str, ...]:
-    if fields.keys() == {"prompt"}:
+def _tasks_of(record: Record, name: FormatName | None) -> tuple[str, ...]:
+    fields = record.fields
+    if any(fields.keys() >= set(sides) for sides in (SIDES, OPENAI_SIDES)):
+        return PAIRS
+    if fields.keys() == {"prompt"} or _asks_only(fields.get(first_of(fields, TURNS) or "")):
         return PROMPTS
+    if isinstance(fields.get(LABEL), bool) and name not in (None, "text"):
+        return VERDICTS
     named = (tasks for names, tasks in TASKS if fields.keys() >= set(names))
     return next(named, OF_FORMATS.get(name, ("causal_lm", "seq2seq")))
+
+
+def _asks_only(turns: Any) -> bool:
+    """Whether a conversation ends with a question, and nothing in it is answered."""
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+        return False
+    roles = [turn.get("role", turn.get("from")) for turn in turns]
+    return roles[-1:] in (["user"], ["human"]) and set(roles) <= {"system", "user", "human"}

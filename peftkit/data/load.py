@@ -169,7 +169,11 @@ _TO_UTF8 = "Convert it: iconv -f {} -t UTF-8 {} > utf8{}"
 # the first bytes of files that are often given by mistake: (bytes, what it is, what to do)
 _SIGNATURES = (
     (b"\x1f\x8b", "It is compressed with gzip.", "Unpack it first: gunzip FILE."),
-    (b"PK\x03\x04", "It is a zip archive.", "Unpack it and give the file inside."),
+    (
+        b"PK\x03\x04",
+        "It is a zip archive, as are Excel's files.",
+        "Unpack it and give the file inside; from Excel, save the sheet as CSV UTF-8.",
+    ),
     (b"PAR1", "It is a Parquet file.", "Rename it to .parquet."),
     (b"\x80\x04", "It is a pickle; peftkit never opens one.", "Save the rows as JSON Lines."),
     (b"\x80\x05", "It is a pickle; peftkit never opens one.", "Save the rows as JSON Lines."),

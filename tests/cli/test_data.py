@@ -36,6 +36,9 @@ def test_fields_are_counted_without_a_model(tmp_path: Path) -> None:
     assert fields["output"]["num_empty"] == 1
 
 
+ASKED, ANSWERED = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+
+
 @pytest.mark.parametrize(
     ("row", "tasks"),
     [
@@ -46,11 +49,27 @@ def test_fields_are_counted_without_a_model(tmp_path: Path) -> None:
         ({"Instruction": "a", "Response": "b"}, ["causal_lm", "seq2seq"]),
         ({"messages": [{"role": "agent", "content": "b"}]}, []),
         ({"prompt": "a", "completion": "b", "label": True}, ["preference (loss: kto)"]),
+        ({"messages": [ASKED, ANSWERED], "label": True}, ["preference (loss: kto)"]),
+        ({"instruction": "a", "output": "b", "label": False}, ["preference (loss: kto)"]),
+        ({"messages": [ASKED]}, ["distill", "grpo"]),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, ["preference", "reward"]),
         (
-            {"input": {"messages": []}, "preferred_output": [], "non_preferred_output": []},
+            {
+                "input": {"messages": [ASKED]},
+                "preferred_output": [ANSWERED],
+                "non_preferred_output": [{**ANSWERED, "content": "c"}],
+            },
             ["preference", "reward"],
         ),
+        (
+            {
+                "conversations": [{"from": "human", "value": "a"}],
+                "chosen": {"from": "gpt", "value": "b"},
+                "rejected": {"from": "gpt", "value": "c"},
+            },
+            ["preference", "reward"],
+        ),
+        ({"instruction": "a", "output": None}, []),
         ({"anchor": "a", "positive": "b"}, ["embedding"]),
         ({"query": "a", "positive": "b", "negatives": ["c"]}, ["reranker"]),
         ({"query": "a", "text": "b", "score": 1}, ["reranker"]),

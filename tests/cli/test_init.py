@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from peftkit.defaults import BATCHES, CONTRASTS, defaults_for
 from peftkit.recipe import load
 from peftkit_cli.goals import GOALS
-from peftkit_cli.init import recipe_text
+from peftkit_cli.init import Size, recipe_text
 from tests.command_line import Run, turn, write_rows
 
 
@@ -26,7 +27,7 @@ def test_every_recipe_is_valid_and_says_what_was_asked(
         on_cpu=on_cpu,
         num_rows=640,
         fields=["a"],
-        width=576,
+        base=Size(576),
     )
     (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
     recipe = load(tmp_path / "recipe.yaml")
@@ -51,7 +52,9 @@ def test_options_answer_the_questions(peftkit: Run, tmp_path: Path, model_folder
     args = ("--data", "rows.jsonl", "--model", str(model_folder), "--memory", "12GB")
     done = peftkit("init", *args, "--task", "causal_lm")
     assert done[:2] == (0, "recipe.yaml\n"), done.err
-    commands = [line.strip().removeprefix("Next: ") for line in done.err.splitlines()]
+    few, *lines = done.err.splitlines()
+    assert few == "note: 9 rows are few: a few hundred are a start."
+    commands = [line.strip().removeprefix("Next: ") for line in lines]
     assert commands == [
         "peftkit check recipe.yaml",
         "peftkit plan recipe.yaml --memory 12GB",
@@ -61,8 +64,8 @@ def test_options_answer_the_questions(peftkit: Run, tmp_path: Path, model_folder
     assert (recipe.base.quantize, recipe.data.eval, recipe.train.epochs) == (
         "none",
         None,
-        5,
-    )  # 0.3 of 12 GB
+        8,
+    )  # 0.3 of 12 GB; 24 steps
     again = peftkit("init", *args, "--task", "causal_lm")
     assert (again.code, again.out) == (2, "")
     assert "recipe.yaml" in again.err
@@ -155,3 +158,87 @@ def test_an_editor_finds_the_schema_beside_a_recipe(peftkit: Run, tmp_path: Path
     assert first == "# yaml-language-server: $schema=recipe.schema.json"
     schema = (tmp_path / "recipe.schema.json").read_text(encoding="utf-8")
     assert schema == peftkit("schema").out
+
+
+def test_a_prompt_and_its_completion_are_named_so_that_a_chat_model_chats(
+    peftkit: Run, tmp_path: Path
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "Why?", "answer": "So."}] * 3)
+    args = ("init", "--data", "rows.jsonl", "--task", "sft", "--model", "m", *CPU)
+    assert peftkit(*args).code == 0
+    recipe = load(tmp_path / "recipe.yaml")
+    assert (recipe.task.prompt, recipe.task.completion) == ("prompt", "answer")
+
+
+def test_files_of_a_folder_are_told_apart_by_their_names(peftkit: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "plants"
+    folder.mkdir()
+    for name in ("train", "valid", "test"):
+        write_rows(folder / f"{name}.jsonl", [turn("a", name)] * 9)
+    done = peftkit("init", "--data", "plants", "--task", "causal_lm", "--model", "m", *CPU)
+    assert "train on: plants/train.jsonl; to evaluate on: plants/valid.jsonl." in done.err
+    recipe = load(tmp_path / "recipe.yaml")
+    assert (recipe.data.train, recipe.data.eval) == ("plants/train.jsonl", "plants/valid.jsonl")
+    assert recipe.train.output_dir == Path("runs/plants")
+    shown = peftkit("data", "plants")
+    assert "Data: plants/train.jsonl" in shown.out
+    assert "To evaluate on (data.eval): plants/valid.jsonl" in shown.err
+    refused = peftkit("train", "plants")
+    assert "It is a folder of rows." in refused.err
+    assert "peftkit init --data plants" in refused.err
+
+
+CALL = {"type": "function", "function": {"name": "stock", "arguments": {"plant": "fern"}}}
+WITH_TOOLS = {
+    "messages": [
+        {"role": "user", "content": "Do you have ferns?"},
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "Three."},
+    ]
+}
+
+
+def test_rows_with_tools_get_a_template_that_writes_them(
+    peftkit: Run, tmp_path: Path, model_folder: Path
+) -> None:
+    args = ("init", "--task", "causal_lm", "--model", model_folder, *CPU)
+    write_rows(tmp_path / "calls.jsonl", [WITH_TOOLS] * 3)
+    write_rows(tmp_path / "chats.jsonl", [turn("a", "b")] * 3)
+    for name, template in (("calls", "chatml"), ("chats", None)):
+        done = peftkit(*args, "--data", f"{name}.jsonl", "--out", f"{name}.yaml")
+        assert done.code == 0, done.err
+        assert load(tmp_path / f"{name}.yaml").data.chat_template == template
+
+
+def test_rows_are_as_long_as_the_base_reads(
+    peftkit: Run, tmp_path: Path, model_folder: Path
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", [turn("a", "b")])
+    args = ("--data", "rows.jsonl", "--task", "causal_lm", "--model", model_folder)
+    peftkit("init", *args, *CPU)
+    limit = json.loads((model_folder / "config.json").read_text())["max_position_embeddings"]
+    assert load(tmp_path / "recipe.yaml").data.max_length == min(limit, 2_048)
+
+
+def test_a_wrong_answer_is_asked_again(
+    peftkit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = "".join(f"{n},Where is order {n}?,It is on its way.\n" for n in range(60))
+    (tmp_path / "own.csv").write_text("Ticket,Customer Message,Agent Reply\n" + rows)
+    answers = iter(["absent.csv", "own.csv", "sing", "sft", "Ticket", "", "smollm2", "cpu", "m"])
+    asked: list[tuple[str, str | None]] = []
+
+    def prompt(question: str, default: str | None = None, **_: object) -> str:
+        asked.append((question, default))
+        return next(answers) or default or ""
+
+    monkeypatch.setattr("typer.prompt", prompt)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    done = peftkit("init")
+    assert done.code == 0, done.err
+    assert len(asked) == 9
+    assert "there is no task 'sing' here." in done.err
+    assert asked[5][1] == "Customer Message,Agent Reply"
+    recipe = load(tmp_path / "recipe.yaml")
+    assert (recipe.task.prompt, recipe.task.completion) == ("Customer Message", "Agent Reply")
