@@ -27,13 +27,13 @@ def count(value: float) -> str:
     return str(value)
 
 
-def size(value: float) -> str:
+def size(value: float, decimals: int = 1) -> str:
     """Return bytes as a text: 1.3 GiB."""
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.{decimals}f} {unit}"
         value /= 1024
-    return f"{value:.1f} GiB"
+    return f"{value:.{decimals}f} GiB"
 
 
 def duration(seconds: float) -> str:
@@ -56,15 +56,21 @@ def rough_duration(seconds: float) -> str:
     return f"{float(f'{seconds:.1g}'):g} s"
 
 
-def metric(name: str, value: float) -> str:
-    """Return a metric's value: bytes as sizes, counts whole, the rest with four figures."""
+def metric(name: str, value: float, more: int = 0) -> str:
+    """Return a metric's value: bytes as sizes, counts whole, the rest with four figures.
+
+    Args:
+        more: Figures, beyond the usual ones.
+    """
     if name.endswith("_bytes"):
-        return size(value)
-    return f"{value:,.0f}" if float(value).is_integer() and abs(value) >= 2 else f"{value:.4g}"
+        return size(value, 1 + more)
+    is_count = float(value).is_integer() and abs(value) >= 2
+    return f"{value:,.0f}" if is_count else f"{value:.{4 + more}g}"
 
 
 _NAMES = {
     "num_tokens": "tokens",
+    "num_rows": "rows",
     "tokens_per_second": "tokens/s",
     "peak_bytes": "peak memory",
 }

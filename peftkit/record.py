@@ -147,7 +147,6 @@ class RunRecord:
                 "seed": recipe.train.seed,
                 "cores": os.cpu_count(),
                 "system": platform.platform(),
-                "python": platform.python_version(),
                 "versions": dict(versions()),
             },
             "command": self.settings.command,

@@ -283,6 +283,8 @@ def _text(value: Any) -> str:
     if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
         counts = Counter(starred(name) for name in value)
         return ", ".join(f"{name} ({n} x)" if n > 1 else name for name, n in counts.items())
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {inner}" for key, inner in value.items() if inner is not None)
     return str(value)
 
 

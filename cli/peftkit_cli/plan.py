@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from peftkit_cli.about import check_recipe_exists
-from peftkit_cli.arguments import Json, Overrides, note
+from peftkit_cli.arguments import Json, Overrides
 
 if TYPE_CHECKING:
     from peftkit.events import Table
@@ -69,14 +68,15 @@ def _show(plan: Plan, ranks: bool) -> None:
 
     from peftkit.events import Table
     from peftkit.figures import count
-    from peftkit_cli.render import show_table
+    from peftkit_cli.render import show_table, show_text
 
     console = Console(highlight=False)
     where = "a GPU" if plan.on_gpu else "this machine's CPU"
-    note(
+    show_text(
+        Console(stderr=True),
         f"{plan.model}: {count(plan.num_parameters)} parameters "
         f"({plan.dtype}, quantize {plan.quantize}), {count(plan.num_trained)} trained "
-        f"({100 * plan.num_trained / (plan.num_parameters + plan.num_trained):.2f} % of all)."
+        f"({100 * plan.num_trained / (plan.num_parameters + plan.num_trained):.2f} % of all).",
     )
     title = (
         f"Memory of {plan.rows} x {plan.length:,} tokens at once on {where}: "
@@ -87,7 +87,7 @@ def _show(plan: Plan, ranks: bool) -> None:
     if ranks or (plan.cards and not plan.fits):
         show_table(console, _cards(plan))
     show_table(console, Table("", ("what", "how much"), tuple(_facts(plan).items())))
-    typer.echo(_verdict(plan))
+    show_text(console, _verdict(plan))
 
 
 def _strategy_row(strategy: Strategy, rows: int) -> tuple[str, ...]:
@@ -178,8 +178,7 @@ def _verdict(plan: Plan) -> str:
         how = "the base streamed, " * (chosen.placement == "stream")
         less = "" if chosen.fits else ", with fewer rows at a time"
         summary = f"It fits: {how}activations: {chosen.activations}{less}."
-        how = textwrap.fill(f"Plan: {plan.execution.describe()}.", 80)
-        return f"{summary}\n{how}"
+        return f"{summary}\nPlan: {plan.execution.describe()}."
     several = next((share.cards for share in plan.cards if share.fits), 0)
     other = f"\n{several} such cards hold it with --set train.shard=base." if several else ""
     if plan.change:

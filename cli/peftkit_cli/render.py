@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +24,8 @@ from peftkit.figures import count, duration, loss_name, metric, metric_name, siz
 SHOWN = ("accuracy", "margin", "reward", "entropy")  # of a task's; metrics.jsonl has all
 PLAIN_LINES = 40  # about as many lines of steps as a log should hold
 PLAIN_SECONDS = 60.0  # and a sign of life at least this often
+FIGURE = re.compile(r"[-+]?[\d.,]+( [A-Za-z]{1,4})?")
+"""A cell that stays on one line: 1,024, 212.3 MB."""
 PROGRESS_SECONDS = 5.0  # work that takes less has no lines of progress
 
 
@@ -172,7 +175,7 @@ class LiveScreen(Progress):
     def get_renderables(self) -> Iterable[RenderableType]:
         """Return what is redrawn: the figures of the last step, above the bar."""
         if self._step is not None:
-            yield Text("  ".join(step_parts(self._step)))
+            yield Text("  ".join(step_parts(self._step)[:-1]))
         yield self.make_tasks_table(self.tasks)
 
     def on_event(self, event: Event) -> None:
@@ -181,7 +184,7 @@ class LiveScreen(Progress):
             self._end_stage()
             self._step = event
             step = events.Progress("step", event.step, event.num_steps)
-            self._training = self._bar(self._training, step)
+            self._training = self._bar(self._training, step, step_parts(event)[-1])
         elif isinstance(event, events.Progress):
             self._work = self._bar(self._work, event)
         elif isinstance(event, events.Notice):
@@ -203,12 +206,12 @@ class LiveScreen(Progress):
         self._end_stage()
         self.stop()
 
-    def _bar(self, task: TaskID | None, event: events.Progress) -> TaskID:
-        """Show how far a piece of work is; return its task, a new one for None."""
+    def _bar(self, task: TaskID | None, event: events.Progress, left: str = "") -> TaskID:
+        """Show how far work is, and the time left; return its task, a new one for None."""
         if task is None:
             task = self.add_task("", how_far="")
         done, total = event.done, max(event.total, 1)
-        text, far = event.text, how_far(event)
+        text, far = event.text, "  ".join(filter(None, (how_far(event), left)))
         self.update(task, description=text, completed=done, total=total, how_far=far)
         return task
 
@@ -229,6 +232,11 @@ def print_table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, 
     show_table(Console(highlight=False), events.Table(title, columns, tuple(rows)))
 
 
+def show_text(console: Console, text: str) -> None:
+    """Print a text; on a terminal its lines break between words."""
+    console.print(Text(text), soft_wrap=not console.is_terminal)
+
+
 def show_table(console: Console, table: events.Table, *, brief: bool = False) -> None:
     """Print a table; off a terminal as wide as its text, so that no cell is cut.
 
@@ -239,10 +247,12 @@ def show_table(console: Console, table: events.Table, *, brief: bool = False) ->
         console.print(Text(table.summary), soft_wrap=True)
         return
     if table.title:  # by itself: a grid's own title is as narrow as its columns
-        console.print(Text(table.title, style="bold"), soft_wrap=True)
+        console.print(Text(table.title, style="bold"), soft_wrap=not console.is_terminal)
     grid = Grid(box=box.SIMPLE_HEAD, show_edge=False, show_header=any(table.columns))
-    for column in table.columns:
-        grid.add_column(Text(column), overflow="fold")
+    for number, column in enumerate(table.columns):
+        cells = {row[number] for row in table.rows} - {""}
+        is_figure = all(FIGURE.fullmatch(cell) for cell in cells)
+        grid.add_column(Text(column), overflow="fold", no_wrap=bool(cells) and is_figure)
     for row in table.rows:
         grid.add_row(*(Text(cell) for cell in row))
     if console.is_terminal:

@@ -189,13 +189,13 @@ def _measured(
 
 def _show_metrics(metrics: Mapping[str, Mapping[str, float]]) -> None:
     """Print a line for each metric; of base and adapter a table."""
-    from peftkit.figures import metric
+    from peftkit.figures import metric, metric_name
 
     adapter = metrics["adapter"]
     if "base" not in metrics:
-        width = max(len(name) for name in adapter)
+        width = max(len(metric_name(name)) for name in adapter)
         for name, value in adapter.items():
-            typer.echo(f"{name:{width}}  {metric(name, value)}")
+            typer.echo(f"{metric_name(name):{width}}  {metric(name, value)}")
         return
     from peftkit_cli.render import print_table
 
@@ -203,7 +203,7 @@ def _show_metrics(metrics: Mapping[str, Mapping[str, float]]) -> None:
     for name, value in adapter.items():
         before = metrics["base"].get(name, float("nan"))
         change = "" if name.startswith("num_") else f"{value - before:+.4g}"
-        rows.append((name, metric(name, before), metric(name, value), change))
+        rows.append((metric_name(name), metric(name, before), metric(name, value), change))
     print_table("", ("metric", "base", "adapter", "change"), rows)
 
 

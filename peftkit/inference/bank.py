@@ -313,7 +313,7 @@ def open_bank(
     naming = next((f for f in files.values() if f.provenance.base), next(iter(files.values())))
     loaded = base_of(naming, base, on_event=on_event)
     tell_other_bases(files, naming.provenance.loading, on_event)
-    on_event(Stage(f"Loading {len(files)} adapters"))
+    on_event(Stage(f"Loading {len(files)} adapter{'s' * (len(files) > 1)}"))
     return AdapterBank(loaded, adapters, force=force)
 
 

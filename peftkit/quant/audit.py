@@ -98,18 +98,22 @@ class Audit:
             for row in self.rows
         ]
         number = f"{sum(row.num_tensors for row in self.rows):,}"
-        bits = f"{self.bits_per_parameter:.2f} bits each"
+        bits = f"{self.bits_per_parameter:.2f} bits"
         size = _size(self.num_bytes)
         rows.append(("all", bits, number, f"{self.num_parameters:,}", size, ""))
         if self.copy_bytes:
             size = _size(self.copy_bytes)
             rows.append(("copies kept for speed", "16 or 32 bits", "", "", size, ""))
         columns = ("weights", "stored as", "tensors", "parameters", "size", "not quantised because")
+        is_plain = self.quantized_as == "none"
+        width = len(columns) - is_plain  # where nothing is quantised, the reasons tell nothing
+        stored = self.rows[0].stored if is_plain and self.rows else self.quantized_as
         summary = (
-            f"The base in memory: {self.num_parameters:,} parameters, {self.quantized_as}, "
-            f"{bits}, {_size(self.num_bytes + self.copy_bytes)}"
+            f"The base in memory: {self.num_parameters:,} parameters, {stored}, "
+            f"{bits} each, {_size(self.num_bytes + self.copy_bytes)}"
         )
-        return Table("The base in memory", columns, tuple(rows), summary)
+        cells = tuple(row[:width] for row in rows)
+        return Table("The base in memory", columns[:width], cells, summary)
 
 
 def audit(model: nn.Module) -> Audit:

@@ -21,6 +21,7 @@ SPANS = 500
 WIDTH, HEIGHT = 1000, 300
 """Units of the drawing, which is stretched."""
 NUM_COLORS = 8
+MOST_FIGURES = 6
 MAX_DOTS = 60
 """With more points only the last has a dot."""
 TITLES = {
@@ -87,9 +88,13 @@ class Chart:
         return min(1.0, max(0.0, (value - low) / (high - low)))
 
     def y_ticks(self) -> list[tuple[float, str]]:
-        """Return round values for the y axis, with their text; of equal texts the first."""
-        texts = {metric(self.name, value): value for value in reversed(round_ticks(*self.span))}
-        return [(value, shown) for shown, value in reversed(texts.items())]
+        """Return round values for the y axis, with as many figures as tell them apart."""
+        ticks = round_ticks(*self.span)
+        for more in range(MOST_FIGURES):
+            texts = [metric(self.name, value, more) for value in ticks]
+            if len(set(texts)) == len(ticks):
+                break
+        return list(zip(ticks, texts, strict=True))
 
     def x_ticks(self) -> list[int]:
         """Return round steps for the x axis."""

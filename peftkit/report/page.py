@@ -132,7 +132,7 @@ def _one(run: History) -> str:
         ("Data", _tables(run, of_files=True) + _lengths(run) + _row_of_the_loss(run)),
         ("Base and adapter", _tables(run, of_files=False) + _paths(run)),
         ("Recipe", code(run.facts.recipe_yaml)),
-        ("Machine, versions, hashes", table(("", ""), as_texts(run.facts.machine).items())),
+        ("Machine, versions, hashes", _machine(run)),
         ("Notices", _notices(run)),
         ("Next", _next_commands(run)),
     ]
@@ -289,6 +289,11 @@ def _row_of_the_loss(run: History) -> str:
         note = "The loss is on what is marked; the rest is context."
     title = text(f"A row as the loss sees it: {run.facts.row_source}")
     return f"<h3>{title}</h3>{shown}{paragraph(note)}"
+
+
+def _machine(run: History) -> str:
+    facts = as_texts({name: fact for name, fact in run.facts.machine.items() if fact is not None})
+    return table(("", ""), [(name.removeprefix("versions."), fact) for name, fact in facts.items()])
 
 
 def _notices(run: History) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from peftkit.data.chat import SENTINEL, Chat
 from peftkit.data.rows import StoredRows
 from peftkit.errors import BaseError, DataError, first_few
 from peftkit.model.places import unwrap_adapter
@@ -15,6 +16,7 @@ from peftkit.settings import DataConfig
 from peftkit.tasks.loss import unwrapped
 
 MAX_NAMED = 5
+ALPACA_MARK = "### Response:"
 NO_TEMPLATE = (
     "The base has no chat template: prompts become '### Instruction: ...', as Stanford Alpaca's. "
     "data.chat_template: chatml, or a .jinja file, gives it one."
@@ -23,6 +25,11 @@ PLAIN_PROMPTS = (
     "Rows of prompt and completion are learnt as plain text, without the base's chat template. "
     "For a chat set task: {type: causal_lm, prompt: prompt, completion: completion}; data.format: "
     "prompt_completion leaves this notice out."
+)
+TEXTS_WITH_TURNS = (
+    "The rows are texts that hold turns ({}): questions are learnt like answers, and later prompts "
+    "are sent as they are, without such marks. Rows of messages, or of instruction and output, are "
+    "learnt on their answers alone; data.format: text leaves this notice out."
 )
 LEARNT_SYSTEM = "Rows without a system turn are read with that of training: {}."
 
@@ -67,6 +74,17 @@ def off_prompt(where: str, number: int) -> str:
         "generation prompt (it may open a <think> that the rows lack). Generation will start "
         "differently from training; data.chat_template can change that."
     )
+
+
+def turns_in(text: str, tokenizer: Any, template: str | None) -> str:
+    """Return what marks a turn in a text: of the chat template, or of Alpaca; "" if nothing."""
+    marks = [ALPACA_MARK]
+    if template is not None or tokenizer.chat_template:
+        with suppress(DataError):
+            turns = [{"role": "user", "content": SENTINEL}]
+            before = Chat(tokenizer, template).render(turns, (), "").split(SENTINEL)[0].strip()
+            marks.append(before.rpartition("\n")[2])
+    return next((mark for mark in marks if mark and mark in text), "")
 
 
 # Length.

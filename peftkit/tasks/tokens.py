@@ -47,7 +47,7 @@ from peftkit.tasks.one_row import (
     num_positions,
     unpadded,
 )
-from peftkit.tasks.rows import PLAIN_PROMPTS, exact_length
+from peftkit.tasks.rows import PLAIN_PROMPTS, TEXTS_WITH_TURNS, exact_length, turns_in
 
 
 class TokenTask(Task):
@@ -243,8 +243,14 @@ class CausalLM(TokenTask):
         super().check(rows)
         is_plain = rows.agreed["style"] == "plain" and rows.agreed["format"] == "prompt_completion"
         has_template = self.template is not None or self.tokenizer.chat_template
-        if is_first and is_plain and has_template and self.data.format == "auto":
+        if not is_first or self.data.format != "auto":
+            return
+        if is_plain and has_template:
             self._on_event(Notice(PLAIN_PROMPTS))
+        elif rows.agreed["format"] == "text":
+            beginning = self.text(rows[0].input_ids)
+            if mark := turns_in(beginning, self.tokenizer, self.template):
+                self._on_event(Notice(TEXTS_WITH_TURNS.format(mark)))
 
     def _check_packing(self, model: nn.Module) -> None:
         """Leave packing out where it is only the default, and the model cannot do it."""

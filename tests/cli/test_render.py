@@ -62,7 +62,7 @@ def test_a_log_tells_every_fact_in_one_line_each() -> None:
     assert "x" * 150 in text, "a cell is never cut"
     assert "note: labels of 2 rows were cut" in lines
     assert "Training 4.88M of 139.4M parameters (3.50 %) on cpu: 1,500 rows, 100 steps" in lines
-    assert "eval at step 50: eval loss 0.51, num rows 64 (best so far)" in lines
+    assert "eval at step 50: eval loss 0.51, rows 64 (best so far)" in lines
     assert "saved checkpoint: runs/demo/checkpoints/step-50" in lines
     assert lines[-1] == "Done: 100 steps in 1:15; loss 0.02 (mean of the last 10 steps)"
 

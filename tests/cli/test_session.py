@@ -178,7 +178,7 @@ def test_eval_measures_and_speaks_json(inside: Run) -> None:
     done = inside("eval", "runs/demo", "--data", "eval.jsonl")
     assert done.code == 0
     names = [line.split()[0] for line in done.out.splitlines()]
-    assert names[:3] == ["loss", "perplexity", "exact_match"]
+    assert names[:3] == ["loss", "perplexity", "exact"]
     facts = json.loads(inside("eval", "runs/demo", "--data", "eval.jsonl", "--json").out)
     assert facts["num_rows"] == 3
     assert list(facts) == names

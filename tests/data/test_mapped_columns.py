@@ -80,3 +80,21 @@ def test_rows_of_prompt_and_completion_say_that_they_have_no_template(
     assert read(llama, tokenizer, path, format="prompt_completion")[2] == []
     names = CausalLMConfig(prompt="prompt", completion="completion")
     assert read(llama, tokenizer, path, names)[1:] == (Style("chat"), [])
+
+
+CHATML = "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\nso<|im_end|>\n"
+STANFORD = "### Instruction:\nwhy?\n\n### Response:\nso"
+
+
+@pytest.mark.parametrize(("text", "mark"), [(CHATML, "<|im_start|>user"), (STANFORD, "###")])
+def test_texts_that_hold_turns_are_told_before_they_are_learnt_whole(
+    text: str, mark: str, llama: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "texts.jsonl"
+    write_rows(path, [{"text": text}])
+    notice = read(llama, tokenizer, path)[2][-1]
+    assert notice.startswith(f"The rows are texts that hold turns ({mark}")
+    assert "learnt on their answers alone" in notice
+    assert read(llama, tokenizer, path, format="text")[2] == []
+    write_rows(path, [{"text": "The fox is a user of the assistant."}])
+    assert read(llama, tokenizer, path)[2] == []
