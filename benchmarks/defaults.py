@@ -1,12 +1,12 @@
 """Do the defaults learn? The recipe that `peftkit init` writes, beside others, on small data.
 
-    python -m benchmarks.defaults --out runs/defaults [--only format] [--rates 0.33 1 3]
+    python -m benchmarks.defaults --out runs/defaults [--only format]
 
 Three data sets are made: a format (100 rows), a style (300) and a classification in words (1,000),
-each with 32 rows held out. On each the recipe of `peftkit.defaults` is trained with its learning
-rate, a third and three times of it, and so is the recipe of before the rules (packed, 16 rows,
-2e-4).
-A score is the share of 32 held-out answers that are exactly right. Prints Markdown.
+each with 64 rows held out; the words that decide the class of a held-out row are in no other. On
+each the recipe of `peftkit.defaults` is trained, the same with one setting changed, and the recipe
+of before the rules (packed, 16 rows, 2e-4).
+A score is the share of the held-out answers that are exactly right. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,15 @@ from peftkit.recipe import Recipe
 from peftkit.run import run
 
 NAME, WIDTH = "smollm2-135m", 576
-HELD_OUT = 32
+HELD_OUT = 64
 LENGTH = 256
-RATES = (1.0, 3.0, 1 / 3)
+CHANGES: dict[str, Callable[[Defaults], Defaults]] = {
+    "of the rules": lambda rules: rules,
+    "a third of the learning rate": lambda rules: _with_rate(rules, 1 / 3),
+    "three times the learning rate": lambda rules: _with_rate(rules, 3.0),
+    "twice the rows of a step": lambda rules: replace(rules, batch_size=2 * rules.batch_size),
+    "four times the rank": lambda rules: replace(rules, rank=4 * rules.rank),
+}
 ITEMS = ("pizza", "burger", "salad", "taco", "wrap", "curry", "soup", "pie", "bagel", "dumpling")
 SIZES = ("small", "medium", "large")
 STREETS = ("Oak", "Pine", "Mill", "River", "Church", "Garden", "Market", "Castle", "Bridge")
@@ -40,12 +46,22 @@ STYLES = {
     "Please cancel order {n}.": "Hello! Order {n} is cancelled. Your Team North",
 }
 CLASSES = {
-    "billing": ("invoice", "refund", "charge", "payment", "receipt"),
-    "delivery": ("parcel", "courier", "tracking", "address", "shipment"),
-    "login": ("password", "account", "sign-in", "username", "code"),
-    "repair": ("screen", "battery", "hinge", "fan", "cable"),
-    "sales": ("quote", "discount", "licence", "offer", "order form"),
+    "billing": ("invoice", "refund", "charge", "payment", "receipt", "bill", "bank transfer"),
+    "delivery": (
+        "parcel",
+        "courier",
+        "tracking",
+        "address",
+        "shipment",
+        "package",
+        "delivery date",
+    ),
+    "login": ("password", "account", "sign-in", "username", "code", "PIN", "login page"),
+    "repair": ("screen", "battery", "hinge", "fan", "cable", "keyboard", "broken lamp"),
+    "sales": ("quote", "discount", "licence", "offer", "order form", "price list", "new contract"),
 }
+NEW_WORDS = 2
+"""The last words of each class are in held-out rows alone."""
 SENTENCES = (
     "I have a question about my {word}, since {day}.",
     "The {word} is wrong again, please look at it before {day}.",
@@ -56,7 +72,7 @@ DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sun
 Row = dict[str, str]
 
 
-def a_format(rng: random.Random) -> Row:
+def a_format(rng: random.Random, is_held_out: bool) -> Row:
     """Return a sentence with an order, and its fields in one line."""
     item, size, count = rng.choice(ITEMS), rng.choice(SIZES), rng.randint(2, 9)
     street, house = rng.choice(STREETS), rng.randint(1, 99)
@@ -66,21 +82,22 @@ def a_format(rng: random.Random) -> Row:
     }
 
 
-def a_style(rng: random.Random) -> Row:
+def a_style(rng: random.Random, is_held_out: bool) -> Row:
     """Return a customer's question, and the answer as one team words it."""
     asked, answer = rng.choice(list(STYLES.items()))
     number = rng.randint(100, 9_999)
     return {"instruction": asked.format(n=number), "output": answer.format(n=number)}
 
 
-def a_class(rng: random.Random) -> Row:
+def a_class(rng: random.Random, is_held_out: bool) -> Row:
     """Return a message, and the team that it is for."""
     team, words = rng.choice(list(CLASSES.items()))
+    words = words[-NEW_WORDS:] if is_held_out else words[:-NEW_WORDS]
     sentence = rng.choice(SENTENCES).format(word=rng.choice(words), day=rng.choice(DAYS))
     return {"instruction": sentence, "output": team}
 
 
-SETS: dict[str, tuple[Callable[[random.Random], Row], int]] = {
+SETS: dict[str, tuple[Callable[[random.Random, bool], Row], int]] = {
     "format": (a_format, 100),
     "style": (a_style, 300),
     "classes": (a_class, 1_000),
@@ -91,11 +108,8 @@ def make_rows(name: str, folder: Path, seed: int = 0) -> tuple[Path, Path]:
     """Write training and held-out rows; return both files. No question stands in both."""
     make, number = SETS[name]
     rng = random.Random(seed)
-    tries = (make(rng) for _ in range(50 * number))
-    rows = {row["instruction"]: row for row in tries}
-    lines = [json.dumps(row) + "\n" for row in rows.values()]
-    held_out = lines[:HELD_OUT]
-    train = lines[HELD_OUT : HELD_OUT + number]
+    held_out = _distinct(make, rng, HELD_OUT, is_held_out=True)
+    train = _distinct(make, rng, number, held_out)
     while len(train) < number:  # few sentences: some come again, as customers' do
         train.append(rng.choice(train))
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,18 +119,33 @@ def make_rows(name: str, folder: Path, seed: int = 0) -> tuple[Path, Path]:
     return files
 
 
-def recipe(files: tuple[Path, Path], out: Path, settings: Defaults, rate: float) -> Recipe:
-    """Return the recipe of the rules, with another learning rate."""
-    return _recipe(
-        files,
-        out,
-        {"packing": settings.packing},
-        {
-            "epochs": float(settings.epochs),
-            "batch_size": settings.batch_size,
-            "learning_rate": rate,
-        },
-    )
+def _distinct(
+    make: Callable[[random.Random, bool], Row],
+    rng: random.Random,
+    number: int,
+    others: Sequence[str] = (),
+    *,
+    is_held_out: bool = False,
+) -> list[str]:
+    """Return lines of rows with as many questions, if there are, none of them among others."""
+    asked = {json.loads(line)["instruction"] for line in others}
+    tries = (make(rng, is_held_out) for _ in range(50 * number))
+    rows = {row["instruction"]: row for row in tries if row["instruction"] not in asked}
+    return [json.dumps(row) + "\n" for row in rows.values()][:number]
+
+
+def recipe(files: tuple[Path, Path], out: Path, settings: Defaults) -> Recipe:
+    """Return the recipe of these settings."""
+    train = {
+        "epochs": float(settings.epochs),
+        "batch_size": settings.batch_size,
+        "learning_rate": settings.learning_rate,
+    }
+    return _recipe(files, out, {"packing": settings.packing}, train, settings.rank)
+
+
+def _with_rate(rules: Defaults, times: float) -> Defaults:
+    return replace(rules, learning_rate=float(f"{rules.learning_rate * times:.1g}"))
 
 
 def recipe_before(files: tuple[Path, Path], out: Path) -> Recipe:
@@ -125,11 +154,11 @@ def recipe_before(files: tuple[Path, Path], out: Path) -> Recipe:
     return _recipe(files, out, {"packing": True, "max_length": 2_048}, train)
 
 
-def _recipe(files: tuple[Path, Path], out: Path, data: Any, train: Any) -> Recipe:
+def _recipe(files: tuple[Path, Path], out: Path, data: Any, train: Any, rank: int = 16) -> Recipe:
     train_file, held_out = map(str, files)
     return Recipe(
         base={"model": NAME},
-        method={"type": "lora", "rank": 16, "alpha": 32, "targets": "all-linear"},
+        method={"type": "lora", "rank": rank, "alpha": 32, "targets": "all-linear"},
         data={"train": train_file, "eval": held_out, "max_length": LENGTH, **data},
         train={
             "output_dir": out,
@@ -157,31 +186,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/defaults"))
     parser.add_argument("--only", nargs="*", choices=SETS, default=list(SETS))
-    parser.add_argument("--rates", nargs="*", type=float, default=RATES)
     arguments = parser.parse_args(argv)
     base = load_base(NAME)
-    print("| rows | recipe | steps | exactly right | eval loss | minutes |")
-    print("|---|---|---|---|---|---|")
+    print("| rows | recipe | steps | exactly right | eval loss |")
+    print("|---|---|---|---|---|")
     for name in arguments.only:
         files = make_rows(name, arguments.out / name)
         number = SETS[name][1]
         settings = defaults_for(number, width=WIDTH)
         recipes = {"before the rules": recipe_before(files, arguments.out / name / "before")}
-        for times in arguments.rates:
-            rate = float(f"{settings.learning_rate * times:.1g}")
-            label = f"{rate:g}" + (" (default)" if times == 1 else "")
-            recipes[label] = recipe(files, arguments.out / name / f"{rate:g}", settings, rate)
+        for number_of, (label, change) in enumerate(CHANGES.items()):
+            folder = arguments.out / name / str(number_of)
+            changed = change(settings)
+            if label == "of the rules":
+                label += f": {changed.batch_size} rows a step, {changed.learning_rate:g}"
+            recipes[label] = recipe(files, folder, changed)
         for label, each in recipes.items():
-            began = time.perf_counter()
             evals = list[EvalDone]()
             done = run(each, base=base, overwrite=True, on_event=keeping(evals))
-            minutes = (time.perf_counter() - began) / 60
             score, loss = evals[-1].metrics["exact_match"], evals[-1].metrics["loss"]
-            print(
-                f"| {name}, {number:,} | {label} | {done.step} | {score:.0%} | {loss:.3f} "
-                f"| {minutes:.1f} |",
-                flush=True,
-            )
+            cells = (f"{name}, {number:,}", label, f"{done.step}", f"{score:.0%}", f"{loss:.3f}")
+            print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -109,6 +109,7 @@ ENTRIES: Mapping[str, Benchmark] = {
             "minutes": r"([\d.]+) minutes",
         },
     ),
+    "defaults": Benchmark(("python -m benchmarks.defaults",), ("defaults.py",)),
     "parity": Benchmark(
         ("python -m benchmarks.parity", "python -m benchmarks.parity --quantize nf4 --steps 10"),
         (*CAUSAL, *LOADING),

@@ -71,7 +71,13 @@ def check_recipe_exists(path: Path) -> None:
 
 
 DATA = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
-OTHERS = {"base_model": "axolotl", "model_name_or_path": "LLaMA-Factory"}
+OTHERS = {
+    "base_model": "axolotl",
+    "model_name_or_path": "LLaMA-Factory",
+    "fine_tune_type": "mlx-lm",
+    "lora_parameters": "mlx-lm",
+    "adapter_path": "mlx-lm",
+}
 """A key of other programs' YAML, and whose it is."""
 
 

@@ -1,4 +1,4 @@
-"""`peftkit import-recipe`: convert axolotl's or LLaMA-Factory's YAML to a recipe."""
+"""`peftkit import-recipe`: convert YAML of axolotl, LLaMA-Factory or mlx-lm to a recipe."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from peftkit_cli.arguments import note
 Settings = dict[str, Any]
 TABLE = Path(__file__).with_suffix(".yaml")
 """Maps their keys to ours."""
-DATA_KEYS = ("datasets", "test_datasets", "dataset", "eval_dataset", "dataset_dir", "stage")
+DATA_KEYS = ("datasets", "test_datasets", "dataset", "eval_dataset", "dataset_dir", "stage", "data")
 
 
 def import_recipe(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML of axolotl or LLaMA-Factory.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML of another program.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Recipe to write.")],
 ) -> None:
-    """Convert a YAML file of axolotl or LLaMA-Factory. Prints the recipe's path.
+    """Convert a YAML file of axolotl, LLaMA-Factory or mlx-lm. Prints the recipe's path.
 
     Keys without a counterpart are listed with their values.
     """
@@ -36,7 +36,7 @@ def import_recipe(
     recipe = from_dict(Recipe, values, str(file))
     head = [f"# Made from {file.name} by peftkit import-recipe."]
     head += [f"# No counterpart: {key}: {json.dumps(value)}" for key, value in lost.items()]
-    write_recipe(out, "\n".join([*head, dump_yaml(recipe)]))
+    write_recipe(out, "\n".join([*head, dump_yaml(recipe, only_set=True)]))
     typer.echo(out)
     for key, value in lost.items():
         note(f"no counterpart: {key}: {json.dumps(value)}")
@@ -64,10 +64,10 @@ def converted(theirs: Settings, folder: Path) -> tuple[Settings, Settings]:
     """Return a recipe's values by section, and the settings without a counterpart.
 
     Args:
-        folder: Contains LLaMA-Factory's dataset_dir.
+        folder: Of the file; data sets are looked up there.
 
     Raises:
-        ConfigError: The settings are of neither program.
+        ConfigError: The settings are of none of these programs.
     """
     table = read(TABLE)
     if "base_model" in theirs:
@@ -76,10 +76,14 @@ def converted(theirs: Settings, folder: Path) -> tuple[Settings, Settings]:
         program, data = table["llama_factory"], llama_factory_data
         rank = theirs.get("lora_rank") or program["defaults"]["lora_rank"]
         theirs.setdefault("lora_alpha", 2 * int(rank))
+    elif "model" in theirs and not theirs.keys().isdisjoint(MLX_LM):
+        program, data = table["mlx_lm"], mlx_lm_data
+        theirs = flat_mlx_lm(theirs)
     else:
         raise ConfigError(
-            "this is neither axolotl's YAML nor LLaMA-Factory's.",
-            found="It has neither base_model nor model_name_or_path.",
+            "this is no YAML of axolotl, LLaMA-Factory or mlx-lm.",
+            found="It has neither base_model nor model_name_or_path, nor model and one of "
+            f"{', '.join(MLX_LM)}.",
         )
     ours: Settings = {"method": {"type": "lora"}}
     lost = data(theirs, folder, ours)
@@ -98,7 +102,7 @@ def converted(theirs: Settings, folder: Path) -> tuple[Settings, Settings]:
     if "loss" in ours.get("task", {}):
         ours["task"]["type"] = "preference"
         ours["data"].pop("packing", None)  # pairs are not packed
-    elif task := ours.pop("task", None):
+    elif "prompt" not in ours.get("task", {}) and (task := ours.pop("task", None)):
         lost |= {f"task.{key}": value for key, value in task.items() if key != "type"}
         ours |= {"task": {"type": task["type"]}} if "type" in task else {}
     if start := ours["method"].get("start_from"):
@@ -169,7 +173,7 @@ def llama_factory_data(theirs: Settings, folder: Path, ours: Settings) -> Settin
                 paths.append(str(place / about["file_name"]))
             elif name:
                 paths.append(about.get("hf_hub_url", name))
-            more = {k: about[k] for k in ("columns", "tags") if k in about}
+            more = {k: about[k] for k in ("columns", "tags") if not is_known(about.get(k, {}))}
             lost |= {f"dataset_info.{name}.{k}": value for k, value in more.items()}
         put_files(ours, ours_key, paths, lost, key)
     stage = theirs.get("stage", "sft")
@@ -180,6 +184,61 @@ def llama_factory_data(theirs: Settings, folder: Path, ours: Settings) -> Settin
     elif stage not in ("sft", "pt"):
         lost["stage"] = stage
     return lost
+
+
+def is_known(columns: Settings) -> bool:
+    """Whether the names of columns, or of tags, are those that a row is recognised by."""
+    from peftkit.data.format import ANSWERS, QUESTIONS, TURNS, role_of
+
+    names = {
+        "prompt": QUESTIONS,
+        "query": ("input", "context"),
+        "response": ANSWERS,
+        "messages": TURNS,
+        "kto_tag": ("label",),
+        "role_tag": ("role", "from"),
+        "content_tag": ("content", "value"),
+    }
+    for what, name in columns.items():
+        is_role = what.endswith("_tag") and bool(role_of({"role": name}))
+        if name not in names.get(what, (what,)) and not is_role:
+            return False
+    return True
+
+
+MLX_LM = ("fine_tune_type", "lora_parameters", "adapter_path", "iters")
+"""Keys of mlx-lm's YAML."""
+
+
+def flat_mlx_lm(theirs: Settings) -> Settings:
+    """Return mlx-lm's settings with those of its sections, as the table names them."""
+    defaults = read(TABLE)["mlx_lm"]["defaults"]
+    flat = {k: v for k, v in theirs.items() if k not in ("lora_parameters", "lr_schedule")}
+    lora = theirs.get("lora_parameters") or {}
+    flat |= {f"lora_{name}": value for name, value in lora.items() if name != "keys"}
+    if keys := lora.get("keys"):
+        flat["lora_keys"] = [str(key).rpartition(".")[2] for key in keys]
+    rank, scale = (flat.get(name, defaults[name]) for name in ("lora_rank", "lora_scale"))
+    flat["lora_scale"] = round(float(rank) * float(scale), 6)  # theirs is our alpha / rank
+    schedule = theirs.get("lr_schedule") or {}
+    flat |= {f"lr_schedule.{name}": value for name, value in schedule.items()}
+    if warmup := flat.pop("lr_schedule.warmup", 0):
+        flat["warmup_ratio"] = warmup / int(theirs.get("iters", defaults["iters"]))
+    return flat
+
+
+def mlx_lm_data(theirs: Settings, folder: Path, ours: Settings) -> Settings:
+    """Put mlx-lm's folder of rows, or its data set, into `ours`; nothing of it is lost."""
+    from peftkit_cli.survey import splits_of, survey
+
+    place = folder / str(theirs.get("data", "data"))
+    splits = splits_of(place) if place.is_dir() else {}
+    put(ours, "data.train", splits.get("train", str(theirs.get("data", "data"))))
+    if "eval" in splits:
+        put(ours, "data.eval", splits["eval"])
+    if "train" in splits and (plain := survey(splits["train"]).plain):  # a chat there
+        put(ours, "task", {"type": "causal_lm", "prompt": plain[0], "completion": plain[1]})
+    return {}
 
 
 def put_files(ours: Settings, place: str, paths: list[str], lost: Settings, key: str) -> None:

@@ -352,7 +352,8 @@ def _open_all(
 ) -> Opened | AdapterBank:
     if (adapter is None) == (not named):
         raise AdapterError(
-            "give either one adapter or several names.",
+            "no adapter was named." if adapter is None else "give one adapter, or several names.",
+            found=neighbours(Path("runs/any")) if not named and Path("runs").is_dir() else "",
             fix="Give one as `peftkit chat ADAPTER`, or several, each as --adapter NAME=ADAPTER.",
         )
     if adapter is not None:

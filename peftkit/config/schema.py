@@ -110,10 +110,14 @@ def from_dict(
     return _validated(cls, source, parsed)
 
 
-def dump_yaml(config: Config) -> str:
-    """Write a config as YAML that `load` reads back as an equal config."""
+def dump_yaml(config: Config, *, only_set: bool = False) -> str:
+    """Write a config as YAML that `load` reads back as an equal config.
+
+    Args:
+        only_set: Leave out what was not given.
+    """
     return yaml.dump(
-        config.model_dump(mode="json"),
+        config.model_dump(mode="json", exclude_unset=only_set),
         Dumper=_Dumper,
         sort_keys=False,
         allow_unicode=True,

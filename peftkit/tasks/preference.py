@@ -291,8 +291,7 @@ class KTO(WholeStepTask, Preference):
 
     def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
         wanted = f"{rows.counts['wanted']:,}, {rows.counts['unwanted']:,}"
-        first = [("format", rows.agreed["format"]), ("wanted, unwanted", wanted)]
-        return [*first, *super().counts(rows)]
+        return [("wanted, unwanted", wanted), *super().counts(rows)]
 
     def check(self, rows: StoredRows) -> None:
         check_both_labels(rows.where, rows.counts["wanted"], rows.counts["unwanted"])

@@ -59,6 +59,10 @@ def test_folder_loads_frozen_in_eval_mode_and_unchanged(model_folder, capfd) -> 
     assert not any(p.requires_grad for p in base.model.parameters())
     assert base.device == torch.device("cpu")
     assert base.audit.quantized_as == "none"
+    table = base.audit.table()
+    assert "parameters, float32, 32.00 bits each" in table.summary
+    assert "not quantised because" not in table.columns  # nobody asked
+    assert {len(row) for row in table.rows} == {len(table.columns)}
     assert base.tokenizer.pad_token == "<pad>"
     assert seen[0] == Stage(f"Loading the base {model_folder}")
     loaded = [event.done for event in seen[1:] if isinstance(event, Progress)]

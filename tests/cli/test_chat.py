@@ -118,7 +118,7 @@ def test_the_conversation_goes_on_with_the_current_ones_answer(
     ("args", "message"),
     [
         ([], "Give one as `peftkit chat ADAPTER`"),
-        (["{json}", "--adapter", "a={json}"], "give either one adapter or several names"),
+        (["{json}", "--adapter", "a={json}"], "give one adapter, or several names"),
         (["--adapter", "a="], "a= names no adapter"),
         (["--adapter", "base={json}"], "'base' is the bare base"),
         (["--adapter", "a={json}", "--adapter", "a={sql}"], "two adapters would be named 'a'"),

@@ -1,4 +1,4 @@
-"""`peftkit import-recipe`: settings of axolotl and LLaMA-Factory as a recipe of ours."""
+"""`peftkit import-recipe`: settings of other programs as a recipe of ours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from peftkit.config.explain import sections_of
 from peftkit.recipe import Recipe, load
 from peftkit_cli.import_recipe import TABLE
-from tests.command_line import Run
+from tests.command_line import Run, write_rows
 
 AXOLOTL = """\
 base_model: org/model
@@ -122,10 +122,73 @@ def test_preferences(changes: str, loss: str, peftkit: Run, tmp_path: Path) -> N
     assert lost == ["template"]
 
 
+MLX_LM = """\
+model: org/model
+train: true
+fine_tune_type: dora
+data: rows
+num_layers: -1
+batch_size: 2
+iters: 500
+learning_rate: 1e-5
+steps_per_eval: 100
+adapter_path: adapters
+lora_parameters: {keys: [self_attn.q_proj, self_attn.v_proj], rank: 16, scale: 2.0, dropout: 0.1}
+lr_schedule: {name: cosine_decay, warmup: 50, arguments: [1e-5, 500]}
+mask_prompt: true
+"""
+
+
+def test_mlx_lm(peftkit: Run, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    for name in ("train", "valid"):
+        write_rows(tmp_path / "rows" / f"{name}.jsonl", [{"prompt": "a", "completion": "b"}])
+    recipe, lost = recipe_of(peftkit, tmp_path, MLX_LM)
+    method = recipe.method.model_dump()
+    assert (method["type"], method["rank"], method["alpha"]) == ("dora", 16, 32)
+    assert (tuple(method["targets"]), method["dropout"]) == (("q_proj", "v_proj"), 0.1)
+    task = recipe.task.model_dump()
+    assert (task["prompt"], task["completion"]) == ("prompt", "completion")  # a chat, as there
+    assert (recipe.data.train, recipe.data.eval) == ("rows/train.jsonl", "rows/valid.jsonl")
+    train = recipe.train
+    assert (train.max_steps, train.batch_size, train.learning_rate) == (500, 2, 1e-5)
+    assert (train.schedule, train.warmup_ratio, train.eval_every) == ("cosine", 0.1, 100)
+    assert lost == ["lr_schedule.arguments"]
+    text = (tmp_path / "ours.yaml").read_text(encoding="utf-8")
+    assert "gradient_accumulation" not in text, "only what was set is written"
+    refused = peftkit("train", "theirs.yaml")
+    assert "It has the key fine_tune_type, as mlx-lm's YAML." in refused.err
+
+
 @pytest.mark.parametrize(
-    "text", ["model: x\n", "- a\n", "a: [\n", "model_name_or_path: [1]\ndataset: x\n"]
+    ("columns", "lost"),
+    [
+        ({"prompt": "instruction", "query": "input", "response": "output"}, []),
+        ({"messages": "conversations", "tools": "tools"}, []),
+        ({"prompt": "Frage", "response": "Antwort"}, ["dataset_info.mine.columns", "template"]),
+    ],
 )
-def test_what_is_of_neither_program_is_refused(text: str, peftkit: Run, tmp_path: Path) -> None:
+def test_columns_that_are_recognised_are_not_called_lost(
+    columns: dict[str, str], lost: list[str], peftkit: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    about = {"mine": {"file_name": "mine.json", "columns": columns}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(about))
+    text = LLAMA_FACTORY.replace("mine, identity", "mine")
+    assert recipe_of(peftkit, tmp_path, text)[1] == (lost or ["template"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: x\n",
+        "model: x\niters: many\n",
+        "- a\n",
+        "a: [\n",
+        "model_name_or_path: [1]\ndataset: x\n",
+    ],
+)
+def test_what_is_of_no_such_program_is_refused(text: str, peftkit: Run, tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(text, encoding="utf-8")
     done = peftkit("import-recipe", "theirs.yaml", "--out", "ours.yaml")
     assert (done.code, done.out) == (2, "")
@@ -135,7 +198,10 @@ def test_what_is_of_neither_program_is_refused(text: str, peftkit: Run, tmp_path
 
 def test_every_line_of_the_table_leads_to_a_setting_of_ours() -> None:
     table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
-    tables = [table["both"], *(table[name]["keys"] for name in ("axolotl", "llama_factory"))]
+    tables = [
+        table["both"],
+        *(table[name]["keys"] for name in ("axolotl", "llama_factory", "mlx_lm")),
+    ]
     for key, rule in (line for lines in tables for line in lines.items()):
         assert set(rule) <= {"to", "as", "values"}, key
         kinds: list[type[BaseModel]] = [Recipe]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from peftkit import events, figures
 from peftkit.events import Event
@@ -95,6 +96,36 @@ def test_a_terminal_keeps_what_is_done() -> None:
     assert "saved checkpoint" in text
 
 
+def test_figures_of_a_step_and_what_is_left_fit_80_columns() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    screen = LiveScreen(console, console, transient=False)
+    screen.on_event(step(7))
+    (parts, bar) = screen.get_renderables()
+    assert isinstance(parts, Text)
+    assert parts.plain.endswith("1,234 tokens/s  peak 3.0 GiB")
+    assert len(parts.plain) <= 80
+    with console.capture() as shown:
+        console.print(bar)
+    assert shown.get().rstrip().endswith("7/100  3:07 left")
+
+
+def test_figures_in_a_table_stay_whole_on_a_narrow_terminal() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    names = ", ".join(["post_attention_layernorm"] * 6)
+    table = events.Table(
+        "The base in memory",
+        ("weights", "stored as", "parameters", "size"),
+        (
+            (f"linear layers: {names}", "bfloat16", "106,168,320", "212.3 MB"),
+            ("all", "", "9", "1 B"),
+        ),
+    )
+    render.show_table(console, table)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("106,168,320" in line and "212.3 MB" in line for line in lines)
+
+
 def test_brackets_in_texts_are_no_markup() -> None:
     happened: list[Event] = [events.Stage("Reading [red]x[/red].jsonl"), events.Stage("next")]
     assert "Reading [red]x[/red].jsonl" in live(happened)
@@ -137,6 +168,8 @@ def test_only_the_first_process_draws(
         (figures.metric("exact_match", 1.0), "1"),
         (figures.metric("loss", 0.51234), "0.5123"),
         (figures.metric("peak_bytes", 1.5 * 2**30), "1.5 GiB"),
+        (figures.metric("peak_bytes", 1.234 * 2**30, 1), "1.23 GiB"),
+        (figures.metric("eval/perplexity", 1.0007512, 3), "1.000751"),
     ],
 )
 def test_figures_as_texts(figure: str, text: str) -> None:

@@ -207,8 +207,9 @@ def test_the_best_and_the_worst_answers_are_shown_with_their_rewards(tmp_path: P
     assert "img" not in Tags(shown).tags
 
 
-def test_values_that_read_alike_are_one_tick_and_one_point_is_no_chart() -> None:
+def test_ticks_have_the_figures_that_tell_them_apart_and_one_point_is_no_chart() -> None:
     flat = [(step, 1.2 * 2**30 + step * 2**17) for step in range(9)]
     chart = Chart("Peak memory", "peak_bytes", [Line("", flat, 0)])
     shown = [text for _, text in chart.y_ticks()]
-    assert len(shown) == len(set(shown)) >= 1
+    assert len(shown) == len(set(shown)) >= 3
+    assert shown[0] == "1.2000 GiB"
