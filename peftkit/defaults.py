@@ -33,6 +33,8 @@ LARGEST_RANK = 64
 BASE_RATE, BASE_WIDTH, RATE_POWER = 5e-4, 2048, 0.78
 """Learning rate of LoRA (ten times that of full tuning) at a width, and how it falls with it."""
 UNKNOWN_WIDTH = 4096
+OF_PREFERENCES = 0.1
+"""Share of that rate with which preferences are learnt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from peftkit.data.pack import tokens_of_each
 from peftkit.events import Event, Listener, Notice, RunStarted, Saved, Table, ignore
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.state import Result
-from peftkit.figures import loss_name
+from peftkit.figures import loss_name, metric, metric_name
 from peftkit.files.disk import write_text
 from peftkit.formats.folders import CARD, forget_overwritten
 from peftkit.formats.peft.folder import AdapterFolder
@@ -296,5 +296,5 @@ def metrics_before_training(run: RunRecord, on_event: Listener) -> dict[str, flo
 
 
 def _metrics_table(title: str, metrics: Mapping[str, float]) -> Table:
-    rows = tuple((name, f"{value:.4g}") for name, value in metrics.items())
+    rows = tuple((metric_name(name), metric(name, value)) for name, value in metrics.items())
     return Table(title, ("metric", "value"), rows)

@@ -10,6 +10,7 @@ import pytest
 from peftkit.defaults import (
     EPOCH_STEPS,
     FEWEST_STEPS,
+    OF_PREFERENCES,
     batch_of,
     defaults_for,
     is_worth_packing,
@@ -85,8 +86,9 @@ RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_ready_made_recipes_keep_the_rule_of_the_learning_rate(file: Path) -> None:
     recipe = load(file)
-    if recipe.task.type not in ("causal_lm", "distill"):
+    if recipe.task.type not in ("causal_lm", "distill", "preference"):
         return
     rate = learning_rate_of(WIDTHS[recipe.base.model.split("/")[-1]])
+    rate *= OF_PREFERENCES if recipe.task.type == "preference" else 1
     assert rate / 2.6 <= recipe.train.learning_rate <= rate * 2.6
     assert recipe.train.rows_per_step() <= 16

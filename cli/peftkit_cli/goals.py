@@ -17,6 +17,7 @@ class Goal:
         section: The recipe's `task`, where it is not the ready-made one's.
         fields: Its settings that name the field that is read and the one that is learnt.
         by_rules: Whether the learning rate and the rank follow the rules of peftkit.defaults.
+        compares: Whether it learns from answers of which one is better: at a lower rate.
     """
 
     does: str
@@ -26,6 +27,7 @@ class Goal:
     section: str = ""
     fields: tuple[str, str] | tuple[()] = ()
     by_rules: bool = True
+    compares: bool = False
 
 
 ENCODER = "all-minilm-l6-v2"
@@ -35,8 +37,8 @@ GOALS = {
         "chat-sft",
         fields=("prompt", "completion"),
     ),
-    "preference": Goal("prefer the better of two answers", "preference", by_rules=False),
-    "kto": Goal("answer like the wanted answers, unlike the unwanted", "kto", by_rules=False),
+    "preference": Goal("prefer the better of two answers", "preference", compares=True),
+    "kto": Goal("answer like the wanted answers, unlike the unwanted", "kto", compares=True),
     "distill": Goal("answer as with a prompt, without it", "distill"),
     "grpo": Goal("earn rewards for its own answers", "grpo", by_rules=False),
     "reward": Goal("score answers", "reward", by_rules=False),

@@ -308,11 +308,13 @@ def recipe_text(
 
 def _with_defaults(body: str, task: str, settings: Defaults, num_rows: int) -> str:
     """Set what follows from rows and base, where the task learns from its rows as they are."""
-    by_rules = GOALS[task].by_rules
+    from peftkit.defaults import OF_PREFERENCES
+
+    by_rules, part = GOALS[task].by_rules, OF_PREFERENCES if GOALS[task].compares else 1
     body = _set(body, "rank", str(settings.rank) if by_rules else None, "how much it can learn")
     if by_rules:
         body = _set(body, "alpha", str(settings.alpha), "stays when the rank changes")
-        rate = f"{settings.learning_rate:.1e}".replace("e-0", "e-")
+        rate = f"{settings.learning_rate * part:.1e}".replace("e-0", "e-")
         body = _set(body, "learning_rate", rate, "first thing to vary: a third, three times")
     if task == "causal_lm":
         packing = str(settings.packing).lower()

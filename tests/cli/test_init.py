@@ -39,7 +39,8 @@ def test_every_recipe_is_valid_and_says_what_was_asked(
         assert (recipe.train.epochs, recipe.train.batch_size) == (rules.epochs, rules.batch_size)
         assert recipe.train.num_steps(640) == rules.num_steps >= 100
     if GOALS[task].by_rules:
-        assert (recipe.train.learning_rate, recipe.method.rank) == (1e-3, 16)
+        rate = 1e-4 if task in ("preference", "kto") else 1e-3
+        assert (recipe.train.learning_rate, recipe.method.rank) == (rate, 16)
     if on_cpu:
         assert recipe.base.quantize == "none"
     if task != "kto":

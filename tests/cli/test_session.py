@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from peftkit.figures import metric_name
 from peftkit.files.disk import LOCKS
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.generate import generate
@@ -177,11 +178,11 @@ def test_chat_answers_with_adapter_and_base_in_turn(
 def test_eval_measures_and_speaks_json(inside: Run) -> None:
     done = inside("eval", "runs/demo", "--data", "eval.jsonl")
     assert done.code == 0
-    names = [line.split()[0] for line in done.out.splitlines()]
-    assert names[:3] == ["loss", "perplexity", "exact"]
+    names = [line.split("  ")[0] for line in done.out.splitlines()]
+    assert names == ["loss", "perplexity", "exact match", "tokens", "rows"]
     facts = json.loads(inside("eval", "runs/demo", "--data", "eval.jsonl", "--json").out)
     assert facts["num_rows"] == 3
-    assert list(facts) == names
+    assert [metric_name(name) for name in facts] == names
     both = json.loads(
         inside("eval", "runs/demo", "--data", "eval.jsonl", "--compare", "--json").out
     )
