@@ -5,6 +5,7 @@ Shapes: N tokens of a prompt, K likeliest tokens, n rows, H hidden size, V vocab
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -129,7 +130,8 @@ def _jobs(training: Training, body: Sample, adapter: str | None, answers: Answer
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=max(settings.top_k, 0),
-        seed=settings.seed,
+        # not from torch's generator, which is a run's
+        seed=secrets.randbits(62) if settings.seed is None else settings.seed,
         top_logprobs=body.topk_sample_logprobs,
     )
     stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop

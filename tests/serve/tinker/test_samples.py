@@ -165,6 +165,16 @@ def test_weights_without_a_name_leave_when_others_came(
     assert not list((tmp_path / "state" / "tinker" / "weights").iterdir())
 
 
+def test_samples_leave_the_generators_of_a_run_alone(client: Client) -> None:
+    torch.manual_seed(0)  # as a run begins
+    before, sampler, free = torch.get_rng_state(), client.sampler(), {"seed": None}
+    first = client.sample(sampler, PROMPT, 0, num_samples=4, params=free)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(0)  # as the next one does
+    again = client.sample(sampler, PROMPT, 1, num_samples=4, params=free)
+    assert [*map(tokens, again.sequences)] != [*map(tokens, first.sequences)]
+
+
 def test_a_repeated_sample_is_the_same_one(client: Client) -> None:
     sampler = client.sampler()
     body = {
