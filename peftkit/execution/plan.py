@@ -275,7 +275,8 @@ def smaller(
     if rows > 1 and (tokens / 2 >= busy or not later):
         if plan.tokens is None:
             return replace(plan, rows=_halved(plan.rows, rows))
-        return replace(plan, tokens=_halved(plan.tokens, tokens))
+        # one row alone may have more than the limit
+        return replace(plan, tokens=_halved(plan.tokens, min(tokens, plan.tokens)))
     if later:
         return replace(plan, activations=later[0], rows=requested.rows, tokens=requested.tokens)
     return None

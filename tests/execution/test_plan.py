@@ -89,6 +89,15 @@ def test_a_cpu_takes_fewer_rows_before_it_computes_them_twice() -> None:
     assert shown == [("keep", 2), ("keep", 1), ("recompute", 4), ("recompute", 2), ("recompute", 1)]
 
 
+def test_one_row_longer_than_the_limit_does_not_keep_the_limit_where_it_is() -> None:
+    plans = [ExecutionPlan(rows=8, tokens=1280)]
+    for _ in range(2):
+        less = smaller(plans[-1], plans[0], ("keep",), rows=2, tokens=2000)
+        assert less is not None
+        plans.append(less)
+    assert [plan.tokens for plan in plans] == [1280, 640, 320]
+
+
 def test_a_gpu_is_kept_busy_as_long_as_another_step_takes_less() -> None:
     chosen = steps(ExecutionPlan(device="cuda", rows=16, tokens=16_384), ALL, 1024)
     shown = [(plan.activations, plan.tokens) for plan in chosen]

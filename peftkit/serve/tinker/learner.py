@@ -241,14 +241,8 @@ class Learner:
             RequestError: There is none.
         """
         parts = self._parts(rows, plan)
-        most = max(map(self.task.num_positions, parts))
-        less = smaller(
-            plan,
-            self._requested,
-            self._modes,
-            rows=max(map(len, parts)),
-            tokens=most if plan.tokens is None else min(most, plan.tokens),
-        )
+        most, tokens = max(map(len, parts)), max(map(self.task.num_positions, parts))
+        less = smaller(plan, self._requested, self._modes, rows=most, tokens=tokens)
         if less is None:
             raise _too_long(_longest(rows))
         return less
