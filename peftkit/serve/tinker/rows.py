@@ -29,6 +29,8 @@ from peftkit.tasks.tokens import TokenTask
 
 MAX_DATUMS, MAX_TARGETS = 4096, 128
 """Of a request, and K."""
+MAX_BYTES = 1 << 28
+"""Of a request's tensors: sparse ones are larger here than they are sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,11 @@ class Datum:
         return cls(ids, {TARGETS: torch.tensor(ids), "weights": torch.ones(len(ids))})
 
     @property
+    def num_bytes(self) -> int:
+        """Memory of its tensors."""
+        return sum(tensor.nbytes for tensor in self.inputs.values())
+
+    @property
     def num_targets(self) -> int:
         """K; 0: one target for each token, without a dimension."""
         targets = self.inputs[TARGETS]
@@ -67,7 +74,15 @@ def datums_of(messages: Sequence[Any], loss: Loss, model: Any) -> list[Datum]:
         raise RequestError(
             f"the request has {len(messages):,} datums.", fix=f"Send 1 to {MAX_DATUMS:,} at once."
         )
-    return [_datum_of(one, loss, model, f"datum {n}") for n, one in enumerate(messages)]
+    rows: list[Datum] = []
+    size = 0
+    for number, message in enumerate(messages):
+        rows.append(_datum_of(message, loss, model, f"datum {number}"))
+        size += rows[-1].num_bytes
+        if size > MAX_BYTES:
+            fix = "Send fewer datums, or fewer targets of each token."
+            raise RequestError(f"the datums take more than {MAX_BYTES:,} bytes.", fix=fix)
+    return rows
 
 
 def _datum_of(message: Any, loss: Loss, model: Any, where: str) -> Datum:
@@ -146,16 +161,12 @@ class DatumTask(TokenTask):
 
     @contextmanager
     def training(self, model: nn.Module, plan: ExecutionPlan | None = None) -> Iterator[None]:
-        documents = self._unpads is not False
-        with training_attention(
-            model, plan, documents=documents, known=self._known
-        ) as self._attention:
+        how: dict[str, Any] = {"documents": self._unpads is not False, "known": self._known}
+        with training_attention(model, plan, **how) as self._known:
             if self._unpads is None:
-                found = self._attention
-                self._unpads = found is not None and can_unpad(model, found, share=True)
-            self._known = self._attention
-            if not self._unpads:
-                self._attention = None
+                known = self._known
+                self._unpads = known is not None and can_unpad(model, known, share=True)
+            self._attention = self._known if self._unpads else None
             try:
                 yield
             finally:

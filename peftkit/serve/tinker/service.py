@@ -32,6 +32,8 @@ MAX_MODELS = 256
 SESSION, MODEL, SAMPLER = "tinker.session", "tinker.model", "tinker.sampler"
 """Kinds of the store's documents."""
 Reply = dict[str, Any]
+Sized = tuple[Run, int]
+"""An operation, and the bytes that it holds while it waits."""
 
 
 @dataclass(eq=False, slots=True)
@@ -231,18 +233,21 @@ class Service:
 
     # ------------------------------------------------------------- operations
 
-    def submit(self, place: bodies.Ordered, asked: Asked, prepare: Callable[[Model], Run]) -> Reply:
+    def submit(
+        self, place: bodies.Ordered, asked: Asked, prepare: Callable[[Model], Run | Sized]
+    ) -> Reply:
         """Queue an operation of a model; what is wrong with it is its result."""
         model = self._model(place.model_id, asked.owner)
         try:
-            run = prepare(model)
+            prepared = prepare(model)
         except PeftkitError as error:
-            run = _raising(error)
-        id = model.order.submit(place.seq_id, asked.digest, model.owner, run, asked.size)
+            prepared = _raising(error)
+        run, size = prepared if isinstance(prepared, tuple) else (prepared, asked.size)
+        id = model.order.submit(place.seq_id, asked.digest, model.owner, run, size)
         return {"request_id": id, "model_id": model.id}
 
-    def forward(self, message: Any, model: Model) -> Run:
-        """Return the operation of a message `ForwardBackward`."""
+    def forward(self, message: Any, model: Model) -> Sized:
+        """Return the operation of a message `ForwardBackward`, and the bytes that it holds."""
         loss = loss_of(message.loss)
         given = {name: one.text or one.number for name, one in message.config.items()}
         settings = settings_of(message.loss, given or dict(message.old_config))
@@ -255,7 +260,7 @@ class Service:
             )
             return output_of(found, {"loss:sum": total})
 
-        return run
+        return run, sum(row.num_bytes for row in rows)
 
     def step(self, body: bodies.Step, model: Model) -> Run:
         """Return the operation that takes a step."""

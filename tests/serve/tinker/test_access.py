@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 
-from peftkit.serve.tinker import api, wire
+from peftkit.serve.tinker import api, rows, wire
 from tests.serve.tinker.conftest import Serve
 from tests.serve.tinker.wire_client import API, Client, datum, message
 
@@ -214,6 +215,26 @@ def test_bodies_that_are_too_long_or_compressed_are_refused(
     monkeypatch.setattr(api, "MAX_BODY", 50)
     assert model.send(body).status_code == 413
     assert client.ask("create_session", tags=["x" * 60]).status_code == 413
+
+
+def test_sparse_tensors_are_bounded_by_what_they_become(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = client.model()
+    body = wire.MESSAGES["ForwardBackward"](model_id=model.id, seq_id=1, loss="cross_entropy")
+    for _ in range(3):
+        one = body.data.add()
+        one.chunks.add().text.tokens = wire.bytes_of([5] * 64, torch.int32)
+        for name, dtype in (("target_tokens", torch.int64), ("weights", torch.float32)):
+            tensor = one.inputs[name]
+            tensor.dtype = wire.NUMBERS[dtype]
+            tensor.shape.extend((64, 100))
+            tensor.sparse.rows = wire.bytes_of([0] * 65, torch.int64)
+    monkeypatch.setattr(rows, "MAX_BYTES", 200_000)
+    data = body.SerializeToString()
+    assert len(data) < 10_000
+    failed = client.retrieve(model.send(data).json()["request_id"])
+    assert "more than 200,000 bytes" in failed["error"]
 
 
 def test_a_failure_of_the_server_is_no_5xx(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
