@@ -124,7 +124,7 @@ def test_change_that_is_told_makes_it_fit(folder) -> None:
 @pytest.mark.slow
 def test_base_in_the_way_of_a_long_row_stays_and_streaming_is_named(folder) -> None:
     asked = ("base.quantize=nf4", "train.gradient_checkpointing=true", "train.batch_size=1")
-    asked += ("data.max_length=28000",)
+    asked += ("data.max_length=36000",)
     plan = a_plan(folder, "4GB", *asked)
     assert {way.placement for way in plan.ways} == {"device"}
     assert plan.change == "--set base.placement=stream"

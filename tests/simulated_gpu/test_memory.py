@@ -55,7 +55,7 @@ def test_plan_of_a_gpu_is_what_the_card_then_has(quantize: str) -> None:
     ways: tuple[tuple[Activations, int], ...] = (
         ("keep", 256),
         ("recompute", 512),
-        ("offload", 256),
+        ("offload", 768),  # of a shorter row the optimizer's step would take the most
     )
     ways = ways if quantize == "nf4" else ways[1:2]
     with simulated() as card:
