@@ -47,8 +47,13 @@ def serve(
         int, typer.Option(metavar="N", min=1, help="Answers generated at once.")
     ] = 32,
     max_waiting: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Queue limit; beyond it, HTTP 429.")
-    ] = 64,
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Queue limit; beyond it, HTTP 429. By default 64, with --train 4096.",
+        ),
+    ] = None,
     max_new_tokens: MaxNewTokens = 1024,
     temperature: Temperature = 0.0,
     force: Force = False,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from peftkit.serve.worker import Worker
 
 BACKLOG = 128
+MAX_WAITING, MAX_SAMPLES = 64, 4096
 STOPPING = "\nStopping, after the step of training under way, if any. Once more: stop at once.\n"
 
 
@@ -37,7 +38,7 @@ def serve_adapters(
     port: int = 8000,
     key: str | Sequence[str] | None = None,
     max_batch: int = 32,
-    max_waiting: int = 64,
+    max_waiting: int | None = None,
     max_new_tokens: int = 1024,
     temperature: float = 0.0,
     force: bool = False,
@@ -57,7 +58,8 @@ def serve_adapters(
         key: Clients send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`; or several keys,
             each with files, jobs and models of its own.
         max_batch: Answers at once.
-        max_waiting: Prompts that may wait.
+        max_waiting: Prompts that may wait; by default 64, and 4,096 of a server that trains:
+            programs with a loop of their own ask for a step's samples at once.
         max_new_tokens: Default length of an answer.
         temperature: Default temperature; 0 is greedy.
         force: Accept adapters that were trained on other weights.
@@ -102,7 +104,7 @@ def serve_adapters(
             bank = _bank_to_train(adapters, training, force, on_event)
         limits = Limits(
             max_batch=max_batch,
-            max_waiting=max_waiting,
+            max_waiting=max_waiting or (MAX_WAITING if training is None else MAX_SAMPLES),
             max_new_tokens=max_new_tokens,
             temperature=temperature,
         )

@@ -60,7 +60,7 @@ def routes(training: Training) -> list[BaseRoute]:
         "unload_model": _json(bodies.OfModel, service.unload),
         "weights_info": _json(bodies.OfPath, service.weights_info),
         "create_sampling_session": _json(bodies.NewSampler, service.create_sampler),
-        "asample": _json(bodies.Sample, service.sample),
+        "asample": _json(bodies.Sample, service.samplers.sample),
         "cancel_future": _json(bodies.OfFuture, service.cancel),
         "retrieve_future": _retrieve(service),
         "forward_backward": _forward_backward(service),
@@ -73,7 +73,7 @@ def routes(training: Training) -> list[BaseRoute]:
     gets: dict[str, Handler] = {
         "healthz": _fixed({"status": "ok"}),
         "get_server_capabilities": _listing(service.capabilities),
-        "samplers/{id}": _listing(service.sampler),
+        "samplers/{id}": _listing(service.samplers.get),
         "training_runs": _listing(service.runs, "training_runs"),
         "training_runs/{id}": _listing(service.run),
         "training_runs/{id}/checkpoints": _listing(service.checkpoints, "checkpoints"),

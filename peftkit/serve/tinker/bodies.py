@@ -25,6 +25,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_](\.?[A-Za-z0-9_-]){0,127}$")]
 """Of weights."""
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_:-]{1,128}$")]
 """Of what the server has made."""
+NAMES = "use letters, digits, '_', '-' and single dots, at most 128 of them"
 Number = Annotated[int, Field(ge=0, lt=1 << 31)]
 Seconds = Annotated[int, Field(ge=1, le=10 * 366 * 24 * 3600)]
 Metadata = Annotated[dict[str, Any], Field(max_length=64)]
@@ -280,11 +281,11 @@ def checked(fields: Mapping[str, Any], kind: type[B]) -> B:
     try:
         return kind.model_validate(fields)
     except ValidationError as problem:
-        errors = problem.errors(include_url=False, include_input=False, include_context=False)
-        lines = dict.fromkeys(
-            f"{'.'.join(str(part)[:40] for part in one['loc'])}: {one['msg']}".lstrip(": ")
-            for one in errors
-        )
+        lines: dict[str, None] = {}
+        for one in problem.errors(include_url=False, include_input=False, include_context=False):
+            what = NAMES if one["type"] == "string_pattern_mismatch" else one["msg"]
+            field = ".".join(str(part)[:40] for part in one["loc"])
+            lines[f"{field}: {what}".lstrip(": ")] = None
         raise RequestError(
             "the request has fields that cannot be used.", found=first_few(lines, 5)
         ) from None

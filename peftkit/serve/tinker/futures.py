@@ -222,7 +222,7 @@ class Order:
                 )
             self._futures.wait(size, is_next=number == self._next)
             operation = Operation(self._futures.new(owner), run, size)
-            operation.pending.check = self._give_up_lost
+            operation.pending.check = self.give_up_lost
             self._known.keep(number, digest, operation.pending.id)
             if number < self._next:
                 late = RequestError(f"operation {number} of this model came too late.")
@@ -256,7 +256,7 @@ class Order:
         self._futures.waited(operation.size)
         operation.pending.finish(result)
 
-    def _give_up_lost(self) -> None:
+    def give_up_lost(self) -> None:
         """Fail what has waited too long for an operation that did not come."""
         with self._lock:
             waits = [operation.since for operation in self._held.values()]

@@ -7,24 +7,31 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from peftkit.errors import PeftkitError
 from peftkit.inference.engine import Request as AnswerRequest
 from peftkit.inference.engine import room_left
 from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.model.modes import evaluating
 from peftkit.serve.requests import MAX_TOKENS, RequestError
-from peftkit.serve.tinker.bodies import Sample
-from peftkit.serve.tinker.futures import Pending
+from peftkit.serve.tinker.bodies import Asked, Sample
+from peftkit.serve.tinker.futures import Futures, Known, Pending
 from peftkit.serve.tinker.learner import Learner
 from peftkit.serve.tinker.rows import check_tokens, vocabulary
+from peftkit.serve.tinker.weights import Weights
 from peftkit.serve.tinker.wire import LENGTH, MESSAGES, STOP, bytes_of, set_topk
 from peftkit.serve.training import Training
 from peftkit.serve.worker import Job, Piece
 from peftkit.tasks.loss import Head, target_logits, target_rows
+
+SAMPLER = "tinker.sampler"
+"""Kind of the store's documents."""
+Reply = dict[str, Any]
 
 NOTHING = -99999.0
 """Log-probability of a token that is none, as clients read it."""
@@ -71,42 +78,91 @@ class Answers:
         return bytes(self.message.SerializeToString())
 
 
-def submit(
-    training: Training, learner: Learner, body: Sample, adapter: str | None, pending: Pending
-) -> None:
-    """Have a request answered; the result is a message `Sampled`.
+class Samplers:
+    """What answers are sampled from: the base, or saved weights."""
 
-    Args:
-        adapter: The bank's name; None: the base.
+    def __init__(
+        self, training: Training, weights: Weights, learner: Learner, futures: Futures
+    ) -> None:
+        self._training, self._store, self._weights = training, training.store, weights
+        self._learner, self._futures = learner, futures
+        self._known: Known[Reply] = Known()
 
-    Raises:
-        DataError: The prompt is empty or too long.
-        RequestError: It does not suit the base or its memory; 429: too many requests wait.
-    """
-    worker, model = training.worker, training.bank.base.model
-    jobs: list[Job] = []
+    def add(self, session: str, number: int, owner: str, base_model: str, path: str | None) -> str:
+        """Make a sampler, or find it again; return its id.
 
-    def cancel() -> None:
-        pending.finish(RequestError("the request was cancelled."))
-        for job in jobs:
-            job.cancel()
+        Args:
+            path: Of weights; None: the base.
 
-    def scored() -> None:
-        training.models.load(adapter)
-        with training.bank.returned(), training.bank.use(adapter), evaluating(model):
-            _score(model, learner.head(), body, answers.message)
-        worker.submit(jobs)
+        Raises:
+            RequestError: There is another one with this number.
+        """
+        id = f"{session}:sample:{number}"
+        facts = {"sampler_id": id, "base_model": base_model, "model_path": path}
+        if self._store.get(SAMPLER, id) not in (None, facts):
+            raise RequestError(f"there is another sampler {id} already.", status=409)
+        self._store.put(SAMPLER, id, facts, owner=owner, parent=session)
+        return id
 
-    def told(done: Any) -> None:
-        if done.exception() is not None:
-            pending.finish(done.exception())
+    def get(self, owner: str, id: str) -> Reply:
+        """Say what a sampler is.
 
-    answers, pending.cancel = Answers(body, pending), cancel
-    jobs += _jobs(training, body, adapter, answers)
-    if body.prompt_logprobs or body.topk_prompt_logprobs:
-        worker.call(scored).add_done_callback(told)
-    else:
-        worker.submit(jobs)
+        Raises:
+            RequestError: There is none.
+        """
+        facts = self._store.get(SAMPLER, id, owner)
+        if facts is None:
+            raise RequestError(f"there is no sampler {id[:80]}.", status=404)
+        return facts
+
+    def sample(self, body: Sample, asked: Asked) -> Reply:
+        """Have answers sampled."""
+        key, adapter = (body.sampling_session_id, body.seq_id), None
+        path = self.get(asked.owner, body.sampling_session_id)["model_path"]
+        if (reply := self._known.reply(key, asked.digest)) is not None:
+            return reply
+        if path is not None:
+            self._weights.get(path, asked.owner)
+            adapter = self._training.models.inner(path, asked.owner)
+        pending = self._futures.new(asked.owner)
+        try:
+            self._submit(body, adapter, pending)
+        except PeftkitError as error:
+            if getattr(error, "status", 400) in (429, 503):
+                self._futures.forget(pending)
+                raise
+            pending.finish(error)
+        names = [f"{pending.id}:{number}" for number in range(body.num_samples)]
+        reply = {"request_id": pending.id, "sample_sequence_ids": names}
+        self._known.keep(key, asked.digest, reply)
+        return reply
+
+    def _submit(self, body: Sample, adapter: str | None, pending: Pending) -> None:
+        """Have a request answered; the result is a message `Sampled`."""
+        worker, bank, models = self._training.worker, self._training.bank, self._training.models
+        answers = Answers(body, pending)
+        jobs = _jobs(self._training, body, adapter, answers)
+
+        def cancel() -> None:
+            pending.finish(RequestError("the request was cancelled."))
+            for job in jobs:
+                job.cancel()
+
+        def scored() -> None:
+            models.load(adapter)
+            with bank.returned(), bank.use(adapter), evaluating(bank.base.model):
+                _score(bank.base.model, self._learner.head(), body, answers.message)
+            worker.submit(jobs)
+
+        def told(done: Future[None]) -> None:
+            if (error := done.exception()) is not None:
+                pending.finish(error)
+
+        pending.cancel = cancel
+        if body.prompt_logprobs or body.topk_prompt_logprobs:
+            worker.call(scored).add_done_callback(told)
+        else:
+            worker.submit(jobs)
 
 
 def _jobs(training: Training, body: Sample, adapter: str | None, answers: Answers) -> list[Job]:

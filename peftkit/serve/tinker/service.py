@@ -21,7 +21,7 @@ from peftkit.serve.tinker.bodies import Asked, Lora
 from peftkit.serve.tinker.futures import Futures, Known, Order, Pending, Result, Run
 from peftkit.serve.tinker.losses import loss_of, settings_of
 from peftkit.serve.tinker.rows import datums_of
-from peftkit.serve.tinker.samples import submit
+from peftkit.serve.tinker.samples import Samplers
 from peftkit.serve.tinker.tenants import Tenants
 from peftkit.serve.tinker.weights import Weights, described, iso, texts
 from peftkit.serve.tinker.wire import output_of
@@ -29,7 +29,9 @@ from peftkit.serve.training import Training
 
 MAX_MODELS = 256
 """Models that are trained."""
-SESSION, MODEL, SAMPLER = "tinker.session", "tinker.model", "tinker.sampler"
+IDLE_SECONDS = 3600.0
+"""After which a model that nobody asks for, whose client gives no sign of life, may be dropped."""
+SESSION, MODEL = "tinker.session", "tinker.model"
 """Kinds of the store's documents."""
 Reply = dict[str, Any]
 Sized = tuple[Run, int]
@@ -58,9 +60,12 @@ class Service:
 
     def __init__(self, training: Training) -> None:
         self._training, self._store = training, training.store
-        self._futures, self._sessions, self._samples = Futures(), Known[Reply](), Known[Reply]()
+        self._futures, self._sessions = Futures(), Known[Reply]()
         self._weights, self._tenants = Weights(training), Tenants(training)
+        learner = self._tenants.learner
+        self.samplers = Samplers(training, self._weights, learner, self._futures)
         self._models: dict[str, Model] = {}
+        self._seen: dict[str, float] = {}
 
     # ------------------------------------------------------------- sessions
 
@@ -79,6 +84,7 @@ class Service:
     def heartbeat(self, body: bodies.OfSession, asked: Asked) -> Reply:
         """Say whether a session is known."""
         self._check_session(body.session_id, asked.owner, status=410)
+        self._seen[body.session_id] = time.time()
         return {"type": "session_heartbeat"}
 
     def _check_session(self, id: str, owner: str, *, status: int = 404) -> None:
@@ -154,9 +160,7 @@ class Service:
         if id not in self._models:
             if self._store.get(MODEL, id) is not None:
                 raise self._ended(id, owner)
-            if len(self._models) >= MAX_MODELS:
-                found = f"{MAX_MODELS} models are being trained already."
-                raise RequestError("there is no room for another model.", found=found, status=429)
+            self._make_room()
             facts = {"model_id": id, "created": time.time(), "metadata": body.user_metadata}
             order = Order(self._training.worker.call, self._futures)
             model = Model(id, owner, base_model, config, order, time.time())
@@ -175,6 +179,23 @@ class Service:
             return {"model_id": id, "type": "create_model" if load is None else "load_weights"}
 
         return self.submit(bodies.Ordered(model_id=id, seq_id=0), asked, lambda model: run)
+
+    def _make_room(self) -> None:
+        """Drop the model that has been idle for longest where there are too many.
+
+        Raises:
+            RequestError: All are in use.
+        """
+        if len(self._models) < MAX_MODELS:
+            return
+        oldest = min(self._models.values(), key=self._last_sign)
+        if time.time() - self._last_sign(oldest) < IDLE_SECONDS:
+            found = f"{MAX_MODELS} models are being trained."
+            raise RequestError("there is no room for another model.", found=found, status=429)
+        self.unload(bodies.OfModel(model_id=oldest.id), Asked(oldest.owner, "", 0))
+
+    def _last_sign(self, model: Model) -> float:
+        return max(model.asked, self._seen.get(model.id.partition(":")[0], 0.0))
 
     def _model(self, id: str, owner: str) -> Model:
         model = self._models.get(id)
@@ -243,6 +264,8 @@ class Service:
         except PeftkitError as error:
             prepared = _raising(error)
         run, size = prepared if isinstance(prepared, tuple) else (prepared, asked.size)
+        for other in [*self._models.values()]:
+            other.order.give_up_lost()  # a client that is gone does not ask for its results
         id = model.order.submit(place.seq_id, asked.digest, model.owner, run, size)
         return {"request_id": id, "model_id": model.id}
 
@@ -306,7 +329,7 @@ class Service:
             if number is None:
                 return {"type": "save_weights_for_sampler", "path": path}
             session = model.id.partition(":")[0]
-            id = self._new_sampler(session, number, model.owner, model.base_model, path)
+            id = self.samplers.add(session, number, model.owner, model.base_model, path)
             return {"type": "save_weights_for_sampler", "sampling_session_id": id}
 
         return run
@@ -324,47 +347,8 @@ class Service:
         else:
             self._check_base(base_model)
         number = body.sampling_session_seq_id
-        id = self._new_sampler(body.session_id, number, asked.owner, str(base_model), path)
+        id = self.samplers.add(body.session_id, number, asked.owner, str(base_model), path)
         return {"type": "create_sampling_session", "sampling_session_id": id}
-
-    def _new_sampler(
-        self, session: str, number: int, owner: str, base_model: str, path: str | None
-    ) -> str:
-        id = f"{session}:sample:{number}"
-        facts = {"sampler_id": id, "base_model": base_model, "model_path": path}
-        if self._store.get(SAMPLER, id) not in (None, facts):
-            raise RequestError(f"there is another sampler {id} already.", status=409)
-        self._store.put(SAMPLER, id, facts, owner=owner, parent=session)
-        return id
-
-    def sampler(self, owner: str, id: str) -> Reply:
-        """Say what a sampler is."""
-        facts = self._store.get(SAMPLER, id, owner)
-        if facts is None:
-            raise RequestError(f"there is no sampler {id[:80]}.", status=404)
-        return facts
-
-    def sample(self, body: bodies.Sample, asked: Asked) -> Reply:
-        """Have answers sampled."""
-        key, adapter = (body.sampling_session_id, body.seq_id), None
-        path = self.sampler(asked.owner, body.sampling_session_id)["model_path"]
-        if (reply := self._samples.reply(key, asked.digest)) is not None:
-            return reply
-        if path is not None:
-            self._weights.get(path, asked.owner)
-            adapter = self._training.models.inner(path, asked.owner)
-        pending = self._futures.new(asked.owner)
-        try:
-            submit(self._training, self._tenants.learner, body, adapter, pending)
-        except PeftkitError as error:
-            if getattr(error, "status", 400) in (429, 503):
-                self._futures.forget(pending)
-                raise
-            pending.finish(error)
-        names = [f"{pending.id}:{number}" for number in range(body.num_samples)]
-        reply = {"request_id": pending.id, "sample_sequence_ids": names}
-        self._samples.keep(key, asked.digest, reply)
-        return reply
 
     # ------------------------------------------------------------- results, weights
 

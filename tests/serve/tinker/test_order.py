@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 
-from peftkit.serve.tinker import api, futures
+from peftkit.serve.tinker import api, futures, service
 from peftkit.serve.tinker.futures import Futures, Known, Order
 from tests.serve.tinker.wire_client import Client, datum, message, read
 
@@ -101,6 +101,32 @@ def test_a_lost_operation_fails_those_after_it_and_the_model_goes_on(
     far = model.send(message(model.id, 2_000_000_000, DATA))
     assert far.status_code == 400
     assert "out of order" in far.json()["error"]["message"]
+
+
+def test_what_a_client_that_is_gone_left_behind_gives_its_room_back(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, other = client.model(), client.model()
+    waiting = gone.submit(DATA, number=2)
+    monkeypatch.setattr(futures, "LOST_SECONDS", 0.0)
+    other.forward(DATA)
+    monkeypatch.setattr(futures, "LOST_SECONDS", 100.0)
+    assert "did not come" in client.retrieve(waiting)["error"]
+
+
+def test_a_model_that_nobody_asks_for_makes_room_for_another(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MAX_MODELS", 2)
+    first, second = client.model(), client.model()
+    asked = {"session_id": client.session, "base_model": "base", "lora_config": {"rank": 2}}
+    refused = client.ask("create_model", model_seq_id=7, **asked)
+    assert (refused.status_code, "no room" in refused.text) == (429, True)
+    monkeypatch.setattr(service, "IDLE_SECONDS", 0.0)
+    second.forward(DATA)
+    assert client.result("create_model", model_seq_id=8, **asked)["model_id"]
+    assert client.ask("get_info", model_id=first.id).status_code == 404
+    assert client.post("get_info", model_id=second.id)["lora_rank"] == 4
 
 
 class Queue:
