@@ -21,6 +21,8 @@ from peftkit.inference.engine import Completion, masked, table_of
 EAGER_STEPS = 4
 """Calls before a step is recorded, which rarer shapes are not worth."""
 
+GROUPED_ON_CARD = (9, 10)
+"""Compute capabilities on which torch has a grouped product of bf16 that asks nobody."""
 _LOG = logging.getLogger(__name__)
 _unrecordable: weakref.WeakSet[Any] = weakref.WeakSet()
 """Models of which no step could be recorded; later engines do not try again."""
@@ -62,8 +64,16 @@ class Batch:
 
 
 def is_recordable(model: Any) -> bool:
-    """Whether no step of a model has failed to be recorded."""
-    return model not in _unrecordable
+    """Whether a model's steps can be recorded: none has failed, and no product asks the host."""
+    return model not in _unrecordable and not _asks_the_host(model)
+
+
+def _asks_the_host(model: Any) -> bool:
+    """Whether torch reads on the host how many rows each expert has (ATen's GroupedBlas.cpp)."""
+    if getattr(model.config.get_text_config(), "_experts_implementation", "") != "grouped_mm":
+        return False
+    major, _ = torch.cuda.get_device_capability(model.device)
+    return major not in GROUPED_ON_CARD or model.dtype != torch.bfloat16
 
 
 class Recorder:
