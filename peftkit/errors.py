@@ -75,6 +75,10 @@ class RunError(PeftkitError):
     exit_code = 1
 
 
+class EndedTogetherError(RunError):
+    """What ended one process of a run, raised by all of them."""
+
+
 def first_few(items: Iterable[str], limit: int, separator: str = "\n") -> str:
     """Return the first items, joined, and how many more there are: "a, b, and 3 more"."""
     items = list(items)

@@ -161,7 +161,7 @@ class World:
                 found="\n".join(differing[:8]),
                 fix="Give all of them the same recipe, files and versions.",
             )
-            raise self._of_all(error)
+            raise self.of_all(error)
 
     def check_shared(self, folder: Path) -> None:
         """Check that all processes see the same folder.
@@ -188,9 +188,9 @@ class World:
                 found=f"What process 0 writes there is not seen by process {blind}.",
                 fix="Give --out a folder that all machines share, by its whole path.",
             )
-            raise self._of_all(error)
+            raise self.of_all(error)
 
-    def _of_all(self, error: PeftkitError) -> PeftkitError:
+    def of_all(self, error: PeftkitError) -> PeftkitError:
         """Return an error that every process raises and the main one prints."""
         if not self.is_main:
             silence(error)

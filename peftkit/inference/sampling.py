@@ -22,7 +22,7 @@ MAX_NEW_TOKENS = 256
 COLDEST = 1e-6
 """Lower temperatures sample as this one, by which logits can be divided in float32."""
 LIKELY = 1024
-"""Tokens among which top_p and top_k are looked for first; sorting all of them takes 18 x as long."""
+"""Tokens among which top_p and top_k look first: to sort them all takes 18 times as long."""
 ALL = 1 << 30
 """More tokens than any vocabulary has."""
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as SplitMix64 steps

@@ -197,7 +197,8 @@ class RolloutTask(DocumentTask):
             return []
         self._empty_steps = 0
         if self.needs_log_probs:
-            self._find_log_probs(rollout.rows, run)
+            with run.parallel.together():
+                self._find_log_probs(rollout.rows, run)
         return [rollout.rows] * self.updates
 
     def greedy_metrics(self, prompts: Sequence[Any], run: Run) -> dict[str, float]:
@@ -209,7 +210,7 @@ class RolloutTask(DocumentTask):
         """Have prompts answered; leave the generators as they were."""
         before = rng.capture(run.world.device)
         try:
-            with evaluating(run.model):
+            with run.parallel.together(), evaluating(run.model):
                 rollout = self.roll_out(prompts, seeds, self.sampler(run.model))
         finally:
             rng.restore(before, run.world.device)

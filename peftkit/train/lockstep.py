@@ -8,7 +8,8 @@ whose loss is multiplied by zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any
 
@@ -57,6 +58,11 @@ class Lockstep(Parallel):
             padding = [(self._shortest[kind], False)] * (number - len(parts_of[kind]))
             passes += parts_of[kind] + padding
         return passes
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Do work whose every pass needs all processes: one that fails cannot tell the others."""
+        yield
 
     def ran_out(self, error: Exception) -> bool:
         if not is_out_of_memory(error):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from peftkit.adapter import prepared_for_training, refresh_copies
-from peftkit.errors import PeftkitError
+from peftkit.errors import EndedTogetherError, PeftkitError
 from peftkit.events import Listener, Notice, RunDone, StepDone, ignore
 from peftkit.execution import rng
 from peftkit.execution.out_of_memory import RetryWatch, is_out_of_memory
@@ -315,7 +315,8 @@ class Loop:
         """Evaluate, sample, save and stop, if due."""
         run, state = self.run, self.run.state
         due = self._is_due(self.config.eval_every) and state.evaluated_step != state.step
-        with self._saving_on(*[PeftkitError] * (self.world.world_size == 1)):
+        is_alone = self.world.world_size == 1
+        with self._saving_on(PeftkitError if is_alone else EndedTogetherError):
             if due and run.eval_rows and not self._stopping:
                 self._evaluate()
             every = self.config.sample_every

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from peftkit.config.schema import from_dict
+from peftkit.errors import EndedTogetherError, is_silent
 from peftkit.events import Event, StepDone
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from peftkit.tasks.distill_teacher import FILE as ANSWERS
+from peftkit.tasks.documents import Rollout
+from peftkit.tasks.grpo import GRPO
 from peftkit.tasks.preference_rows import FILE as LOG_PROBS
 from tests.tasks.distill.cases import write_prompt
 from tests.tasks.preference.cases import write_verdicts
@@ -90,3 +94,42 @@ def test_two_processes_learn_what_one_does(
         return
     answers = [Path(out, "teacher", ANSWERS).read_text().split("\n") for out in ("one", "two")]
     assert sorted(answers[0]) == sorted(answers[1])
+
+
+def run_out(folder: str, model: str) -> None:
+    """Learn from rewards; in the second step memory runs out in the second process alone."""
+    os.chdir(folder)
+    rank, step = os.environ["RANK"], GRPO.roll_out
+    calls: list[int] = []
+
+    def roll_out(self: GRPO, *args: Any) -> Rollout:
+        calls.append(len(calls))
+        if rank == "1" and len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return step(self, *args)
+
+    GRPO.roll_out = roll_out  # type: ignore[method-assign]
+    spec = {
+        "task": TASKS["grpo"],
+        "base": {"model": model, "dtype": "fp32"},
+        "method": {"type": "lora", "rank": 2, "targets": ["q", "v"]},
+        "data": {"train": "rows.jsonl", "max_length": 64},
+        "train": {"output_dir": "out", "max_steps": 3, "batch_size": 2, "save_every": None},
+    }
+    try:
+        run_recipe(from_dict(Recipe, spec, "the test"))
+    except EndedTogetherError as error:
+        Path(f"told-{rank}").write_text(f"{error}\n{is_silent(error)}")
+
+
+def test_memory_that_runs_out_in_one_process_ends_all_of_them_saved(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    write_verdicts(tmp_path / "rows.jsonl")
+    children = start_ranks(run_out, str(tmp_path), str(model_folder))
+    assert [exit_code(each, 120) for each in children] == [0, 0]
+    for rank, is_left_to_another in (("0", False), ("1", True)):
+        told = (tmp_path / f"told-{rank}").read_text()
+        assert told.startswith("memory ran out\n  In process 1 of 2. OutOfMemoryError")
+        assert told.endswith(str(is_left_to_another))
+    assert [*(tmp_path / "out" / "checkpoints").glob("step-1/*")], "the first step is saved"
