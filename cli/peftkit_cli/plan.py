@@ -68,15 +68,15 @@ def _show(plan: Plan, ranks: bool) -> None:
 
     from peftkit.events import Table
     from peftkit.figures import count
-    from peftkit_cli.render import show_table, show_text
+    from peftkit_cli.render import show_table
 
     console = Console(highlight=False)
     where = "a GPU" if plan.on_gpu else "this machine's CPU"
-    show_text(
-        Console(stderr=True),
+    Console(stderr=True, highlight=False).print(
         f"{plan.model}: {count(plan.num_parameters)} parameters "
         f"({plan.dtype}, quantize {plan.quantize}), {count(plan.num_trained)} trained "
         f"({100 * plan.num_trained / (plan.num_parameters + plan.num_trained):.2f} % of all).",
+        markup=False,
     )
     title = (
         f"Memory of {plan.rows} x {plan.length:,} tokens at once on {where}: "
@@ -87,7 +87,7 @@ def _show(plan: Plan, ranks: bool) -> None:
     if ranks or (plan.cards and not plan.fits):
         show_table(console, _cards(plan))
     show_table(console, Table("", ("what", "how much"), tuple(_facts(plan).items())))
-    show_text(console, _verdict(plan))
+    console.print(_verdict(plan), markup=False)
 
 
 def _strategy_row(strategy: Strategy, rows: int) -> tuple[str, ...]:

@@ -232,11 +232,6 @@ def print_table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, 
     show_table(Console(highlight=False), events.Table(title, columns, tuple(rows)))
 
 
-def show_text(console: Console, text: str) -> None:
-    """Print a text; on a terminal its lines break between words."""
-    console.print(Text(text), soft_wrap=not console.is_terminal)
-
-
 def show_table(console: Console, table: events.Table, *, brief: bool = False) -> None:
     """Print a table; off a terminal as wide as its text, so that no cell is cut.
 
