@@ -57,6 +57,13 @@ TEMPLATES = {
     "opens_think": "{% for m in messages %}"
     "{{ '<|im_start|>' + m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant:<think>\\n' }}{% endif %}",
+    # calls the assistant otherwise, writes the system prompt into the first message (Gemma)
+    "folds": "{{ bos_token }}{% set system = '' %}{% if messages[0].role == 'system' %}"
+    "{% set system = messages[0].content + '\\n\\n' %}{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + ('model' if m.role == 'assistant' else m.role) + '\\n' }}"
+    "{{ (system if loop.first else '') + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>model\\n' }}{% endif %}",
     # ends no turn at all (GLM)
     "endless": "{% for m in messages %}{{ " + _TURN + " }}{% endfor %}" + _ASK,
 }
@@ -208,6 +215,7 @@ def learnt(tokenizer: Any, row: Row) -> list[str]:
         ("closes", [" the dog\n<|im_end|>", A2 + "<|im_end|>"]),
         ("returns", [" the dog\n", A2 + "<|im_end|>"]),
         ("inst", ["  the dog\n<|im_end|>", " " + A2 + "<|im_end|>"]),
+        ("folds", [" the dog\n<|im_end|>", A2 + "<|im_end|>"]),
         ("vicuna", ["  the dog\n<|im_end|>", " " + A2 + "<|im_end|>"]),
         ("opens_think", [" the dog\n<|im_end|>", A2.removeprefix("<think>\n") + "<|im_end|>"]),
         ("endless", [" the dog\n", A2 + "<|im_end|>"]),
