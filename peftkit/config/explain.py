@@ -35,20 +35,37 @@ _SYNONYMS = {
     "checkpoint_every": "save_every",
     "save_steps": "save_every",
     "eval_steps": "eval_every",
+    "steps_per_eval": "eval_every",
     "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
+    "iters": "max_steps",
+    "warmup_steps": "warmup_ratio",
+    "lr_scheduler_type": "schedule",
+    "optim": "optimizer",
+    "bf16": "base.dtype",
+    "fp16": "base.dtype",
+    "torch_dtype": "base.dtype",
     "per_device_train_batch_size": "batch_size",
     "micro_batch_size": "batch_size",
     "gradient_accumulation_steps": "gradient_accumulation",
     "max_seq_length": "max_length",
     "sequence_len": "max_length",
+    "cutoff_len": "max_length",
     "r": "rank",
     "lora_r": "rank",
+    "lora_rank": "rank",
     "lora_alpha": "alpha",
     "lora_dropout": "dropout",
     "target_modules": "targets",
+    "lora_target": "targets",
     "load_in_4bit": "quantize",
+    "4bit": "nf4",
+    "8bit": "int8",
+    "qlora": "lora",
+    "sft": "causal_lm",
+    "dpo": "preference",
 }
-"""Names in other programs, and ours."""
+"""Names in other programs, and ours, with the section where several have it."""
 
 
 def problems_of(
@@ -126,9 +143,9 @@ def _unknown(root: type[BaseModel], loc: tuple[int | str, ...]) -> str:
     """Suggest the field that was meant: in this section first, then in the others."""
     word = str(loc[-1])
     here = _fields(root, loc[:-1])
+    section, _, meant = _SYNONYMS.get(word, word).rpartition(".")
     for name in root.model_fields:
-        meant = _SYNONYMS.get(word, word)
-        if meant in _fields(root, (name,)) and name != loc[0]:
+        if meant in _fields(root, (name,)) and name != loc[0] and section in ("", name):
             here = {f"{name}.{meant}": meant, **here}
     hint = _near(word, here)
     return f"unknown key. {hint}" if hint else f"unknown key. Known here: {', '.join(here)}"

@@ -183,6 +183,9 @@ def test_short_names_mean_the_first_field_with_these_initials() -> None:
         ("per_device_train_batch_size", "batch_size"),
         ("lora_r", "method.rank"),
         ("max_seq_length", "data.max_length"),
+        ("warmup_steps", "warmup_ratio"),
+        ("bf16", "base.dtype"),
+        ("cutoff_len", "data.max_length"),
     ],
 )
 def test_names_of_other_programs_are_ours(key: str, ours: str, tmp_path: Path) -> None:
