@@ -90,7 +90,7 @@ def run(
             record = replace(record, events=before)
             watch = _watch(record, metrics, on_event)
             base_metrics = {} if resume else metrics_before_training(record, early)
-        with stop_requests(waits_for="the step under way and its checkpoint") as stop:
+        with stop_requests(waits_for="this step and its checkpoint") as stop:
             training = new_run(
                 record.base.model,
                 record.task,

@@ -58,7 +58,8 @@ class StopRequest:
     def _tell(self) -> None:
         if not self._waits_for or not is_main_process():
             return
-        text = f"\nStopping, after {self._waits_for}. Once more: stop at once, unsaved.\n"
+        # below 80 columns: of a second line the live screen would leave nothing
+        text = f"\nStopping after {self._waits_for}; once more: at once, unsaved.\n"
         with suppress(OSError):  # not print: a handler may run in the middle of one
             os.write(2, text.encode())
 
