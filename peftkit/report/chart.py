@@ -123,7 +123,9 @@ def charts(runs: Sequence[History]) -> list[Chart]:
         lines = list(_lines(runs, name))
         if name == "loss":
             lines += _lines(runs, "eval/loss")
-        has_course = name == "loss" or any(len(line.points) > 1 for line in lines)
+        has_course = name == "loss" or any(
+            len(line.points) > 1 and any(value for _, value in line.points) for line in lines
+        )
         if lines and has_course and name != "eval/loss":
             drawings.append(Chart(title, name, lines, runs[0].seams if len(runs) == 1 else ()))
     return drawings

@@ -207,6 +207,14 @@ def test_the_best_and_the_worst_answers_are_shown_with_their_rewards(tmp_path: P
     assert "img" not in Tags(shown).tags
 
 
+def test_what_is_nought_all_the_time_is_no_chart() -> None:
+    history = History(Path("runs/a"), "a")
+    history.curves["loss"] = {1: 2.0, 2: 1.0}
+    history.curves["train/cut"] = {1: 0.0, 2: 0.0}
+    history.curves["train/accuracy"] = {1: 0.0, 2: 1.0}
+    assert [chart.title for chart in charts([history])] == ["Loss", "Train: accuracy"]
+
+
 def test_ticks_have_the_figures_that_tell_them_apart_and_one_point_is_no_chart() -> None:
     flat = [(step, 1.2 * 2**30 + step * 2**17) for step in range(9)]
     chart = Chart("Peak memory", "peak_bytes", [Line("", flat, 0)])
