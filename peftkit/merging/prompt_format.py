@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from peftkit.data.chat import own_template, shortened, with_system
 from peftkit.data.encode import ALPACA, ALPACA_INPUT, Style
@@ -41,7 +43,7 @@ def write_template(style: Style | None, folder: Path) -> None:
     for name in CONFIGS:
         if not (folder / name).is_file():
             continue
-        config = disk.read_json(folder / name, max_bytes=MAX_CONFIG_BYTES, error=BaseError)
+        config = _read(folder / name)
         if config.pop("chat_template", None) is not None:
             disk.write_json(config, folder / name)
     disk.write_text(template, folder / TEMPLATE)
@@ -54,11 +56,26 @@ def _template_in(folder: Path) -> str:
     path = folder / CONFIGS[0]
     if not path.is_file():
         return ""
-    config = disk.read_json(path, max_bytes=MAX_CONFIG_BYTES, error=BaseError)
-    templates = config.get("chat_template")
+    templates = _read(path).get("chat_template")
     if isinstance(templates, list):  # several, by name
         templates = {one["name"]: one["template"] for one in templates}
     return own_template(SimpleNamespace(chat_template=templates))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return a tokenizer's config, which may hold a number beyond 64 bits for "no limit".
+
+    Raises:
+        BaseError: It is no JSON object, or very large.
+    """
+    try:
+        with disk.open_regular(path, error=BaseError) as file:
+            config = json.loads(file.read(MAX_CONFIG_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise BaseError(f"cannot read {path} as JSON", found=str(error)) from error
+    if not isinstance(config, dict):
+        raise BaseError(f"cannot read {path}", found=f"It holds a {type(config).__name__}.")
+    return config
 
 
 def prompt_note(style: Style | None) -> str:

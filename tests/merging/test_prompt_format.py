@@ -35,7 +35,9 @@ def test_the_template_of_training_is_that_of_the_merged_model(
 ) -> None:
     saved(quantize="nf4" if from_quantized else "none")
     config = saved.base / "tokenizer_config.json"
-    fields = json.loads(config.read_text()) | {"chat_template": OTHER}
+    no_limit = int(1e30)  # as transformers writes it
+    fields = json.loads(config.read_text())
+    fields |= {"chat_template": OTHER, "model_max_length": no_limit}
     config.write_text(json.dumps(fields))
     (saved.base / "chat_template.jinja").write_text(OTHER)
     style = Style("chat", "{%- set calm = true -%}" + CHATML)
@@ -46,6 +48,7 @@ def test_the_template_of_training_is_that_of_the_merged_model(
     ids = merged.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
     assert ids == prompt_ids(trained, "the quick fox", style)
     assert OTHER not in (saved.out / "tokenizer_config.json").read_text()
+    assert merged.model_max_length == no_limit
 
 
 @pytest.mark.parametrize("in_config", [False, True])
