@@ -24,8 +24,8 @@ from peftkit.figures import count, duration, loss_name, metric, metric_name, siz
 SHOWN = ("accuracy", "margin", "reward", "entropy")  # of a task's; metrics.jsonl has all
 PLAIN_LINES = 40  # about as many lines of steps as a log should hold
 PLAIN_SECONDS = 60.0  # and a sign of life at least this often
-FIGURE = re.compile(r"[-+]?[\d.,]+( [A-Za-z]{1,4})?")
-"""A cell that stays on one line: 1,024, 212.3 MB."""
+FIGURE = re.compile(r"[-+]?[\d.,:]+(e-?\d+)?( [A-Za-z]{1,4})?")
+"""A cell that stays on one line: 1,024, 212.3 MB, 3:07."""
 PROGRESS_SECONDS = 5.0  # work that takes less has no lines of progress
 
 
@@ -245,9 +245,9 @@ def show_table(console: Console, table: events.Table, *, brief: bool = False) ->
         console.print(Text(table.title, style="bold"), soft_wrap=not console.is_terminal)
     grid = Grid(box=box.SIMPLE_HEAD, show_edge=False, show_header=any(table.columns))
     for number, column in enumerate(table.columns):
-        cells = {row[number] for row in table.rows} - {""}
-        is_figure = all(FIGURE.fullmatch(cell) for cell in cells)
-        grid.add_column(Text(column), overflow="fold", no_wrap=bool(cells) and is_figure)
+        figures = [row[number] for row in table.rows if FIGURE.fullmatch(row[number])]
+        width = max(map(len, figures), default=None)
+        grid.add_column(Text(column), overflow="fold", min_width=width)
     for row in table.rows:
         grid.add_row(*(Text(cell) for cell in row))
     if console.is_terminal:

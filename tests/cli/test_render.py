@@ -124,6 +124,7 @@ def test_figures_in_a_table_stay_whole_on_a_narrow_terminal() -> None:
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert any("106,168,320" in line and "212.3 MB" in line for line in lines)
+    assert "parameters" in lines[1], "a heading is not cut either"
 
 
 def test_brackets_in_texts_are_no_markup() -> None:
