@@ -15,12 +15,13 @@ from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 from typer.testing import CliRunner
 
 from peftkit import open_adapter
+from peftkit.defaults import OF_PREFERENCES, learning_rate_of
 from peftkit.inference.generate import generate
 from peftkit.recipe import load
 from peftkit.report.history import read_history
 from peftkit.serve.store import Store
 from peftkit.serve.tuning.documents import CHECKPOINT, changing
-from peftkit.serve.tuning.recipes import ANSWER_TOKENS, ANSWERS, PAIRS_RATE, PROMPTS, REWARDS_RATE
+from peftkit.serve.tuning.recipes import ANSWER_TOKENS, ANSWERS, PROMPTS, REWARDS_RATE
 from peftkit_cli.about import recipe_file
 from peftkit_cli.app import app
 from tests.call_templates import TEMPLATES
@@ -152,8 +153,7 @@ def test_auto_becomes_numbers_by_the_rules_of_defaults(shared: Client) -> None:
 
 
 def test_rates_and_answers_are_those_of_the_ready_made_recipes() -> None:
-    pairs, rewards = (load(recipe_file(name)) for name in ("preference", "grpo"))
-    assert pairs.train.learning_rate == PAIRS_RATE
+    rewards = load(recipe_file("grpo"))
     assert (rewards.train.learning_rate, rewards.train.batch_size) == (REWARDS_RATE, PROMPTS)
     task = rewards.task.model_dump()
     assert (task["answers"], task["max_new_tokens"]) == (ANSWERS, ANSWER_TOKENS)
@@ -209,7 +209,8 @@ def test_a_dpo_job_prefers_and_goes_on_from_a_job_s_model(shared: Client) -> Non
     told = load(folder / "recipe.yaml")
     assert told.method.start_from == str(shared.folder / "jobs" / first["id"])
     assert told.task.model_dump().items() >= {"loss": "dpo", "beta": 0.3}.items()
-    assert told.train.learning_rate == pytest.approx(5 * PAIRS_RATE)
+    rate = OF_PREFERENCES * learning_rate_of(32)
+    assert told.train.learning_rate == pytest.approx(5 * rate)
     names = {"train_loss", "train_accuracy", "train_margin"}
     assert figures(shared, job["id"])[0].keys() >= names
     assert shared.say(job["fine_tuned_model"]) == said(folder)
