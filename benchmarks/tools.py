@@ -82,12 +82,13 @@ def main() -> None:
     """Teach a model, let each side answer, and print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", required=True, help="python of an environment with trl and peft")
+    parser.add_argument("--model", help="folder of a model that was taught before")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=1)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, made = Path(name), problems()
-        model = taught(folder, made)
+        model = asked.model or taught(folder, made)
         rows = [{"prompt": next(made)[0]} for _ in range(asked.steps * asked.prompts)]
         job = {
             "source": locate(model).source,
@@ -107,6 +108,8 @@ def main() -> None:
             "anew": work("ours_rewards", job | {"anew": True}, folder),
             "trl": work("trl_rewards", job, folder, python=asked.peers),
         }
+    if broken := {side: facts["failed"] for side, facts in found.items() if "failed" in facts}:
+        raise SystemExit(f"failed: {broken}")
     print(heading({"ours": versions(), "trl": found["trl"]["versions"]}) + "\n")
     print(table(COLUMNS, [cells(name, found) for name in NAMES]))
 
