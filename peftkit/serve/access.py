@@ -44,11 +44,11 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         if scope["type"] == "http" and scope["path"] != "/health":
-            found = self._owner(Headers(scope=scope))
-            if isinstance(found, RequestError):
-                await refusal(found)(scope, receive, send)
+            owner = self._owner(Headers(scope=scope))
+            if isinstance(owner, RequestError):
+                await refusal(owner)(scope, receive, send)
                 return
-            scope.setdefault("state", {})[OWNER] = found
+            scope.setdefault("state", {})[OWNER] = owner
         await self._app(scope, receive, send)
 
     def _owner(self, headers: Headers) -> str | RequestError:

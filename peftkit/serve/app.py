@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,23 +24,24 @@ from peftkit.inference.bank import AdapterBank
 from peftkit.inference.call_style import CallStyle
 from peftkit.inference.engine import Limits as EngineLimits
 from peftkit.inference.engine import Request as AnswerRequest
-from peftkit.inference.engine import context_length, room_left
+from peftkit.inference.engine import context_length
 from peftkit.inference.open_engine import tokens_that_fit
 from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
 from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.serve.access import Gate
 from peftkit.serve.answer_calls import AnswerCalls
 from peftkit.serve.answers import PieceQueue, ReplyFormat, refusal, streamed, whole_answers
+from peftkit.serve.body import bounded_body
 from peftkit.serve.call_grammar import call_grammar
-from peftkit.serve.dialects import begin, routes
+from peftkit.serve.dialects import dialects
 from peftkit.serve.grammars import Grammars
 from peftkit.serve.models import BARE, Models
 from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
 from peftkit.serve.store import Store
-from peftkit.serve.tokens import TokenBody, token_answers
+from peftkit.serve.tokens import TokenBody, token_answers, unknown_token, vocabulary
 from peftkit.serve.tool_fields import ToolUse
-from peftkit.serve.training import Training, TrainingOptions
-from peftkit.serve.worker import Job, Piece, Worker
+from peftkit.serve.training import Dialect, Training, TrainingOptions
+from peftkit.serve.worker import Job, Piece, Worker, own_seed
 
 PREFILL_TOKENS = 256
 """Tokens of prompts to compute between two tokens of the answers."""
@@ -102,16 +102,17 @@ def make_app(
         ready=models.load,
     )
     service = _Service(bank, models, worker, limits)
-    trains: Training | None = None
+    spoken: Sequence[Dialect] = ()
     if training and store:
         trains = Training(options=training, bank=bank, worker=worker, store=store, models=models)
+        spoken = dialects(trains)
 
     @asynccontextmanager
     async def life(app: Starlette) -> AsyncIterator[None]:
         worker.start()
         try:
-            if trains is not None:
-                begin(trains)
+            for dialect in spoken:
+                dialect.begin()
             yield
         finally:
             service.close()
@@ -127,7 +128,7 @@ def make_app(
             Route("/v1/chat/completions", service.chat, methods=["POST"]),
             Route("/v1/completions", service.complete, methods=["POST"]),
             Route("/inference/v1/generate", service.generate, methods=["POST"]),
-            *(routes(trains) if trains is not None else ()),
+            *(route for dialect in spoken for route in dialect.routes),
         ],
         middleware=[Middleware(Gate, keys=keys)],
         exception_handlers={PeftkitError: _refuse, HTTPException: _no_such_route},
@@ -247,7 +248,8 @@ class _Service:
         return models.inner(body.model, owner), models.style(body.model, owner)
 
     async def _respond(self, request: Request, read: Callable[[bytes, str], _Read]) -> Response:
-        data, loop = await self._body(request), asyncio.get_running_loop()
+        data = await bounded_body(request, self._limits.max_body)
+        loop = asyncio.get_running_loop()
         owner = request.state.owner
         queue: PieceQueue = asyncio.Queue()
 
@@ -288,10 +290,10 @@ class _Service:
                     loop.call_soon_threadsafe(queue.put_nowait, (index, piece))
 
             sampling = Sampling(
-                max_new_tokens=self._room_left(ids, length),
+                max_new_tokens=self._worker.room_for(ids, length),
                 temperature=_given(body.temperature, self._limits.temperature),
                 top_p=_given(body.top_p, 1.0),
-                seed=secrets.randbits(62) if body.seed is None else body.seed,
+                seed=own_seed(body.seed),
                 top_k=body.num_likeliest,
                 stops=[*(calls.stops if calls else self._stops(style)), *body.stop_ids],
                 top_logprobs=body.num_top or 0,
@@ -306,17 +308,6 @@ class _Service:
             )
             jobs.append(Job(answer, send, body.stop_texts, found.reader(ids), body.keeps_end))
         return jobs
-
-    def _room_left(self, ids: list[int], length: int) -> int:
-        """Return how many tokens may follow, by the context and by memory."""
-        room, most = room_left(self._bank.base.model, [ids], length), self._worker.limits.tokens
-        if most is not None and len(ids) >= most:
-            raise RequestError(
-                f"the prompt has {len(ids):,} tokens.",
-                found=f"There is memory for {most:,} at once.",
-                param="prompt",
-            )
-        return room if most is None else min(room, most - len(ids))
 
     def _constraint(self, found: _Read, ids: list[int], sampling: Sampling) -> Constraint | None:
         schema, forced = found.body.schema_of_answer, found.tools and found.tools.forced
@@ -339,25 +330,10 @@ class _Service:
     def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             return prompt_ids(self._bank.base.tokenizer, prompt, Style("plain"))
-        size = self._bank.base.model.config.get_text_config().vocab_size
+        size = vocabulary(self._bank.base.model)
         if wrong := [token for token in prompt if not 0 <= token < size]:
-            raise RequestError(
-                f"the prompt holds the token {wrong[0]}.",
-                found=f"The base has the tokens 0 to {size - 1:,}.",
-                param="prompt",
-            )
+            raise unknown_token("the prompt", wrong[0], size, param="prompt")
         return prompt
-
-    async def _body(self, request: Request) -> bytes:
-        """Read the body, up to the limit."""
-        limit, body = self._limits.max_body, bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limit:
-                raise RequestError(
-                    "the request is too long.", found=f"The limit is {limit:,} bytes.", status=413
-                )
-        return bytes(body)
 
     def _described(self, name: str) -> dict[str, Any]:
         base = self._bank.base

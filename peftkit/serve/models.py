@@ -54,7 +54,7 @@ class Models:
         """Give an adapter folder a public name, for its owner; from a restart on, too."""
         assert self._store is not None
         body = {"name": name, "inner": new_id("published-"), "folder": str(folder.resolve())}
-        self._store.put(KIND, name, body, owner=owner)
+        self._store.put(KIND, name, body, owner=owner, parent=body["inner"])
 
     def withdraw(self, name: str) -> None:
         """Take a published name back; answers that are under way go on."""
@@ -113,18 +113,19 @@ class Models:
             self._loaded.move_to_end(inner)
             return
         assert self._store is not None
-        found = next((one for one in self._store.all(KIND) if one["inner"] == inner), None)
-        if found is None:
+        published = self._store.all(KIND, parent=inner)
+        if not published:
             raise RequestError("the model is gone.", status=404, code="model_not_found")
-        self._loaded[inner] = found["name"]  # before it is in the bank: all see the operator's
+        (model,) = published
+        self._loaded[inner] = model["name"]  # before it is in the bank: all see the operator's
         try:
-            self.bank.add(inner, found["folder"])
+            self.bank.add(inner, model["folder"])
         except BaseException as error:
             del self._loaded[inner]
             if not isinstance(error, AdapterError):
                 raise
             raise RequestError(
-                f"the model '{found['name']}' cannot be loaded.", found=str(error), status=404
+                f"the model '{model['name']}' cannot be loaded.", found=str(error), status=404
             ) from None
         self._make_room()
 
@@ -137,9 +138,9 @@ class Models:
             del self._loaded[inner]
 
     def _published(self, name: str, owner: str) -> dict[str, Any]:
-        found = self._store.get(KIND, name, owner) if self._store else None
-        if found is not None:
-            return found
+        model = self._store.get(KIND, name, owner) if self._store else None
+        if model is not None:
+            return model
         names = self.listed(owner)
         shown = ", ".join(names[:16]) + (", ..." if len(names) > 16 else "")
         raise RequestError(

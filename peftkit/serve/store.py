@@ -98,10 +98,10 @@ class Store:
         """
         query = "SELECT body, owner FROM documents WHERE kind = ? AND id = ?"
         with self._lock:
-            found = self._run(query, (kind, id)).fetchone()
-        if found is None or owner not in (None, found[1]):
+            row = self._run(query, (kind, id)).fetchone()
+        if row is None or owner not in (None, row[1]):
             return None
-        body: dict[str, Any] = json.loads(found[0])
+        body: dict[str, Any] = json.loads(row[0])
         return body
 
     def owner(self, kind: str, id: str) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from peftkit.serve.answers import usage
-from peftkit.serve.requests import Body
+from peftkit.serve.requests import Body, RequestError
 from peftkit.serve.worker import Piece
 
 MAX_STOPS = 64
@@ -65,6 +65,20 @@ class TokenBody(Body):
     @property
     def num_likeliest(self) -> int:
         return max(self.top_k, 0)
+
+
+def vocabulary(model: Any) -> int:
+    """Return how many tokens a model has."""
+    return int(model.config.get_text_config().vocab_size)
+
+
+def unknown_token(where: str, token: int, size: int, param: str | None = None) -> RequestError:
+    """Return the error for a token that a model of so many does not have."""
+    return RequestError(
+        f"{where} holds the token {token}.",
+        found=f"The base has the tokens 0 to {size - 1:,}.",
+        param=param,
+    )
 
 
 def token_answers(model: str, answers: Sequence[Piece], num_prompt: int) -> dict[str, Any]:

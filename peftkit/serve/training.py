@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from starlette.routing import BaseRoute
 
 from peftkit.inference.bank import AdapterBank
 from peftkit.serve.models import Models
 from peftkit.serve.store import Store
 from peftkit.serve.worker import Worker
 from peftkit.settings import BaseConfig
-
-MAX_UPLOAD = 512 << 20
-"""Bytes of an uploaded file."""
-MAX_JOBS = 64
-"""Jobs of one owner that wait or run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +42,6 @@ class Training:
         options: The operator's.
         worker: Has the model: see `Worker.call` and `Worker.queue`.
         models: Where finished adapters are published.
-        queued: Ids of the jobs that wait for the worker.
     """
 
     options: TrainingOptions
@@ -53,7 +49,6 @@ class Training:
     worker: Worker
     store: Store
     models: Models
-    queued: set[str] = field(default_factory=set)
 
     @property
     def folder(self) -> Path:
@@ -66,3 +61,16 @@ class Training:
     def is_base(self, name: str) -> bool:
         """Whether a model's name is one of the base's."""
         return name in self.models.base_names
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One interface of a server that trains.
+
+    Attributes:
+        routes: Its paths.
+        begin: Called once when the server starts: goes on with what was under way when it ended.
+    """
+
+    routes: Sequence[BaseRoute]
+    begin: Callable[[], None] = lambda: None

@@ -4,6 +4,7 @@ token, and between them whatever else needs the model."""
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections import deque
@@ -22,7 +23,7 @@ from peftkit.execution.signals import stop_here
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.call_formats import Call
 from peftkit.inference.calls import Said
-from peftkit.inference.engine import AnswerTooLarge, Completion, Engine, Limits, Request
+from peftkit.inference.engine import AnswerTooLarge, Completion, Engine, Limits, Request, room_left
 from peftkit.inference.generate import TextStream
 from peftkit.inference.sampling import Chosen
 from peftkit.model.lift import eager, lifted
@@ -154,6 +155,22 @@ class Worker:
     def num_running(self) -> int:
         """Number of prompts that are being answered."""
         return max(0, len(self._jobs) + len(self._new) - self.num_waiting)
+
+    def room_for(self, ids: Sequence[int], length: int) -> int:
+        """Return how many of `length` tokens may follow a prompt, by the context and by memory.
+
+        Raises:
+            DataError: The prompt is empty or fills the context.
+            RequestError: There is no memory for it.
+        """
+        room, most = room_left(self.bank.base.model, [ids], length), self.limits.tokens
+        if most is not None and len(ids) >= most:
+            raise RequestError(
+                f"the prompt has {len(ids):,} tokens.",
+                found=f"There is memory for {most:,} at once.",
+                param="prompt",
+            )
+        return room if most is None else min(room, most - len(ids))
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue jobs; all of them or none.
@@ -385,6 +402,14 @@ class Worker:
                 job.send(Piece(said.text, chosen, None, 0, *said[1:]))
 
         return send
+
+
+def own_seed(seed: int | None) -> int:
+    """Return a seed, or a new one that does not come from torch's generator.
+
+    A run that trains in the same process draws from that, and has to stay exact.
+    """
+    return secrets.randbits(62) if seed is None else seed
 
 
 @contextmanager

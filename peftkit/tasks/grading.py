@@ -133,14 +133,14 @@ class Grading:
         def call() -> list[Any]:
             return [function(_sample(one.text), dict(one.item)) for one in answers]
 
-        found, error = outcome(call, self._seconds)
+        returned, error = outcome(call, self._seconds)
         if error is not None:
             raise RunError(
                 f"the grader {grader.source} failed: {type(error).__name__}: {error}",
                 found=f"It was called for answers to {answers[0].source} to {answers[-1].source}.",
             ) from error
         return [
-            Grade(_number(grader, value, one)) for value, one in zip(found, answers, strict=True)
+            Grade(_number(grader, value, one)) for value, one in zip(returned, answers, strict=True)
         ]
 
 
@@ -218,10 +218,10 @@ def _filled(template: str, answer: Answered) -> str:
     def value(match: re.Match[str]) -> str:
         nonlocal size
         root, *steps = steps_of(match[1])
-        found: Any = roots[str(root)]
+        node: Any = roots[str(root)]
         for step in steps:
             try:
-                found = found[step]
+                node = node[step]
             except (KeyError, IndexError, TypeError):
                 if root == "sample":
                     raise _NotThere from None
@@ -229,7 +229,7 @@ def _filled(template: str, answer: Answered) -> str:
                     f"the grader asks for {{{{{match[1].strip()}}}}}, which {answer.source} lacks",
                     found=f"Its fields: {', '.join(answer.item)}.",
                 ) from None
-        text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+        text = node if isinstance(node, str) else json.dumps(node, ensure_ascii=False)
         size += len(text)
         if size > MAX_TEXT:
             raise RunError(

@@ -161,8 +161,8 @@ class Rewards:
         parts: dict[str, list[float]] = {name: [] for name in self.names}
         if not sources:
             return [], parts
+        texts = [_text(completion) for completion in completions]
         for name, term, judge in zip(self.names, self.terms, self._judges, strict=True):
-            texts = [_text(completion) for completion in completions]
             if name in self._graders:
                 answers = [Answered(*each) for each in zip(texts, items, sources, strict=True)]
                 found: Any = [grade.value for grade in self._graders[name].grades(answers)]

@@ -17,12 +17,13 @@ from starlette.routing import BaseRoute, Route
 
 from peftkit.errors import PeftkitError
 from peftkit.serve.answers import refusal
+from peftkit.serve.body import bounded_body
 from peftkit.serve.requests import RequestError
 from peftkit.serve.tinker import bodies
 from peftkit.serve.tinker.bodies import Asked, Body, checked, digest_of, fields_of
 from peftkit.serve.tinker.service import Service
 from peftkit.serve.tinker.wire import parsed
-from peftkit.serve.training import Training
+from peftkit.serve.training import Dialect, Training
 
 HOLD_SECONDS = 20.0
 """How long a client waits for a result before it is told to ask again; it gives up after 45."""
@@ -45,9 +46,12 @@ _LOG = logging.getLogger(__name__)
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def routes(training: Training) -> list[BaseRoute]:
-    """Return the paths of Tinker's interface."""
-    service = Service(training)
+def dialect(training: Training) -> Dialect:
+    """Return Tinker's interface."""
+    return Dialect(_routes(Service(training)))
+
+
+def _routes(service: Service) -> list[BaseRoute]:
     posts: dict[str, Handler] = {
         **{path: _fixed({}) for path in ("client/dynamic_config", "sessions/{id}/finish")},
         "client/config": _fixed(FLAGS),
@@ -91,7 +95,7 @@ def _fixed(reply: dict[str, Any]) -> Handler:
     """Return a handler with one reply, whatever it is asked."""
 
     async def handle(request: Request) -> Response:
-        await _body(request)
+        await bounded_body(request, MAX_BODY)
         return JSONResponse(reply)
 
     return handle
@@ -131,7 +135,7 @@ def _forward_backward(service: Service) -> Handler:
         if "json" in request.headers.get("content-type", ""):
             fix = "Use tinker 0.25 or newer."
             raise RequestError("forward_backward is read as protobuf.", fix=fix, status=415)
-        data = await _body(request, MAX_PROTOBUF)
+        data = await bounded_body(request, MAX_PROTOBUF)
         message = await run_in_threadpool(parsed, "ForwardBackward", data)
         place = checked({"model_id": message.model_id, "seq_id": message.seq_id}, bodies.Ordered)
         digest = digest_of(message.SerializeToString(deterministic=True))
@@ -192,21 +196,9 @@ def _owner(request: Request) -> str:
 
 
 async def _asked(request: Request) -> Asked:
-    data = await _body(request)
+    data = await bounded_body(request, MAX_BODY)
     fields, key = fields_of(data), request.headers.get("x-idempotency-key", "")[:200]
     return Asked(_owner(request), digest_of(fields), len(data), fields, key)
-
-
-async def _body(request: Request, most: int | None = None) -> bytes:
-    """Return a request's body, up to a limit."""
-    limit, body = MAX_BODY if most is None else most, bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise RequestError(
-                "the request is too long.", found=f"The limit is {limit:,} bytes.", status=413
-            )
-    return bytes(body)
 
 
 def _guarded(handler: Handler) -> Handler:

@@ -140,17 +140,17 @@ class Learner:
         before = tenant.take_gradients()
         try:
             while True:
-                found = None
+                outputs = None
                 try:
                     with self.seated(tenant, plan.activations if backward else "keep"):
-                        found = self._passes(rows, loss, settings, plan, backward)
+                        outputs = self._passes(rows, loss, settings, plan, backward)
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise
-                if found is not None and self._is_finite(tenant):
+                if outputs is not None and self._is_finite(tenant):
                     break
                 tenant.take_gradients()
-                if found is None:  # outside of `except`, whose traceback holds the activations
+                if outputs is None:  # outside of `except`, whose traceback holds the activations
                     refresh_copies(tenant.layers)
                     release_memory()
                     plan = self._plan = self._smaller(plan, rows)
@@ -159,7 +159,7 @@ class Learner:
             refresh_copies(tenant.layers)
             raise
         tenant.add_gradients(before, 1 / self._scale.factor)
-        return found
+        return outputs
 
     def _is_finite(self, tenant: Tenant) -> bool:
         """Whether gradients of 16-bit floats are finite; else their factor is lower next time."""
@@ -177,7 +177,7 @@ class Learner:
         plan: ExecutionPlan,
         backward: bool,
     ) -> tuple[Found, float]:
-        task, head, found = self.task, self.head(), dict[int, dict[str, Tensor]]()
+        task, head, outputs = self.task, self.head(), dict[int, dict[str, Tensor]]()
         total = torch.zeros((), dtype=torch.float64)
         for part in self._parts(rows, plan):
             learns = backward and any(bool(loss.is_learnt(row.inputs).any()) for row in part)
@@ -189,9 +189,9 @@ class Learner:
             sizes = [len(row.input_ids) for row in part]
             parts = (each.float().cpu().split(sizes) for each in columns)
             for row, log_probs, losses in zip(part, *parts, strict=True):
-                found[id(row)] = {"logprobs": log_probs, "elementwise_loss": losses}
+                outputs[id(row)] = {"logprobs": log_probs, "elementwise_loss": losses}
                 total += losses.double().sum()
-        return [found[id(row)] for row in rows], float(total)
+        return [outputs[id(row)] for row in rows], float(total)
 
     def _parts(self, rows: Sequence[Datum], plan: ExecutionPlan) -> list[Sequence[Datum]]:
         positions = self.task.num_positions

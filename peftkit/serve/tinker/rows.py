@@ -21,6 +21,7 @@ from peftkit.kernels.cross_entropy import ChunkedValues, parts_of, rows_of_chunk
 from peftkit.serve.requests import RequestError
 from peftkit.serve.tinker.losses import TARGETS, Loss, Settings
 from peftkit.serve.tinker.wire import numbers_of, tensor_of
+from peftkit.serve.tokens import unknown_token, vocabulary
 from peftkit.tasks.attention import TrainingAttention, training_attention
 from peftkit.tasks.batches import OnDevice
 from peftkit.tasks.loss import Head, target_logits, target_rows, unwrapped
@@ -120,11 +121,6 @@ def _datum_of(message: Any, loss: Loss, model: Any, where: str) -> Datum:
     return Datum(ids.tolist(), inputs, where)
 
 
-def vocabulary(model: Any) -> int:
-    """Return how many tokens a model has."""
-    return int(model.config.get_text_config().vocab_size)
-
-
 def check_tokens(ids: Tensor, model: Any, where: str) -> None:
     """Refuse tokens that the model does not have.
 
@@ -134,10 +130,7 @@ def check_tokens(ids: Tensor, model: Any, where: str) -> None:
     size = vocabulary(model)
     wrong = ids[(ids < 0) | (ids >= size)]
     if len(wrong):
-        raise RequestError(
-            f"{where} holds the token {int(wrong[0])}.",
-            found=f"The base has the tokens 0 to {size - 1:,}.",
-        )
+        raise unknown_token(where, int(wrong[0]), size)
 
 
 class DatumTask(TokenTask):
@@ -209,15 +202,15 @@ class DatumTask(TokenTask):
             if head is None:
                 logits = target_logits(model, read, index)
                 wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-                found = wide.gather(1, targets.view(len(targets), -1)).view(targets.shape)
+                log_probs = wide.gather(1, targets.view(len(targets), -1)).view(targets.shape)
             else:
                 hidden = target_rows(model, read, index)
                 if targets.dim() == 2:
-                    values, found = several_targets(head, hidden, targets, inputs["weights"])
-                    return values.sum(), found, -found * inputs["weights"]
-                found = _log_probs(head, hidden, targets, loss.is_learnt(inputs))
-        losses = loss.of_tokens(found, inputs, settings)
-        return losses.sum(), found.detach(), losses.detach()
+                    values, log_probs = several_targets(head, hidden, targets, inputs["weights"])
+                    return values.sum(), log_probs, -log_probs * inputs["weights"]
+                log_probs = _log_probs(head, hidden, targets, loss.is_learnt(inputs))
+        losses = loss.of_tokens(log_probs, inputs, settings)
+        return losses.sum(), log_probs.detach(), losses.detach()
 
 
 def _log_probs(head: Head, hidden: Tensor, targets: Tensor, is_learnt: Tensor) -> Tensor:
@@ -244,25 +237,26 @@ def several_targets(
         targets, weights: (n, K).
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    found = torch.empty(targets.shape, dtype=dtype, device=hidden.device)
+    log_probs = torch.empty(targets.shape, dtype=dtype, device=hidden.device)
 
     def measure(logits: Tensor, part: slice) -> Tensor:
         values = [
-            _of_part(*each) for each in parts_of(logits, targets[part], weights[part], found[part])
+            _of_part(*each)
+            for each in parts_of(logits, targets[part], weights[part], log_probs[part])
         ]
         return torch.cat(values)
 
     trainable = [p for p in head.module.parameters() if p.requires_grad]
     rows = rows_of_chunk(hidden, None, head.vocab_size, head.chunk_bytes)
     values: Tensor = ChunkedValues.apply(hidden, head, measure, rows, True, *trainable)
-    return values, found
+    return values, log_probs
 
 
 @torch.no_grad()
-def _of_part(logits: Tensor, targets: Tensor, weights: Tensor, found: Tensor) -> Tensor:
-    """Return values (C,); logits (C, V) become the gradient of their sum, `found` is filled."""
-    wide = logits.to(found.dtype).log_softmax(-1)
-    found.copy_(wide.gather(1, targets))
+def _of_part(logits: Tensor, targets: Tensor, weights: Tensor, log_probs: Tensor) -> Tensor:
+    """Return values (C,); logits (C, V) become the gradient of their sum, `log_probs` is filled."""
+    wide = logits.to(log_probs.dtype).log_softmax(-1)
+    log_probs.copy_(wide.gather(1, targets))
     gradient = wide.exp_().mul_(weights.sum(1, keepdim=True))
     logits.copy_(gradient.scatter_add_(1, targets, -weights))
-    return -(weights * found).sum(1)
+    return -(weights * log_probs).sum(1)

@@ -5,7 +5,6 @@ Shapes: N tokens of a prompt, K likeliest tokens, n rows, H hidden size, V vocab
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -15,18 +14,18 @@ from torch import Tensor
 
 from peftkit.errors import PeftkitError
 from peftkit.inference.engine import Request as AnswerRequest
-from peftkit.inference.engine import room_left
 from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.model.modes import evaluating
 from peftkit.serve.requests import MAX_TOKENS, RequestError
 from peftkit.serve.tinker.bodies import Asked, Sample
 from peftkit.serve.tinker.futures import Futures, Known, Pending
 from peftkit.serve.tinker.learner import Learner
-from peftkit.serve.tinker.rows import check_tokens, vocabulary
+from peftkit.serve.tinker.rows import check_tokens
 from peftkit.serve.tinker.weights import Weights
 from peftkit.serve.tinker.wire import LENGTH, MESSAGES, STOP, bytes_of, set_topk
+from peftkit.serve.tokens import vocabulary
 from peftkit.serve.training import Training
-from peftkit.serve.worker import Job, Piece
+from peftkit.serve.worker import Job, Piece, own_seed
 from peftkit.tasks.loss import Head, target_logits, target_rows
 
 SAMPLER = "tinker.sampler"
@@ -176,18 +175,12 @@ def _jobs(training: Training, body: Sample, adapter: str | None, answers: Answer
             f"the request asks for {body.num_samples} answers.",
             fix=f"Ask for 1 to {worker.max_waiting} at once.",
         )
-    length, most = room_left(model, [ids], settings.max_tokens or MAX_TOKENS), worker.limits.tokens
-    if most is not None and len(ids) >= most:
-        raise RequestError(
-            f"the prompt has {len(ids):,} tokens.", found=f"There is memory for {most:,} at once."
-        )
     sampling = Sampling(
-        max_new_tokens=length if most is None else min(length, most - len(ids)),
+        max_new_tokens=worker.room_for(ids, settings.max_tokens or MAX_TOKENS),
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=max(settings.top_k, 0),
-        # not from torch's generator, which is a run's
-        seed=secrets.randbits(62) if settings.seed is None else settings.seed,
+        seed=own_seed(settings.seed),
         top_logprobs=body.topk_sample_logprobs,
     )
     stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop
@@ -215,10 +208,10 @@ def _score(model: Any, head: Head | None, body: Sample, message: Any) -> None:
     own = [torch.full((first,), torch.nan)]
     likeliest, theirs = [torch.zeros(first, k)], [torch.full((first, k), NOTHING)]
     for logits, targets in _logits(model, head, ids, first):
-        found = logits.float().log_softmax(-1)
-        own.append(found.gather(1, targets.to(found.device)[:, None])[:, 0].cpu())
+        log_probs = logits.float().log_softmax(-1)
+        own.append(log_probs.gather(1, targets.to(log_probs.device)[:, None])[:, 0].cpu())
         if k:
-            top = found.topk(k)
+            top = log_probs.topk(k)
             likeliest.append(top.indices.cpu())
             theirs.append(top.values.cpu())
     if body.prompt_logprobs:

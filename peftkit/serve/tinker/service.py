@@ -126,9 +126,9 @@ class Service:
             self._tenants.load(id, folder, with_optimizer=body.optimizer)
 
         if body.session_id is not None:
-            found = self._weights.get(body.path, asked.owner)
-            base_model = body.base_model or found["base_model"]
-            return self._new_model(body, asked, base_model, Lora(**found["config"]), load)
+            saved = self._weights.get(body.path, asked.owner)
+            base_model = body.base_model or saved["base_model"]
+            return self._new_model(body, asked, base_model, Lora(**saved["config"]), load)
 
         def prepare(model: Model) -> Run:
             if body.seq_id != 1:
@@ -278,10 +278,10 @@ class Service:
         forward, backward = self._tenants.learner.forward, not message.forward_only
 
         def run() -> Result:
-            found, total = self._tenants.run(
+            outputs, total = self._tenants.run(
                 model.id, lambda tenant: forward(tenant, rows, loss, settings, backward)
             )
-            return output_of(found, {"loss:sum": total})
+            return output_of(outputs, {"loss:sum": total})
 
         return run, sum(row.num_bytes for row in rows)
 
@@ -299,14 +299,7 @@ class Service:
         path = f"tinker://{model.id}/weights/{body.path or f'step-{body.seq_id}'}"
 
         def run() -> Result:
-            self._weights.save(
-                path,
-                model.owner,
-                lambda folder: self._tenants.save(model.id, folder, with_optimizer=True),
-                {**model.facts, "metadata": body.user_metadata},
-                ttl=body.ttl_seconds,
-                overwrite=body.overwrite,
-            )
+            self._write(path, body, model, with_optimizer=True, overwrite=body.overwrite)
             return {"type": "save_weights", "path": path}
 
         return run
@@ -318,14 +311,7 @@ class Service:
         path = f"tinker://{model.id}/sampler_weights/{name}"
 
         def run() -> Result:
-            self._weights.save(
-                path,
-                model.owner,
-                lambda folder: self._tenants.save(model.id, folder, with_optimizer=False),
-                {**model.facts, "metadata": body.user_metadata},
-                ttl=body.ttl_seconds,
-                is_unnamed=number is not None,
-            )
+            self._write(path, body, model, with_optimizer=False, is_unnamed=number is not None)
             if number is None:
                 return {"type": "save_weights_for_sampler", "path": path}
             session = model.id.partition(":")[0]
@@ -333,6 +319,27 @@ class Service:
             return {"type": "save_weights_for_sampler", "sampling_session_id": id}
 
         return run
+
+    def _write(
+        self,
+        path: str,
+        body: bodies.Save | bodies.SaveForSampler,
+        model: Model,
+        *,
+        with_optimizer: bool,
+        overwrite: bool = False,
+        is_unnamed: bool = False,
+    ) -> None:
+        """Save a model's weights as they are now; see `Weights.save`."""
+        self._weights.save(
+            path,
+            model.owner,
+            lambda folder: self._tenants.save(model.id, folder, with_optimizer=with_optimizer),
+            {**model.facts, "metadata": body.user_metadata},
+            ttl=body.ttl_seconds,
+            overwrite=overwrite,
+            is_unnamed=is_unnamed,
+        )
 
     # ------------------------------------------------------------- samples
 
@@ -363,10 +370,10 @@ class Service:
 
     def weights_info(self, body: bodies.OfPath, asked: Asked) -> Reply:
         """Say what saved weights are."""
-        found = self._weights.get(body.tinker_path, asked.owner)
-        config = found["config"]
+        saved = self._weights.get(body.tinker_path, asked.owner)
+        config = saved["config"]
         parts = {name: config[name] for name in ("train_attn", "train_mlp", "train_unembed")}
-        facts = {"base_model": found["base_model"], "is_lora": True, "lora_rank": config["rank"]}
+        facts = {"base_model": saved["base_model"], "is_lora": True, "lora_rank": config["rank"]}
         return {**facts, **parts}
 
     def runs(self, owner: str) -> list[Reply]:

@@ -87,11 +87,11 @@ class Weights:
 
     def find(self, path: str, owner: str) -> dict[str, Any] | None:
         """Return what is known of weights; None: there are none, or they are another owner's."""
-        found = self._store.get(KIND, path, owner)
-        if found is not None and found["expires"] is not None and found["expires"] < time.time():
-            self._remove(found)
+        saved = self._store.get(KIND, path, owner)
+        if saved is not None and saved["expires"] is not None and saved["expires"] < time.time():
+            self._remove(saved)
             return None
-        return found
+        return saved
 
     def get(self, path: str, owner: str) -> dict[str, Any]:
         """Return what is known of weights.
@@ -103,19 +103,19 @@ class Weights:
             raise RequestError(
                 f"{path[:80]!r} is no path of weights.", fix="Give tinker://MODEL/weights/NAME."
             )
-        found = self.find(path, owner)
-        if found is None:
+        saved = self.find(path, owner)
+        if saved is None:
             raise RequestError(f"there are no weights {path}.", status=404)
-        return found
+        return saved
 
-    def folder(self, found: dict[str, Any]) -> Path:
+    def folder(self, saved: dict[str, Any]) -> Path:
         """Return the folder of weights."""
-        return self._folder / found["folder"]
+        return self._folder / saved["folder"]
 
     def all(self, owner: str, model_id: str | None = None) -> list[dict[str, Any]]:
         """Return what is known of all weights of an owner, or of a model; the oldest first."""
-        found = self._store.all(KIND, owner, model_id)
-        return [one for one in found if self.find(one["path"], owner) is not None]
+        saved = self._store.all(KIND, owner, model_id)
+        return [one for one in saved if self.find(one["path"], owner) is not None]
 
     def delete(self, path: str, owner: str) -> None:
         """Remove weights.

@@ -18,7 +18,7 @@ from peftkit.errors import RunError
 from peftkit.inference.engine import Request as AnswerRequest
 from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.serve.requests import RequestError
-from peftkit.serve.training import Training
+from peftkit.serve.training import Dialect, Training
 from peftkit.serve.tuning.bodies import GraderBody, GraderRun, JobBody
 from peftkit.serve.tuning.documents import CHECKPOINT, JOB
 from peftkit.serve.tuning.files import Files
@@ -35,10 +35,19 @@ CODE_SECONDS = 60.0
 """That a function may take for an answer to try it on."""
 
 
-def routes(training: Training) -> list[BaseRoute]:
-    """Return the paths of files, jobs and graders."""
+def dialect(training: Training) -> Dialect:
+    """Return OpenAI's fine-tuning interface."""
     files = Files(training)
-    api = _Api(training, Jobs(training, files))
+    jobs = Jobs(training, files)
+
+    def begin() -> None:
+        files.tidy()
+        jobs.resume()
+
+    return Dialect(_routes(files, _Api(training, jobs)), begin)
+
+
+def _routes(files: Files, api: _Api) -> list[BaseRoute]:
     return [
         Route("/v1/files", files.upload, methods=["POST"]),
         Route("/v1/files", files.listed),
@@ -54,13 +63,6 @@ def routes(training: Training) -> list[BaseRoute]:
         Route(GRADERS + "/validate", api.validate, methods=["POST"]),
         Route(GRADERS + "/run", api.grade, methods=["POST"]),
     ]
-
-
-def begin(training: Training) -> None:
-    """Go on with the jobs that were under way when the server ended."""
-    files = Files(training)
-    files.tidy()
-    Jobs(training, files).resume()
 
 
 class _Api:

@@ -15,11 +15,13 @@ from peftkit.files.disk import replacing, write_bytes_atomic
 from peftkit.files.multipart import Form, FormError
 from peftkit.serve.requests import RequestError
 from peftkit.serve.store import new_id
-from peftkit.serve.training import MAX_UPLOAD, Training
+from peftkit.serve.training import Training
 from peftkit.serve.tuning.documents import JOB
 from peftkit.serve.tuning.pages import Page
 
 KIND, PURPOSE, RESULTS = "file", "fine-tune", "fine-tune-results"
+MAX_UPLOAD = 512 << 20
+"""Bytes of an uploaded file."""
 MAX_FILES = 1000
 """Files of one owner."""
 
@@ -48,12 +50,12 @@ class Files:
         Raises:
             RequestError: There is none, or it is another owner's.
         """
-        found = self._store.get(KIND, id, owner)
-        if found is None:
+        file = self._store.get(KIND, id, owner)
+        if file is None:
             raise RequestError(
                 f"there is no file '{id[:80]}'.", status=404, code="file_not_found", param=param
             )
-        return found
+        return file
 
     def add(self, content: bytes, name: str, purpose: str, owner: str) -> str:
         """Write a file; return its id."""
@@ -104,18 +106,18 @@ class Files:
     def listed(self, request: Request) -> Response:
         page = Page.of(request, most=10_000, usual=10_000)
         purpose = request.query_params.get("purpose")
-        found = self._store.all(KIND, request.state.owner)
-        found = [one for one in found if purpose in (None, one["purpose"])]
+        files = self._store.all(KIND, request.state.owner)
+        files = [one for one in files if purpose in (None, one["purpose"])]
         if request.query_params.get("order", "desc") != "asc":
-            found.reverse()
-        return page.response(found)
+            files.reverse()
+        return page.response(files)
 
     def retrieve(self, request: Request) -> Response:
         return JSONResponse(self.get(request.path_params["id"], request.state.owner))
 
     def content(self, request: Request) -> Response:
-        found = self.get(request.path_params["id"], request.state.owner)
-        return FileResponse(self.path(found["id"]), media_type="application/octet-stream")
+        file = self.get(request.path_params["id"], request.state.owner)
+        return FileResponse(self.path(file["id"]), media_type="application/octet-stream")
 
     def delete(self, request: Request) -> Response:
         id = self.get(request.path_params["id"], request.state.owner)["id"]

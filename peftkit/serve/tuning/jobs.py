@@ -30,7 +30,7 @@ from peftkit.report.history import read_history
 from peftkit.run import run
 from peftkit.serve.requests import RequestError
 from peftkit.serve.store import new_id
-from peftkit.serve.training import MAX_JOBS, Training
+from peftkit.serve.training import Training
 from peftkit.serve.tuning.bodies import JobBody
 from peftkit.serve.tuning.documents import ENDED, JOB, changing, tell
 from peftkit.serve.tuning.files import PURPOSE, RESULTS, Files
@@ -49,10 +49,8 @@ MAY = {
 """What clients may do with a job: the status that it gets, and those in which they may."""
 
 _LOG = logging.getLogger(__name__)
-_queueing = threading.Lock()
-"""Held while a job is queued, or leaves the queue."""
-_checking = threading.Lock()
-"""Held while the rows of a job are checked: one file at a time."""
+MAX_JOBS = 64
+"""Jobs of one owner that wait or run."""
 
 
 class Jobs:
@@ -64,6 +62,8 @@ class Jobs:
 
     def __init__(self, training: Training, files: Files) -> None:
         self._training, self._store, self._files = training, training.store, files
+        self._checking = threading.Lock()  # the rows of one job at a time
+        self._queueing, self._queued = threading.Lock(), set[str]()  # ids that the worker has
 
     def folder(self, id: str) -> Path:
         """Return the folder of a job's run."""
@@ -75,11 +75,11 @@ class Jobs:
         Raises:
             RequestError: There is none, or it is another owner's.
         """
-        found = self._store.get(JOB, id, owner)
-        if found is None:
+        job = self._store.get(JOB, id, owner)
+        if job is None:
             text = f"there is no fine-tuning job '{id[:80]}'."
             raise RequestError(text, status=404, code="fine_tune_not_found")
-        return found
+        return job
 
     def create(self, body: JobBody, owner: str) -> dict[str, Any]:
         """Take a job, and begin to check its files.
@@ -159,7 +159,7 @@ class Jobs:
     def _check(self, id: str) -> None:
         """Check a job's files, make its recipe, and queue it."""
         try:
-            with _checking:
+            with self._checking:
                 self._make_recipe(id)
         except JobError as error:
             self._fail(id, error.code, error.asked, error.param)
@@ -205,15 +205,15 @@ class Jobs:
 
     def _queue(self, id: str) -> None:
         """Have a job run when its turn comes; one that waits already, waits once."""
-        with _queueing:
-            if id not in self._training.queued:
-                self._training.queued.add(id)
+        with self._queueing:
+            if id not in self._queued:
+                self._queued.add(id)
                 self._training.worker.queue(partial(self._run, id))
 
     def _run(self, id: str, give_way: Callable[[], None]) -> None:
         """Run a job from its newest checkpoint, or from its start."""
-        with _queueing:
-            self._training.queued.discard(id)
+        with self._queueing:
+            self._queued.discard(id)
         with changing(self._store, id) as job:
             if job["told"]["status"] not in ("queued", "running"):
                 return  # it was cancelled or paused while it waited

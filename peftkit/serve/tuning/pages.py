@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+from peftkit.serve.body import bounded_body
 from peftkit.serve.requests import RequestError, read_body
 
 MAX_BODY = 1 << 20
@@ -60,13 +61,8 @@ async def body_of(request: Request, kind: type[M]) -> M:
     Raises:
         RequestError: They are too long, or as `read_body`.
     """
-    data = bytearray()
     try:
-        async for chunk in request.stream():
-            data += chunk
-            if len(data) > MAX_BODY:
-                found = f"The limit is {MAX_BODY:,} bytes."
-                raise RequestError("the request is too long.", found=found, status=413)
+        data = await bounded_body(request, MAX_BODY)
     except ClientDisconnect:
         raise RequestError("the request was cut short.") from None
-    return read_body(bytes(data), kind)
+    return read_body(data, kind)

@@ -1,0 +1,24 @@
+"""The bytes of a request, as many as are allowed."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from peftkit.serve.requests import RequestError
+
+
+async def bounded_body(request: Request, limit: int) -> bytes:
+    """Return a request's body.
+
+    Raises:
+        RequestError: It has more bytes than the limit.
+        ClientDisconnect: The client has gone before its end.
+    """
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise RequestError(
+                "the request is too long.", found=f"The limit is {limit:,} bytes.", status=413
+            )
+    return bytes(body)
