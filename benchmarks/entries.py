@@ -12,6 +12,7 @@ KERNELS = tuple(
 LORA = (*KERNELS, "adapter.py", "methods/base.py", "methods/lora.py", "model", "quant")
 """Of peftkit/: what any run of a LoRA adapter goes through on a CPU."""
 LOADING = ("base/build.py", "base/load.py", "base/pack.py", "base/pretrained.py", "base/store.py")
+GGUF = ("base/gguf_file.py", "base/published", "kernels/gguf_blocks.py")
 LOSS = (*("attention", "batches", "loss", "one_row"), "base")
 TRAINING = (*LORA, "execution", "train", "data/pack.py", *(f"tasks/{name}.py" for name in LOSS))
 CAUSAL = (*TRAINING, "tasks/tokens.py")
@@ -231,6 +232,14 @@ ENTRIES: Mapping[str, Benchmark] = {
             "OMP_NUM_THREADS=1 python -m benchmarks.rewards --speed --peers PEERS",
         ),
         REWARDS,
+    ),
+    "tools": Benchmark(
+        ("python -m benchmarks.tools --peers PEERS",),
+        (*REWARDS, "tasks/grpo_tools.py"),
+    ),
+    "gguf": Benchmark(
+        ("python -m benchmarks.gguf",),
+        (*RECIPE, *LOADING, *GGUF, "inference", "merging"),
     ),
     "streaming": Benchmark(("python -m benchmarks.streaming",), (*CAUSAL, "planning")),
     "fits": Benchmark(("python -m benchmarks.fits",), (*CAUSAL, "planning")),

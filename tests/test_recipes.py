@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import runpy
 from pathlib import Path
@@ -136,3 +138,14 @@ def test_an_answer_counts_as_lean_if_it_is_json_without_empty_fields() -> None:
     is_lean = runpy.run_path(str(recipes_folder() / "preferences.py"))["is_lean"]
     said = ['{"a": 0}', '{"a": []}', '{"a": ""}', '{"a"', "[1]", "NaN"]
     assert [is_lean(Answer("", text, "", "")) for text in said] == [True] + 5 * [False]
+
+
+@pytest.mark.parametrize(
+    "file", sorted((recipes_folder() / "verifiers").glob("*.py")), ids=lambda file: file.stem
+)
+def test_what_programs_of_another_environment_take_of_peftkit_is_there(file: Path) -> None:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("peftkit"):
+            module = importlib.import_module(str(node.module))
+            assert all(hasattr(module, name.name) for name in node.names), ast.unparse(node)

@@ -72,9 +72,10 @@ def _show(plan: Plan, ranks: bool) -> None:
 
     console = Console(highlight=False)
     where = "a GPU" if plan.on_gpu else "this machine's CPU"
+    kept = plan.stored or f"quantize {plan.quantize}"
     Console(stderr=True, highlight=False).print(
         f"{plan.model}: {count(plan.num_parameters)} parameters "
-        f"({plan.dtype}, quantize {plan.quantize}), {count(plan.num_trained)} trained "
+        f"({plan.dtype}, {kept}), {count(plan.num_trained)} trained "
         f"({100 * plan.num_trained / (plan.num_parameters + plan.num_trained):.2f} % of all).",
         markup=False,
     )

@@ -319,6 +319,7 @@ def chat(
     force: Force = False,
 ) -> None:
     """Chat with adapters: /adapter and /base switch, /compare asks all of them."""
+    _check_tools(tool or (), run_tools)
     source = _open_all(adapter, named, base, force)
     from peftkit_cli.conversation import Conversation
 
@@ -332,6 +333,21 @@ def chat(
             break
 
 
+def _check_tools(uses: Sequence[str], unasked: bool) -> None:
+    """Refuse before the base is loaded what cannot be run."""
+    if not uses:
+        return
+    from peftkit.tasks.user_code import file_of
+
+    if not (unasked or (sys.stdin.isatty() and sys.stdout.isatty())):
+        raise ConfigError(
+            "nobody can be asked before a function is run: this is no terminal.",
+            fix="Run them without asking: --run-tools",
+        )
+    for use in uses:
+        file_of(use)
+
+
 def _tools(
     source: Opened | AdapterBank, uses: Sequence[str] | None, unasked: bool
 ) -> ChatTools | None:
@@ -339,11 +355,6 @@ def _tools(
         return None
     from peftkit_cli.chat_tools import ChatTools
 
-    if not (unasked or (sys.stdin.isatty() and sys.stdout.isatty())):
-        raise ConfigError(
-            "nobody can be asked before a function is run: this is no terminal.",
-            fix="Run them without asking: --run-tools",
-        )
     return ChatTools(source.base.tokenizer, uses, asks=not unasked)
 
 

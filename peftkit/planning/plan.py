@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from peftkit.base.pretrained import published_codes
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
 from peftkit.execution.environment import gpu_of_size, this_machine
@@ -43,6 +44,7 @@ class Plan:
     """The estimated costs of a run.
 
     Attributes:
+        stored: The format of the base's files, if their bits are kept; else "".
         ways: Every strategy, the fastest first.
         chosen: The first one that fits, else the one that takes least.
         cards: The same, sharded over 1, 2, 4 and 8 cards like this one (train.shard: base).
@@ -61,6 +63,7 @@ class Plan:
     on_gpu: bool
     dtype: str
     quantize: str
+    stored: str
     num_parameters: int
     num_trained: int
     rows: int
@@ -121,6 +124,7 @@ def plan_run(
     chosen = chosen or next((s for s in strategies if s.longest_row >= length), None)
     fits = chosen is not None
     chosen = chosen or min(strategies, key=lambda s: s.peak_bytes)
+    kept = published_codes(config, recipe.base)
     num_rows, num_tokens = _data(recipe, length)
     run_tokens = None if num_tokens is None else round(num_tokens * recipe.train.epochs)
     batches = (run_tokens or 1) / (rows * length * recipe.task.texts_per_row) if run_tokens else 1.0
@@ -133,6 +137,7 @@ def plan_run(
         on_gpu=environment.on_gpu,
         dtype=str(steps.dtype).removeprefix("torch."),
         quantize=recipe.base.quantize,
+        stored=kept.description if kept is not None else "",
         num_parameters=steps.num_parameters,
         num_trained=steps.num_trained,
         rows=rows,
@@ -256,7 +261,8 @@ def cheapest_change(estimator: MemoryEstimator, chosen: Strategy) -> str:
         chosen: What is planned without a change.
     """
     best, with_it = chosen.longest_row, Changes()
-    for changes in _tried(estimator.recipe):
+    kept = published_codes(estimator.config, estimator.recipe.base)
+    for changes in _tried(estimator.recipe, in_codes=kept is not None):
         changed = _changed(estimator.recipe, changes)
         environment, link = estimator.environment, estimator.link
         trial = MemoryEstimator(changed, estimator.config, environment, link=link)
@@ -268,14 +274,18 @@ def cheapest_change(estimator: MemoryEstimator, chosen: Strategy) -> str:
     return _arguments((*with_it, f"data.max_length={best}")) if best >= STEP else ""
 
 
-def _tried(recipe: Recipe) -> Iterator[Changes]:
-    """Yield changes, those that cost the least time first, alone and then together."""
+def _tried(recipe: Recipe, *, in_codes: bool) -> Iterator[Changes]:
+    """Yield changes, those that cost the least time first, alone and then together.
+
+    Args:
+        in_codes: Whether the base's files are quantised, which are not to be rounded again.
+    """
     changes: list[str] = []
     if recipe.train.optimizer == "adamw":
         changes.append("train.optimizer=adamw_8bit")
     if recipe.train.gradient_checkpointing is False:
         changes.append("train.gradient_checkpointing=auto")
-    if recipe.base.quantize in ("none", "int8"):
+    if recipe.base.quantize in ("none", "int8") and not in_codes:
         changes.append("base.quantize=nf4")
     yield from ((change,) for change in changes)
     if len(changes) > 1:

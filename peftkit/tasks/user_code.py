@@ -62,9 +62,12 @@ def file_of(use: str) -> Path:
     """Return the file of FILE.py:NAME.
 
     Raises:
-        ConfigError: It is not there.
+        ConfigError: It is not there, or nothing is named in it.
     """
-    path = Path(use.rpartition(":")[0])
+    file, colon, _ = use.rpartition(":")
+    if not colon:
+        raise ConfigError(f"{use} names no function.", fix="Write it as FILE.py:NAME.")
+    path = Path(file)
     if not path.is_file():
         raise ConfigError(
             f"there is no file {path} for {use}.",

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from peftkit import LoRA, attach, load_base, merge, save_adapter
+from peftkit import LoRA, attach, load_base, merge, plan_run, save_adapter
 from peftkit.base.build import build
 from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.request import request_of
@@ -201,6 +201,14 @@ def test_what_the_plan_counts_is_what_the_base_takes(mixture: Path) -> None:
     head = config_of_a_small_llama()
     columns = head.hidden_size
     assert base.audit.num_bytes < 2 * row_bytes("q8_0", columns) * base.audit.num_parameters / 256
+
+
+def test_a_plan_names_the_blocks_and_does_not_round_them_again(mixture: Path) -> None:
+    plan = plan_run(str(mixture), memory="1MB", measure=False)
+    assert plan.stored.startswith("gguf, ")
+    assert "q4_k" in plan.stored
+    assert not plan.fits
+    assert "quantize" not in plan.change
 
 
 def notices(path: Path, **settings: Any) -> list[str]:
