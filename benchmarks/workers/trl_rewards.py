@@ -146,9 +146,11 @@ def learn(job: dict[str, Any], meter: Meter) -> None:
         lines = Path(job["file"]).read_text().splitlines()
         prompts = [json.loads(line)["prompt"] for line in lines]
         rows = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts]
+        parts = job.get("parts", 1)
         config = GRPOConfig(
             job["output"],
-            per_device_train_batch_size=job["prompts"] * job["answers"],
+            per_device_train_batch_size=job["prompts"] * job["answers"] // parts,
+            gradient_accumulation_steps=parts,
             num_generations=job["answers"],
             max_completion_length=job["max_new_tokens"],
             max_steps=job["steps"],
