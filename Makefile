@@ -21,9 +21,10 @@ test: lint
 	$(SAY) "Tests, $(JOBS) at a time"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -m "not slow" --durations=5
 
-test-all: lint
+# What is skipped is told with its reason: other programs, a GPU.
+test-all: lint .venv/smollm2
 	$(SAY) "All tests, $(JOBS) at a time"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -rs --durations=10
 
 # Several GB; without them those tests are skipped.
 peers: .venv/dev

