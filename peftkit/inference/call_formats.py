@@ -213,10 +213,11 @@ _CALLS_BEGIN, _CALLS_END = deepseek_mark("tool calls begin"), deepseek_mark("too
 _CALL_BEGIN, _CALL_END = deepseek_mark("tool call begin"), deepseek_mark("tool call end")
 _SEPARATOR = deepseek_mark("tool sep")
 _DEEPSEEK = re.compile(
-    rf"(?:function{_SEPARATOR})?([\w.-]+)\s*(?:{_SEPARATOR})?\s*(?:```json)?\s*"
-    rf"(\{{.*\}})\s*(?:```)?\s*{_CALL_END}\s*",
+    rf"(?:function{_SEPARATOR})?([\w.-]+)\s*(?:{_SEPARATOR}\s*)?(?:```json\s*)?"
+    rf"(\{{.*\}})\s*(?:```\s*)?{_CALL_END}\s*",
     re.S,
 )
+"""No two runs of white space meet: they could be shared out in a thousand ways."""
 
 
 def _deepseek(text: str) -> list[Call]:

@@ -10,6 +10,7 @@ run, with the row's name. FILE.py:CLASS is the `get_reward` of environments (`gr
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import math
 import re
@@ -100,6 +101,16 @@ class RewardTerm(Config):
         return self.use.rpartition(":")[2]
 
 
+def _told_apart(names: Sequence[str]) -> list[str]:
+    """Return names that are one each; reward_std is a metric already."""
+    found: list[str] = []
+    for number, name in enumerate(names, 1):
+        numbered = (f"{name}_{n}" for n in itertools.count(number))
+        is_own = names.count(name) == 1 and name != "std"
+        found.append(name if is_own else next(n for n in numbered if n not in {*names, *found}))
+    return found
+
+
 Scorer = Callable[[str, Sequence[Any], Sequence[str]], list[float]]
 """Returns what the reward adapter of a folder says of prompts and their answers."""
 
@@ -126,11 +137,7 @@ class Rewards:
         ask: Ask = lambda *_: [],
     ) -> None:
         self.terms, self.timeout, self._scorer = terms, timeout, scorer
-        names = [term.name for term in terms]
-        self.names = [
-            name if names.count(name) == 1 else f"{name}_{number}"
-            for number, name in enumerate(names, 1)
-        ]
+        self.names = _told_apart([term.name for term in terms])
         code = code or UserCode()
         self._judges = [
             None if term.adapter or term.grader else _judge(term, timeout, code) for term in terms

@@ -296,6 +296,8 @@ def test_written_types_are_those_of_the_schema_where_a_format_has_none() -> None
         ("coder", f"<tool_call><function=f>{'<parameter=a>' * 30_000}</function></tool_call>"),
         ("glm", f"<tool_call>f{'<arg_key>a</arg_key>' * 30_000}</tool_call>"),
         ("glm", f"<tool_call>f{'<arg_key>a</arg_key><arg_value>' * 30_000}</tool_call>"),
+        ("deepseek", deepseek(DEEPSEEK.replace("[tool sep]{}", " " * 20_000))),
+        ("deepseek", deepseek(DEEPSEEK.replace("{}", "{" + "}" * 20_000 + " " * 20_000 + "x"))),
     ],
 )
 def test_an_answer_that_repeats_itself_is_text_at_once(name: str, text: str) -> None:

@@ -322,6 +322,16 @@ def test_a_grader_is_one_of_the_weighted_rewards() -> None:
     assert (totals, parts) == ([2.0, 1.0], {"check": [1.0, 0.0], "exact_match": [0.0, 1.0]})
 
 
+def test_each_reward_has_a_metric_of_its_own(tmp_path: Path) -> None:
+    names = ("score", "score", "score_2", "std")
+    for number, name in enumerate(names):
+        code = f"def {name}(completions, **_):\n    return [{number}.0] * len(completions)\n"
+        (tmp_path / f"{number}.py").write_text(code, encoding="utf-8")
+    terms = [RewardTerm(use=f"{tmp_path / str(n)}.py:{name}") for n, name in enumerate(names)]
+    _, parts = Rewards(terms, 10.0).judge(["q"], ["a"], {}, ["a:1"], [ROW])
+    assert parts == {"score_1": [0.0], "score_3": [1.0], "score_2": [2.0], "std_4": [3.0]}
+
+
 def graded(folder: Path, model_folder: Path, *graders: dict[str, Any]) -> dict[str, Any]:
     told = spec(folder, model_folder)
     told["task"]["rewards"] = [{"use": "grader", "grader": grader} for grader in graders]
