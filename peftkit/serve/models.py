@@ -44,6 +44,8 @@ class Models:
         self.base_names = [*dict.fromkeys((BARE, *names))]
         self._loaded: OrderedDict[str, str] = OrderedDict()
         self._style = cache(_style_of)
+        if store is not None:
+            _give_parents(store)
 
     @property
     def _own(self) -> list[str]:
@@ -150,6 +152,14 @@ class Models:
             code="model_not_found",
             param="model",
         )
+
+
+def _give_parents(store: Store) -> None:
+    """Have adapters found by their inner names that were published when those were no parents."""
+    with store.transaction():
+        for body in store.all(KIND, parent=""):
+            name = body["name"]
+            store.put(KIND, name, body, owner=store.owner(KIND, name), parent=body["inner"])
 
 
 def _style_of(folder: Path) -> Style | None:

@@ -66,6 +66,18 @@ def test_a_published_adapter_answers_its_owner_alone_and_after_a_restart(
         assert client.get("/v1/models").status_code == 401
 
 
+def test_adapters_that_were_published_without_their_inner_name_as_parent_are_found(
+    llama: Any, tokenizer: Any, folder: Path, tmp_path: Path
+) -> None:
+    store, bank = Store(tmp_path / "state"), AdapterBank(a_base(llama, tokenizer))
+    body = {"name": PUBLIC, "inner": "published-1", "folder": str(folder)}
+    store.put(published.KIND, PUBLIC, body, owner="ann")  # as servers once did
+    models = Models(bank, store)
+    models.load(models.inner(PUBLIC, "ann"))
+    assert bank.names == ("published-1",)
+    assert models.listed("bob") == ["base"]
+
+
 def test_few_of_many_published_adapters_are_in_memory(
     llama: Any, tokenizer: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
