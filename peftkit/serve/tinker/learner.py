@@ -140,14 +140,14 @@ class Learner:
         before = tenant.take_gradients()
         try:
             while True:
-                outputs = None
+                outputs, factor = None, self._scale.factor  # of this pass: then it may grow
                 try:
                     with self.seated(tenant, plan.activations if backward else "keep"):
                         outputs = self._passes(rows, loss, settings, plan, backward)
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise
-                if outputs is not None and self._is_finite(tenant):
+                if outputs is not None and (not backward or self._is_finite(tenant)):
                     break
                 tenant.take_gradients()
                 if outputs is None:  # outside of `except`, whose traceback holds the activations
@@ -158,7 +158,7 @@ class Learner:
             tenant.set_gradients(before)
             refresh_copies(tenant.layers)
             raise
-        tenant.add_gradients(before, 1 / self._scale.factor)
+        tenant.add_gradients(before, 1 / factor)
         return outputs
 
     def _is_finite(self, tenant: Tenant) -> bool:

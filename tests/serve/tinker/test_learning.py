@@ -17,6 +17,8 @@ from peftkit.methods.lora import LoRA
 from peftkit.serve.tinker import learner, tenants
 from peftkit.serve.tinker.learner import Learner
 from peftkit.serve.tinker.losses import LOSSES, Settings
+from peftkit.train.optim import LossScale
+from tests.inference.test_bank import a_base
 from tests.serve.tinker.test_losses import formula
 from tests.serve.tinker.wire_client import Client, Model, datum
 
@@ -268,11 +270,31 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_nothing_else(client: Clien
     assert model.step()["metrics"]["grad_norm:mean"] > 0
 
 
+def test_a_gradient_is_whole_in_the_pass_after_which_its_factor_grows(
+    llama: Any, tokenizer: Any
+) -> None:
+    teacher = Learner(a_base(llama, tokenizer))
+    tenant = teacher.new(LoRA(rank=2, alpha=32), 1, fresh=True)
+    teacher._scale = scale = LossScale(needed=True)  # as on a GPU with fp16
+    before, rows = scale.factor, [learner.Datum.of([5, 6, 7, 8, 9])]
+
+    def gradients(backward: bool = True) -> list[Tensor | None]:
+        teacher.forward(tenant, rows, LOSSES["cross_entropy"], Settings(), backward)
+        return tenant.take_gradients()
+
+    expected = gradients()
+    scale.good_steps = scale.GROWTH_STEPS - 1
+    gradients(backward=False)
+    assert (scale.factor, scale.good_steps) == (before, scale.GROWTH_STEPS - 1)
+    torch.testing.assert_close(gradients(), expected)
+    assert scale.factor == 2 * before
+    torch.testing.assert_close(gradients(), expected)
+
+
 def test_rows_are_planned_by_what_their_activations_take(
     llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from peftkit.execution.environment import Environment
-    from tests.inference.test_bank import a_base
 
     teacher = Learner(a_base(llama, tokenizer))
     tenant = teacher.new(LoRA(rank=2, alpha=32), 1, fresh=True)
