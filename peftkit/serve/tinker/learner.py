@@ -51,6 +51,10 @@ Found = list[dict[str, Tensor]]
 """Of each datum: `logprobs` and `elementwise_loss`."""
 
 
+class DoesNotFit(RequestError):
+    """A row does not fit into the memory that is left to it."""
+
+
 class Learner:
     """A base over which tenants learn in turn; all calls come from the thread that has it."""
 
@@ -134,7 +138,7 @@ class Learner:
         """Return what is found of each row, and the sum of losses; gradients are added.
 
         Raises:
-            RequestError: A row does not fit into memory.
+            DoesNotFit: A row is too long.
         """
         plan = self._planned(tenant, rows) if backward else self._plan
         before = tenant.take_gradients()
@@ -203,7 +207,7 @@ class Learner:
         """Return the plan by which rows fit into the memory that is free.
 
         Raises:
-            RequestError: The longest row does not fit.
+            DoesNotFit: The longest row does not.
         """
         environment = free_now(self.model.device)
         if environment.memory is None:
@@ -238,7 +242,7 @@ class Learner:
         """Return the next plan after one that ran out of memory.
 
         Raises:
-            RequestError: There is none.
+            DoesNotFit: There is none.
         """
         parts = self._parts(rows, plan)
         most, tokens = max(map(len, parts)), max(map(self.task.num_positions, parts))
@@ -252,9 +256,9 @@ def _longest(rows: Sequence[Datum]) -> Datum:
     return max(rows, key=lambda row: len(row.input_ids))
 
 
-def _too_long(row: Datum, fitting: int = 0) -> RequestError:
+def _too_long(row: Datum, fitting: int = 0) -> DoesNotFit:
     more = f" Rows of {fitting:,} tokens would fit." if fitting else ""
-    return RequestError(
+    return DoesNotFit(
         f"{row.source} alone does not fit into memory.",
         found=f"It has {len(row.input_ids):,} tokens.{more}",
         fix="Send shorter rows, or serve the base in 4 bits (--quantize nf4).",

@@ -26,7 +26,7 @@ from peftkit.model import roles
 from peftkit.model.places import find_places
 from peftkit.serve.requests import RequestError
 from peftkit.serve.tinker.bodies import Lora
-from peftkit.serve.tinker.learner import Learner
+from peftkit.serve.tinker.learner import DoesNotFit, Learner
 from peftkit.serve.tinker.tenant import Tenant
 from peftkit.serve.training import Training
 from peftkit.tasks.tokens import CausalLMConfig
@@ -125,7 +125,8 @@ class Tenants:
                 return work()
             except Exception as error:
                 others = [id for id in self._here if id != but]
-                if not (others and is_out_of_memory(error)):
+                is_short = isinstance(error, DoesNotFit) or is_out_of_memory(error)
+                if not (others and is_short):
                     raise
             release_memory()
             self._send_away(others[0])

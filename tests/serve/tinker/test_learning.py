@@ -13,6 +13,7 @@ from torch import Tensor, nn
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 
 from peftkit.adapter import attach
+from peftkit.execution.environment import Environment
 from peftkit.methods.lora import LoRA
 from peftkit.serve.tinker import learner, tenants
 from peftkit.serve.tinker.learner import Learner
@@ -257,6 +258,32 @@ def test_a_row_that_does_not_fit_leaves_the_gradient_as_it_was(
     assert model.step()["metrics"]["grad_norm:mean"] == expected
 
 
+@pytest.mark.parametrize("runs_out", ["in the plan", "in the passes"])
+def test_a_row_that_fits_without_the_others_sends_them_to_the_disk(
+    client: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runs_out: str
+) -> None:
+    model, _, _ = (client.model() for _ in range(3))
+    expected = model.forward(CE)[0]
+    away, losses = tmp_path / "state" / "tinker" / "away", learner.DatumTask.losses
+
+    def is_full() -> bool:
+        return len(list(away.iterdir())) < 2
+
+    def free(device: Any) -> Environment:
+        return Environment("cpu", 4000 if is_full() else 1 << 32)
+
+    def bounded(*args: Any) -> Any:
+        if is_full():
+            raise torch.OutOfMemoryError("out of memory")
+        return losses(*args)
+
+    if runs_out == "in the plan":
+        monkeypatch.setattr(learner, "free_now", free)
+    else:
+        monkeypatch.setattr(learner.DatumTask, "losses", bounded)
+    assert model.forward(CE)[0] == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_gradient_that_is_not_finite_is_dropped_and_nothing_else(client: Client) -> None:
     model = client.model()
     expected = model.forward(CE)[0]
@@ -294,8 +321,6 @@ def test_a_gradient_is_whole_in_the_pass_after_which_its_factor_grows(
 def test_rows_are_planned_by_what_their_activations_take(
     llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from peftkit.execution.environment import Environment
-
     teacher = Learner(a_base(llama, tokenizer))
     tenant = teacher.new(LoRA(rank=2, alpha=32), 1, fresh=True)
     rows = [learner.Datum.of(list(range(5, 5 + length))) for length in (90, 30, 20, 10)]
