@@ -121,12 +121,15 @@ class Service:
         if body.base_model is not None:
             self._check_base(body.base_model)
 
+        def saved_weights() -> Reply:
+            return self._weights.get(body.path, asked.owner, with_optimizer=body.optimizer)
+
         def load(id: str) -> None:
-            folder = self._weights.folder(self._weights.get(body.path, asked.owner))
+            folder = self._weights.folder(saved_weights())
             self._tenants.load(id, folder, with_optimizer=body.optimizer)
 
         if body.session_id is not None:
-            saved = self._weights.get(body.path, asked.owner)
+            saved = saved_weights()
             base_model = body.base_model or saved["base_model"]
             return self._new_model(body, asked, base_model, Lora(**saved["config"]), load)
 

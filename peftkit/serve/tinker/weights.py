@@ -93,11 +93,11 @@ class Weights:
             return None
         return saved
 
-    def get(self, path: str, owner: str) -> dict[str, Any]:
+    def get(self, path: str, owner: str, *, with_optimizer: bool = False) -> dict[str, Any]:
         """Return what is known of weights.
 
         Raises:
-            RequestError: The path is none, or there are no such weights.
+            RequestError: The path is none, or there are no such weights, or none with an optimizer.
         """
         if PATH.fullmatch(path) is None:
             raise RequestError(
@@ -106,6 +106,12 @@ class Weights:
         saved = self.find(path, owner)
         if saved is None:
             raise RequestError(f"there are no weights {path}.", status=404)
+        if with_optimizer and saved["use"] != "weights":
+            raise RequestError(
+                f"there is no optimizer with {path}.",
+                found="Weights for samplers are saved without an optimizer.",
+                fix="Load what save_state(NAME) saved, or these without an optimizer.",
+            )
         return saved
 
     def folder(self, saved: dict[str, Any]) -> Path:

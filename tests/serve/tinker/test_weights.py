@@ -41,6 +41,21 @@ def test_a_model_goes_on_from_its_saved_state_bit_equal(
     assert info["train_mlp"] == config.get("train_mlp", True)
 
 
+def test_weights_of_a_sampler_have_no_optimizer_to_go_on_with(client: Client) -> None:
+    model, into = client.model(), client.model()
+    before = model.call("save_weights", path="fresh")["path"]
+    assert client.load(before, optimizer=True).forward(CE)  # there is none before the first step
+    learn(model, 1)
+    path = model.call("save_weights_for_sampler", path="x")["path"]
+    place = {"session_id": client.session, "model_seq_id": 9}
+    refused = client.ask("load_weights", **place, path=path, optimizer=True)
+    assert refused.status_code == 400
+    assert "saved without an optimizer" in refused.text
+    failed = into.call("load_weights", path=path, optimizer=True)
+    assert "saved without an optimizer" in failed["error"]
+    assert client.load(path, optimizer=False).forward(CE)[0] == model.forward(CE)[0]
+
+
 def test_saved_weights_are_an_adapter_that_peft_and_peftkit_load(
     client: Client, llama: Any, tmp_path: Path
 ) -> None:
