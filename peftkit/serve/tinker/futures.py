@@ -203,6 +203,7 @@ class Order:
         self._ready: deque[Operation] = deque()
         self._known: Known[str] = Known()
         self._is_busy = False
+        self._closed: RequestError | None = None
         self._lock = threading.RLock()
 
     def submit(self, number: int, digest: str, owner: str, run: Run, size: int) -> str:
@@ -210,9 +211,11 @@ class Order:
 
         Raises:
             RequestError: 409: another operation had this number; 429: too much waits; 400: the
-                number is far from its turn.
+                number is far from its turn; that of `close`.
         """
         with self._lock:
+            if self._closed is not None:
+                raise self._closed
             if (known := self._known.reply(number, digest)) is not None:
                 return known
             if not self._next - MAX_AHEAD < number < self._next + MAX_AHEAD:
@@ -267,6 +270,16 @@ class Order:
                 found=f"Those after it waited {LOST_SECONDS:g} seconds, in vain.",
                 fix="Send operations with the numbers 1, 2, 3 ... without a gap.",
             )
-            held, self._held, self._next = self._held, {}, max(self._held) + 1
-            for operation in held.values():
-                self._finish(operation, error)
+            self._next = max(self._held) + 1
+            self._fail_held(error)
+
+    def close(self, error: RequestError) -> None:
+        """Take no more operations, and fail those that wait for others; those in turn go on."""
+        with self._lock:
+            self._closed = error
+            self._fail_held(error)
+
+    def _fail_held(self, error: RequestError) -> None:
+        held, self._held = self._held, {}
+        for operation in held.values():
+            self._finish(operation, error)

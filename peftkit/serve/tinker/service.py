@@ -244,15 +244,16 @@ class Service:
         """Forget a model; its saved weights stay."""
         if self._store.get(MODEL, body.model_id, asked.owner) is None:
             raise self._ended(body.model_id, asked.owner)
-        pending = self._futures.new(asked.owner)
-        self._models.pop(body.model_id, None)
 
         def run() -> Result:
             self._tenants.drop(body.model_id)
             self._weights.drop_unnamed(asked.owner, body.model_id)
             return {"type": "unload_model", "model_id": body.model_id}
 
-        self._training.worker.call(run).add_done_callback(pending.finish_with)
+        done, pending = self._training.worker.call(run), self._futures.new(asked.owner)
+        done.add_done_callback(pending.finish_with)
+        if (model := self._models.pop(body.model_id, None)) is not None:
+            model.order.close(self._ended(model.id, asked.owner))
         return {"request_id": pending.id, "model_id": body.model_id}
 
     # ------------------------------------------------------------- operations

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 
+from peftkit.serve import worker
 from peftkit.serve.tinker import api, futures, service
 from peftkit.serve.tinker.futures import Futures, Known, Order
 from tests.serve.tinker.wire_client import Client, datum, message, read
@@ -171,6 +172,40 @@ def test_too_much_that_waits_is_refused_but_for_what_others_wait_for(
     for _ in range(3):
         queue.run()
     order.submit(3, "", "", dict, 99)
+
+
+def test_what_waits_for_a_model_that_is_unloaded_fails_and_gives_its_room_back(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(futures, "MAX_WAITING_BYTES", 100)
+    monkeypatch.setattr(api, "HOLD_SECONDS", 1.0)
+    model, other = client.model(), client.model()
+    waiting = model.submit(DATA, number=2)
+    assert other.send(message(other.id, 2, DATA)).status_code == 429
+    client.result("unload_model", model_id=model.id)
+    response = client.ask("retrieve_future", request_id=waiting)
+    assert response.status_code == 200
+    assert "no longer in memory" in response.json()["error"]
+    assert other.send(message(other.id, 2, DATA)).status_code == 200
+
+
+def test_a_closed_order_takes_nothing_more() -> None:
+    queue = Queue()
+    order = Order(queue.call, Futures())
+    order.close(futures.RequestError("it is gone."))
+    with pytest.raises(futures.RequestError, match="gone"):  # from a thread that had the model
+        order.submit(0, "", "", dict, 1)
+    assert not queue.waiting
+
+
+def test_a_model_that_cannot_be_unloaded_now_stays(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = client.model()
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "MAX_OPERATIONS", 0)
+        assert client.ask("unload_model", model_id=model.id).status_code == 429
+    assert model.forward(DATA)[1]
 
 
 def test_the_oldest_results_go(monkeypatch: pytest.MonkeyPatch) -> None:
