@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -114,6 +115,7 @@ class Worker:
         self.bank, self.limits, self.max_waiting = bank, limits or Limits(), max_waiting
         self._ready = ready
         self._new: list[Job] = []
+        self._num_later = 0  # jobs that wait for an operation
         self._jobs: list[Job] = []
         self._operations: deque[Operation] = deque()
         self._works: deque[Work] = deque()
@@ -149,12 +151,14 @@ class Worker:
     @property
     def num_waiting(self) -> int:
         """Number of prompts that wait."""
-        return len(self._new) + (self._engine.num_waiting if self._engine else 0)
+        waiting = self._engine.num_waiting if self._engine else 0
+        return len(self._new) + self._num_later + waiting
 
     @property
     def num_running(self) -> int:
         """Number of prompts that are being answered."""
-        return max(0, len(self._jobs) + len(self._new) - self.num_waiting)
+        known = len(self._jobs) + len(self._new) + self._num_later
+        return max(0, known - self.num_waiting)
 
     def room_for(self, ids: Sequence[int], length: int) -> int:
         """Return how many of `length` tokens may follow a prompt, by the context and by memory.
@@ -172,16 +176,36 @@ class Worker:
             )
         return room if most is None else min(room, most - len(ids))
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, jobs: Sequence[Job], first: Callable[[], None] | None = None) -> None:
         """Queue jobs; all of them or none.
+
+        Args:
+            first: An operation that they wait for; what it raises is sent to them.
 
         Raises:
             RequestError: Too many wait already, or the worker has stopped.
         """
         with self._changed:
             self._check_room(self.num_waiting + len(jobs) <= self.max_waiting, self.num_waiting)
-            self._new += jobs
+            if first is None:
+                self._new += jobs
+            else:
+                done = self.call(first)
+                self._num_later += len(jobs)
+                done.add_done_callback(partial(self._follow, jobs))
             self._changed.notify_all()
+
+    def _follow(self, jobs: Sequence[Job], done: Future[None]) -> None:
+        """Queue jobs that waited for an operation."""
+        error = done.exception()
+        with self._changed:
+            self._num_later -= len(jobs)
+            if error is None:
+                self._new += jobs
+                return
+        told = error if isinstance(error, Exception) else _failed("the answer cannot begin", error)
+        for job in jobs:
+            job.send(told)
 
     def call(self, operation: Callable[[], T]) -> Future[T]:
         """Run an operation in the thread, with the base bare, between two steps of anything else.
@@ -432,7 +456,7 @@ def _is_running(job: Job) -> bool:
     return job.completion is not None and job.completion.ended_by is None
 
 
-def _failed(what: str, problem: Exception) -> RunError:
+def _failed(what: str, problem: BaseException) -> RunError:
     return RunError(f"{what}: {type(problem).__name__}: {problem}")
 
 

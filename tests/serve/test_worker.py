@@ -82,6 +82,26 @@ def test_a_full_queue_takes_all_prompts_of_a_request_or_none(bank: AdapterBank) 
     assert worker.num_waiting == 2
 
 
+def test_prompts_wait_for_an_operation_that_comes_first_and_hear_of_its_failure(
+    bank: AdapterBank,
+) -> None:
+    worker, told = Worker(bank, max_waiting=3), list[str]()
+    after, failed = Asked("one", [7]), Asked("one", [7])
+    worker.submit([after.job], first=lambda: told.append(str(worker.num_waiting)))
+    worker.submit([failed.job], first=lambda: [][0])
+    assert (worker.num_waiting, worker.num_running) == (2, 0)
+    with pytest.raises(RequestError, match="too many"):
+        worker.submit([Asked("one", [7]).job] * 2, first=lambda: None)
+    worker.start()
+    try:
+        assert isinstance(failed.end(), IndexError)
+        assert after.end().num_tokens == 4
+    finally:
+        worker.stop()
+    assert told == ["2"]
+    assert worker.num_waiting == 0
+
+
 def test_what_fails_is_told_and_those_after_it_are_answered(
     bank: AdapterBank, monkeypatch: pytest.MonkeyPatch
 ) -> None:

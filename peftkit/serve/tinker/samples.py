@@ -6,7 +6,6 @@ Shapes: N tokens of a prompt, K likeliest tokens, n rows, H hidden size, V vocab
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -151,17 +150,10 @@ class Samplers:
             models.load(adapter)
             with bank.returned(), bank.use(adapter), evaluating(bank.base.model):
                 _score(bank.base.model, self._learner.head(), body, answers.message)
-            worker.submit(jobs)
-
-        def told(done: Future[None]) -> None:
-            if (error := done.exception()) is not None:
-                pending.finish(error)
 
         pending.cancel = cancel
-        if body.prompt_logprobs or body.topk_prompt_logprobs:
-            worker.call(scored).add_done_callback(told)
-        else:
-            worker.submit(jobs)
+        is_scored = body.prompt_logprobs or body.topk_prompt_logprobs
+        worker.submit(jobs, scored if is_scored else None)
 
 
 def _jobs(training: Training, body: Sample, adapter: str | None, answers: Answers) -> list[Job]:

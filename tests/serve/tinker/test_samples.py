@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from typing import Any
 
 import pytest
@@ -189,6 +190,32 @@ def test_a_repeated_sample_is_the_same_one(client: Client) -> None:
     assert len(first["sample_sequence_ids"]) == 2
     assert client.ask("asample", **{**body, "num_samples": 1}).status_code == 409
     assert client.retrieve(first["request_id"]) == client.retrieve(first["request_id"])
+
+
+def test_a_full_queue_refuses_at_once_and_keeps_what_it_took(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, sampler, gate = client.http.app.state.worker, client.sampler(), threading.Event()
+    monkeypatch.setattr(worker, "max_waiting", 2)
+    worker.call(lambda: gate.wait(60))
+
+    def ask(number: int, **more: Any) -> Any:
+        return client.ask(
+            "asample",
+            sampling_session_id=sampler,
+            seq_id=number,
+            prompt={"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
+            sampling_params={"max_tokens": 2},
+            **more,
+        )
+
+    taken = [ask(0, prompt_logprobs=True), ask(1)]
+    refused = [ask(2), ask(3, prompt_logprobs=True)]
+    gate.set()
+    assert [response.status_code for response in refused] == [429, 429]
+    for response in taken:
+        assert wire.parsed("Sampled", client.retrieve(response.json()["request_id"])).sequences
+    assert ask(2).status_code == 200
 
 
 def test_a_cancelled_sample_ends(client: Client) -> None:
