@@ -207,10 +207,13 @@ class Worker:
         for job in jobs:
             job.send(told)
 
-    def call(self, operation: Callable[[], T]) -> Future[T]:
+    def call(self, operation: Callable[[], T], *, is_taken: bool = False) -> Future[T]:
         """Run an operation in the thread, with the base bare, between two steps of anything else.
 
         Operations run in the order of their calls.
+
+        Args:
+            is_taken: Its client was told that it will run: it does, however many wait.
 
         Raises:
             RequestError: Too many wait already, or the worker has stopped.
@@ -230,7 +233,7 @@ class Worker:
 
         with self._changed:
             number = len(self._operations)
-            self._check_room(number < MAX_OPERATIONS, number, "operations")
+            self._check_room(is_taken or number < MAX_OPERATIONS, number, "operations")
             self._operations.append((run, future))
             self._changed.notify_all()
         return future

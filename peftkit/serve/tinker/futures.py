@@ -194,7 +194,7 @@ class Order:
     """The operations of one model, one after the other; the first has the number 0.
 
     Args:
-        call: `Worker.call`.
+        call: `Worker.call`; it refuses nothing for the number of those that wait.
     """
 
     def __init__(self, call: Callable[[Run], Future[Result]], futures: Futures) -> None:
@@ -243,7 +243,7 @@ class Order:
             operation, self._is_busy = self._ready.popleft(), True
             try:
                 future = self._call(operation.run)
-            except RequestError as error:
+            except RequestError as error:  # the server is stopping
                 self._is_busy = False
                 self._finish(operation, error)
             else:

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from peftkit.errors import PeftkitError
@@ -165,7 +166,8 @@ class Service:
                 raise self._ended(id, owner)
             self._make_room()
             facts = {"model_id": id, "created": time.time(), "metadata": body.user_metadata}
-            order = Order(self._training.worker.call, self._futures)
+            call = partial(self._training.worker.call, is_taken=True)  # one of a model at a time
+            order = Order(call, self._futures)
             model = Model(id, owner, base_model, config, order, time.time())
             self._store.put(MODEL, id, {**facts, **model.facts}, owner=owner, parent=session)
             self._models[id] = model

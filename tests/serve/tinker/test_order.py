@@ -208,6 +208,17 @@ def test_a_model_that_cannot_be_unloaded_now_stays(
     assert model.forward(DATA)[1]
 
 
+def test_an_operation_that_was_taken_is_not_refused_for_those_that_wait(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, gate = client.model(), threading.Event()
+    client.http.app.state.worker.call(lambda: gate.wait(60))
+    monkeypatch.setattr(worker, "MAX_OPERATIONS", 1)
+    sent = model.submit(DATA)
+    gate.set()
+    assert isinstance(read(client.retrieve(sent))[0], float)
+
+
 def test_the_oldest_results_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(futures, "MAX_KEPT_BYTES", 1000)
     kept = Futures()
