@@ -140,7 +140,7 @@ class Learner:
         Raises:
             DoesNotFit: A row is too long.
         """
-        plan = self._planned(tenant, rows) if backward else self._plan
+        planned = plan = self._planned(tenant, rows) if backward else self._plan
         before = tenant.take_gradients()
         try:
             while True:
@@ -157,11 +157,13 @@ class Learner:
                 if outputs is None:  # outside of `except`, whose traceback holds the activations
                     refresh_copies(tenant.layers)
                     release_memory()
-                    plan = self._plan = self._smaller(plan, rows)
+                    plan = self._smaller(plan, rows)
         except BaseException:
             tenant.set_gradients(before)
             refresh_copies(tenant.layers)
             raise
+        if plan is not planned:
+            self._plan = plan  # others begin with it: not with one that fitted nothing
         tenant.add_gradients(before, 1 / factor)
         return outputs
 

@@ -284,6 +284,23 @@ def test_a_row_that_fits_without_the_others_sends_them_to_the_disk(
     assert model.forward(CE)[0] == pytest.approx(expected, rel=1e-5)
 
 
+def test_only_a_pass_that_went_well_makes_later_ones_smaller(
+    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = Learner(a_base(llama, tokenizer))
+    tenant = teacher.new(LoRA(rank=2, alpha=32), 1, fresh=True)
+    rows = [learner.Datum.of(list(range(5, 25))) for _ in range(4)]
+    before, rest = teacher._plan, (LOSSES["cross_entropy"], Settings(), True)
+    with monkeypatch.context() as patch:
+        Memory(patch, most=10)
+        with pytest.raises(learner.RequestError, match="alone does not fit"):
+            teacher.forward(tenant, rows, *rest)
+    assert teacher._plan == before
+    Memory(monkeypatch, most=40)
+    teacher.forward(tenant, rows, *rest)
+    assert teacher._plan.less_than(before)
+
+
 def test_a_gradient_that_is_not_finite_is_dropped_and_nothing_else(client: Client) -> None:
     model = client.model()
     expected = model.forward(CE)[0]
