@@ -120,7 +120,7 @@ class Weights:
 
     def all(self, owner: str, model_id: str | None = None) -> list[dict[str, Any]]:
         """Return what is known of all weights of an owner, or of a model; the oldest first."""
-        saved = self._store.all(KIND, owner, model_id)
+        saved = sorted(self._store.all(KIND, owner, model_id), key=lambda one: one["time"])
         return [one for one in saved if self.find(one["path"], owner) is not None]
 
     def delete(self, path: str, owner: str) -> None:

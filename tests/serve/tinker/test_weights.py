@@ -96,6 +96,19 @@ def test_names_are_taken_once_unless_they_are_overwritten(client: Client, tmp_pa
     assert model.call("save_weights")["path"].endswith("/weights/step-7")
 
 
+def test_weights_that_are_saved_again_are_the_newest(client: Client) -> None:
+    model = client.model()
+    again, _ = (model.call("save_weights", path=name)["path"] for name in ("a", "b"))
+    model.call("save_weights", path="a", overwrite=True)
+    listed = [one["checkpoint_id"] for one in client.get("checkpoints")["checkpoints"]]
+    assert listed == ["weights/a", "weights/b"]
+    run = client.get(f"training_runs/{model.id}")
+    assert run["last_checkpoint"]["checkpoint_id"] == "weights/a"
+    client.result("unload_model", model_id=model.id)
+    gone = client.ask("get_info", model_id=model.id)
+    assert f"Its last saved weights: {again}" in gone.text
+
+
 def test_a_chat_asks_saved_weights_by_their_path(client: Client) -> None:
     model = client.model()
     prompt = [5, 6, 7]
