@@ -88,10 +88,10 @@ class Tenant:
                 found="The weights are unchanged; the gradient was dropped.",
                 fix="Look at the losses and advantages of the rows since the last step.",
             )
-        parameters, most = self.parameters.values(), settings.grad_clip_norm
+        optimizer, most = self._with_optimizer(), settings.grad_clip_norm
+        self.optimizer_tensors()  # makes its state: where memory runs out, nothing is clipped yet
         if most > 0:
-            torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
-        optimizer = self._with_optimizer()
+            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), most, norm)
         optimizer.param_groups[0].update(
             lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2),

@@ -301,6 +301,31 @@ def test_only_a_pass_that_went_well_makes_later_ones_smaller(
     assert teacher._plan.less_than(before)
 
 
+def test_a_step_that_runs_out_of_memory_is_done_again_as_if_it_had_not(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (client.model(seed=3) for _ in range(2))
+    expected = first.forward(CE), first.step(grad_clip_norm=1.0), first.forward(CE)
+    zeros, num_calls = torch.zeros_like, 0
+
+    def bounded(*args: Any, **named: Any) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 4:  # in the state of the second parameter
+            raise torch.OutOfMemoryError("out of memory")
+        return zeros(*args, **named)
+
+    before = second.forward(CE)
+    monkeypatch.setattr(torch, "zeros_like", bounded)
+    stepped = second.step(grad_clip_norm=1.0)
+    assert num_calls > 4
+    assert stepped["metrics"]["grad_norm:mean"] > 1.0
+    assert (before[0], stepped, second.forward(CE)[0]) == (
+        *(expected[0][0], expected[1]),
+        expected[2][0],
+    )
+
+
 def test_a_gradient_that_is_not_finite_is_dropped_and_nothing_else(client: Client) -> None:
     model = client.model()
     expected = model.forward(CE)[0]
