@@ -14,7 +14,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from peftkit.errors import PeftkitError, RunError
+from peftkit.errors import OutputError, PeftkitError, RunError
 from peftkit.inference.sampling import Chosen
 from peftkit.serve.answer_calls import call_fields
 from peftkit.serve.requests import RequestError
@@ -25,9 +25,11 @@ PieceQueue = asyncio.Queue[tuple[int, Piece | Exception]]
 
 
 def status_of(error: PeftkitError) -> int:
-    """Return the HTTP status of an error: the client's fault is 400, ours 500."""
+    """Return the HTTP status of an error: the client's fault is 400, ours 500, a full disk 503."""
     if isinstance(error, RequestError):
         return error.status
+    if isinstance(error, OutputError):
+        return 503
     return 400 if error.exit_code == 2 else 500
 
 

@@ -28,6 +28,10 @@ CREATE INDEX IF NOT EXISTS entries_of ON entries (parent);
 """
 
 
+class StoreError(OutputError):
+    """The store cannot be written now: its disk is full, say; later it may be."""
+
+
 class Store:
     """Documents by kind and id, and journals of entries; any thread may call it.
 
@@ -35,8 +39,8 @@ class Store:
         folder: Of the server; created if needed.
 
     Raises:
-        OutputError: The folder cannot be written to, or another server has it; of each method: what
-            was asked is not written.
+        OutputError: The folder cannot be written to, or another server has it.
+        StoreError: Of each method: what was asked is not written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -145,7 +149,7 @@ class Store:
         try:
             return self._database.execute(query, values)
         except sqlite3.OperationalError as problem:  # others are ours: that it is closed, say
-            raise OutputError(
+            raise StoreError(
                 "the server cannot keep its state.",
                 found=str(problem),
                 fix="Look at the disk of the folder that it was started with.",

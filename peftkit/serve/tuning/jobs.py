@@ -13,7 +13,8 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from peftkit.recipe import Recipe
 from peftkit.report.history import read_history
 from peftkit.run import run
 from peftkit.serve.requests import RequestError
-from peftkit.serve.store import new_id
+from peftkit.serve.store import StoreError, new_id
 from peftkit.serve.training import Training
 from peftkit.serve.tuning.bodies import JobBody
 from peftkit.serve.tuning.documents import ENDED, JOB, changing, tell
@@ -51,6 +52,8 @@ MAY = {
 _LOG = logging.getLogger(__name__)
 MAX_JOBS = 64
 """Jobs of one owner that wait or run."""
+RETRY_SECONDS = 10.0
+"""After which a job goes on that the store could not keep: its disk was full, say."""
 
 
 class Jobs:
@@ -158,18 +161,22 @@ class Jobs:
 
     def _check(self, id: str) -> None:
         """Check a job's files, make its recipe, and queue it."""
-        try:
-            with self._checking:
-                self._make_recipe(id)
-        except JobError as error:
-            self._fail(id, error.code, error.asked, error.param)
-        except PeftkitError as error:
-            self._fail(id, "invalid_hyperparameters", self._public(id, error), "hyperparameters")
-        except Exception as problem:
-            if not self._training.worker.is_stopping:  # else the next server begins anew
-                self._fail_unexpectedly(id, problem)
-        else:
-            self._queue(id)
+        with self._or_later(id, self._start):
+            try:
+                with self._checking:
+                    self._make_recipe(id)
+            except StoreError:
+                raise
+            except JobError as error:
+                self._fail(id, error.code, error.asked, error.param)
+            except PeftkitError as error:
+                told = self._public(id, error)
+                self._fail(id, "invalid_hyperparameters", told, "hyperparameters")
+            except Exception as problem:
+                if not self._training.worker.is_stopping:  # else the next server begins anew
+                    self._fail_unexpectedly(id, problem)
+            else:
+                self._queue(id)
 
     def _make_recipe(self, id: str) -> None:
         job, folder = self._store.get(JOB, id), self.folder(id)
@@ -214,6 +221,21 @@ class Jobs:
         """Run a job from its newest checkpoint, or from its start."""
         with self._queueing:
             self._queued.discard(id)
+        with self._or_later(id, self._queue):
+            self._run_now(id, give_way)
+
+    @contextmanager
+    def _or_later(self, id: str, again: Callable[[str], None]) -> Iterator[None]:
+        """Where the store cannot be written, leave a job as it is and try again after a while."""
+        try:
+            yield
+        except StoreError as error:
+            self._training.say(f"{id}: goes on later: {printable(error.found)}")
+            timer = threading.Timer(RETRY_SECONDS, again, (id,))
+            timer.daemon = True
+            timer.start()
+
+    def _run_now(self, id: str, give_way: Callable[[], None]) -> None:
         with changing(self._store, id) as job:
             if job["told"]["status"] not in ("queued", "running"):
                 return  # it was cancelled or paused while it waited
@@ -233,6 +255,8 @@ class Jobs:
             self._finish(id, progress)
         except Interrupted:  # it was cancelled or paused, or the server ends
             progress.flush()
+        except StoreError:
+            raise
         except DataError as error:
             self._fail(id, "invalid_training_file", self._public(id, error), "training_file")
         except PeftkitError as error:

@@ -19,7 +19,8 @@ from peftkit.defaults import OF_PREFERENCES, learning_rate_of
 from peftkit.inference.generate import generate
 from peftkit.recipe import load
 from peftkit.report.history import read_history
-from peftkit.serve.store import Store
+from peftkit.serve.store import Store, StoreError
+from peftkit.serve.tuning import jobs
 from peftkit.serve.tuning.documents import CHECKPOINT, changing
 from peftkit.serve.tuning.recipes import ANSWER_TOKENS, ANSWERS, PROMPTS, REWARDS_RATE
 from peftkit_cli.about import recipe_file
@@ -539,3 +540,88 @@ def test_a_chat_beside_a_job_is_answered_as_alone_and_the_job_learns_the_same(
         heard.append(client.say("base"))
     assert set(heard) == {expected}
     assert (client.folder / "jobs" / id / WEIGHTS).read_bytes() == alone
+
+
+class Full:
+    """A disk that is full while `is_full`: the store can be read, and nothing is written."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_full, self.refused, execute = False, threading.Event(), Store._run
+
+        def run(store: Store, query: str, values: Any = ()) -> Any:
+            if self.is_full and query.startswith(("INSERT", "DELETE")):
+                self.refused.set()
+                raise StoreError("the server cannot keep its state.", found="disk is full")
+            return execute(store, query, values)
+
+        monkeypatch.setattr(Store, "_run", run)
+        monkeypatch.setattr(jobs, "RETRY_SECONDS", 0.05)
+
+    def for_a_moment(self) -> None:
+        """Be full until something could not be written."""
+        self.refused.clear()
+        self.is_full = True
+        assert self.refused.wait(60)
+        self.is_full = False
+
+
+def test_a_job_goes_on_when_a_disk_that_was_full_has_room_again(
+    served: Served, alone: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, gate = Full(monkeypatch), Gated("Step 5/9")
+    with served(say=gate.say) as client:
+        id = client.job(chats(), method=hyper())["id"]
+        assert gate.reached.wait(60)
+        waits = client.job(chats(), method=hyper(n_epochs=1))["id"]
+        client.until(waits, "queued")
+        gate.go(0.1)
+        full.for_a_moment()  # in the midst of the first job
+        assert client.until(id)["status"] == client.until(waits)["status"] == "succeeded"
+        assert (client.folder / "jobs" / id / WEIGHTS).read_bytes() == alone
+
+
+@pytest.mark.parametrize("where", ["_make_recipe", "_run", "_finish"])
+def test_a_full_disk_before_or_after_its_run_fails_no_job(
+    served: Served, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    full, plain = Full(monkeypatch), getattr(jobs.Jobs, where)
+
+    def at_once_full(*args: Any) -> Any:
+        full.is_full = not full.refused.is_set()
+        return plain(*args)
+
+    monkeypatch.setattr(jobs.Jobs, where, at_once_full)
+    with served() as client:
+        id = client.job(chats(), method=hyper(n_epochs=1))["id"]
+        assert full.refused.wait(60)
+        full.is_full = False
+        assert client.until(id)["status"] == "succeeded"
+
+
+def test_a_failure_that_a_full_disk_could_not_keep_is_told_later(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, plain = Full(monkeypatch), jobs.count_rows
+
+    def bad(*args: Any, **named: Any) -> Any:
+        full.is_full = not full.refused.is_set()
+        return plain(*args, **named)
+
+    monkeypatch.setattr(jobs, "count_rows", bad)
+    with served() as client:
+        id = client.job(chats(9))["id"]
+        assert full.refused.wait(60)
+        full.is_full = False
+        assert client.until(id)["error"]["code"] == "invalid_n_examples"
+
+
+def test_a_full_disk_is_not_the_client_s_fault(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, full = client.upload(chats()), Full(monkeypatch)
+    full.is_full = True
+    refused = client.post(JOBS, json={"model": "base", "training_file": file})
+    assert refused.status_code == 503
+    assert refused.json()["error"]["type"] == "server_error"
+    full.is_full = False
+    assert client.post(JOBS, json={"model": "base", "training_file": file}).status_code == 200
