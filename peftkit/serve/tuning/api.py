@@ -14,9 +14,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from peftkit.data.encode import Style, prompt_ids, stop_ids
-from peftkit.errors import RunError
+from peftkit.errors import PeftkitError, RunError
 from peftkit.inference.engine import Request as AnswerRequest
 from peftkit.inference.sampling import Sampling, seed_of
+from peftkit.serve.answers import status_of
 from peftkit.serve.requests import RequestError
 from peftkit.serve.training import Dialect, Training
 from peftkit.serve.tuning.bodies import GraderBody, GraderRun, JobBody
@@ -149,9 +150,15 @@ class _Api:
         while not is_over:
             piece = heard.get()
             if isinstance(piece, Exception):
-                raise piece
+                raise _of_the_server(piece)
             text, is_over = text + piece.text, piece.reason is not None
         return [text]
+
+
+def _of_the_server(error: Exception) -> RequestError:
+    """Return what the model failed with; what a grader fails with is the request's."""
+    assert isinstance(error, PeftkitError)
+    return RequestError(error.asked, found=error.found, fix=error.fix, status=status_of(error))
 
 
 PROBLEMS = (

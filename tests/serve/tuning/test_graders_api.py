@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from openai.types.fine_tuning.alpha import GraderRunResponse
 
+from peftkit.inference.cached_engine import CachedEngine
 from tests.serve.tuning.conftest import Client, Served
 from tests.serve.tuning.test_jobs import LIKE
 
@@ -92,3 +93,16 @@ def test_functions_are_tried_where_the_operator_says_so(served: Served) -> None:
         assert "ZeroDivisionError" in failed.json()["error"]["message"]
         broken = {**SHARE, "source": "def grade(:"}
         assert client.post(f"{PATH}/validate", json={"grader": broken}).status_code == 400
+
+
+def test_a_model_that_fails_is_not_the_client_s_fault(
+    shared: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: CachedEngine) -> None:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(CachedEngine, "step", fails)
+    body = {"grader": {**SCORE, "range": [0, 9]}, "model_sample": "x", "item": ITEM}
+    failed = shared.post(f"{PATH}/run", json=body)
+    assert failed.status_code == 500
+    assert "the model failed" in failed.json()["error"]["message"]
