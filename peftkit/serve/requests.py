@@ -17,6 +17,8 @@ from peftkit.inference.call_formats import CallFormat
 from peftkit.serve.tool_fields import MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolUse, with_calls
 
 MAX_TOKENS = 1 << 20
+MAX_ERRORS = 100
+"""Wrong fields of a request that are looked at one by one."""
 
 
 class RequestError(PeftkitError):
@@ -53,7 +55,7 @@ class _Part(_Strict):
 
 class _Message(_Strict):
     role: Annotated[str, Field(pattern="^(system|developer|user|assistant|tool)$")]
-    content: str | list[_Part] = ""
+    content: str | Annotated[list[_Part], Field(fail_fast=True)] = ""
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -191,7 +193,7 @@ class _ResponseFormat(_Strict):
 class ChatBody(Body):
     """A request to /v1/chat/completions."""
 
-    messages: Annotated[list[_Message], Field(min_length=1)]
+    messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -260,7 +262,12 @@ class ChatBody(Body):
 class TextBody(Body):
     """A request to /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[int], Field(fail_fast=True)]
+        | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True)]
+    )
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
 
     @property
@@ -294,10 +301,23 @@ def read_body(data: bytes, kind: type[B]) -> B:
         raise _request_error(problem, kind) from None
 
 
+def errors_of(problem: ValidationError) -> list[Any]:
+    """Return what is wrong with the fields of a request.
+
+    Raises:
+        RequestError: More than can be told one by one.
+    """
+    if (number := problem.error_count()) > MAX_ERRORS:
+        raise RequestError(
+            "the request has fields that cannot be used.", found=f"There are {number:,} of them."
+        )
+    return problem.errors(include_url=False, include_input=False, include_context=False)
+
+
 def _request_error(problem: ValidationError, kind: type[BaseModel]) -> RequestError:
     lines: dict[str, None] = {}
     unsupported = _Unsupported.model_fields if issubclass(kind, _Unsupported) else {}
-    errors = problem.errors(include_url=False, include_input=False)
+    errors = errors_of(problem)
     fields = [str(error["loc"][0]) if error["loc"] else "" for error in errors]
     for field, error in zip(fields, errors, strict=True):
         # pydantic adds the types of a union's branches; field and index are enough

@@ -23,7 +23,7 @@ _SETTINGS = "sampling_params"
 class TokenBody(Body):
     """A request to /inference/v1/generate: what stands in `sampling_params` are its own fields."""
 
-    token_ids: Annotated[list[int], Field(min_length=1)]
+    token_ids: Annotated[list[int], Field(min_length=1, fail_fast=True)]
     temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
     top_k: Annotated[int, Field(ge=-1)] = 0
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import socket
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.inference.bank import AdapterBank
+from peftkit.serve.requests import ChatBody, RequestError, TextBody, read_body
 from peftkit.serve.server import listening, serve_adapters, vllm_command
+from peftkit.serve.tinker.bodies import Sample, checked, fields_of
+from peftkit.serve.tokens import TokenBody
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD = {"model": "one", "prompt": "the quick", "max_tokens": 2}
@@ -178,3 +185,34 @@ def test_it_says_how_vllm_loads_the_same_folders(bank: AdapterBank, paths: dict[
     assert command is not None
     assert "--max-lora-rank 8 " in command
     assert f"--lora-modules one={paths['one']} two={paths['two']}" in command
+
+
+MANY = 1000
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (ChatBody, "messages", [0] * MANY),
+        (ChatBody, "messages", [{"role": "user", "content": [0] * MANY}]),
+        (TextBody, "prompt", [{}] * MANY),
+        (TextBody, "prompt", [[""] * MANY]),
+        (TokenBody, "token_ids", [""] * MANY),
+        (Sample, "prompt", {"chunks": [{"tokens": [""] * MANY}]}),
+        (Sample, "prompt", {"chunks": [0] * MANY}),
+    ],
+)
+def test_of_the_wrong_elements_of_a_long_list_one_is_looked_at(
+    kind: Any, field: str, value: Any
+) -> None:
+    with pytest.raises(ValidationError) as told:
+        kind.model_validate({field: value})
+    assert sum(error["loc"][0] == field for error in told.value.errors()) < 6
+
+
+@pytest.mark.parametrize(
+    "read", [partial(read_body, kind=TextBody), lambda data: checked(fields_of(data), Sample)]
+)
+def test_fields_that_are_wrong_by_the_thousand_are_counted(read: Callable[[bytes], Any]) -> None:
+    with pytest.raises(RequestError, match=r"1,0.* of them"):
+        read(json.dumps({f"field{n}": 1 for n in range(MANY)}).encode())

@@ -106,7 +106,8 @@ def _json(kind: type[Body], of: Callable[[Any, Asked], dict[str, Any]]) -> Handl
 
     async def handle(request: Request) -> Response:
         asked = await _asked(request)
-        return JSONResponse(of(checked(asked.fields, kind), asked))
+        body = await run_in_threadpool(checked, asked.fields, kind)
+        return JSONResponse(of(body, asked))
 
     return handle
 
@@ -123,7 +124,8 @@ def _operation(
         def prepare(model: Any) -> Callable[[], Any]:
             return of(checked(asked.fields, kind), model)
 
-        return JSONResponse(service.submit(checked(place, bodies.Ordered), asked, prepare))
+        ordered = checked(place, bodies.Ordered)
+        return JSONResponse(await run_in_threadpool(service.submit, ordered, asked, prepare))
 
     return handle
 
@@ -152,7 +154,8 @@ def _forward_backward(service: Service) -> Handler:
 def _retrieve(service: Service) -> Handler:
     async def handle(request: Request) -> Response:
         asked = await _asked(request)
-        pending = service.pending(checked(asked.fields, bodies.OfFuture), asked)
+        body = await run_in_threadpool(checked, asked.fields, bodies.OfFuture)
+        pending = service.pending(body, asked)
         pending.check()
         await asyncio.wait([asyncio.wrap_future(pending.future)], timeout=HOLD_SECONDS)
         result = pending.future.result() if pending.future.done() else None
@@ -196,9 +199,13 @@ def _owner(request: Request) -> str:
 
 
 async def _asked(request: Request) -> Asked:
-    data = await bounded_body(request, MAX_BODY)
-    fields, key = fields_of(data), request.headers.get("x-idempotency-key", "")[:200]
-    return Asked(_owner(request), digest_of(fields), len(data), fields, key)
+    data, key = await bounded_body(request, MAX_BODY), request.headers.get("x-idempotency-key", "")
+
+    def read() -> Asked:
+        fields = fields_of(data)
+        return Asked(_owner(request), digest_of(fields), len(data), fields, key[:200])
+
+    return await run_in_threadpool(read)  # others have their turn meanwhile
 
 
 def _guarded(handler: Handler) -> Handler:

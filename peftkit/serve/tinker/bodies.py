@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from peftkit.errors import first_few
 from peftkit.files.strict_json import parse_json
-from peftkit.serve.requests import MAX_TOKENS, RequestError
+from peftkit.serve.requests import MAX_TOKENS, RequestError, errors_of
 
 B = TypeVar("B", bound="Body")
 
@@ -185,13 +185,13 @@ class Chunk(Body):
     """A piece of a prompt."""
 
     type: Literal["encoded_text"] = "encoded_text"
-    tokens: Annotated[list[int], Field(max_length=MAX_TOKENS)]
+    tokens: Annotated[list[int], Field(max_length=MAX_TOKENS, fail_fast=True)]
 
 
 class Prompt(Body):
     """A prompt."""
 
-    chunks: Annotated[list[Chunk], Field(min_length=1, max_length=4096)]
+    chunks: Annotated[list[Chunk], Field(min_length=1, max_length=4096, fail_fast=True)]
 
     @property
     def ids(self) -> list[int]:
@@ -276,13 +276,13 @@ def checked(fields: Mapping[str, Any], kind: type[B]) -> B:
     """Return a body.
 
     Raises:
-        RequestError: A field is missing, wrong or unknown; names all of them.
+        RequestError: A field is missing, wrong or unknown; names the first of them.
     """
     try:
         return kind.model_validate(fields)
     except ValidationError as problem:
         lines: dict[str, None] = {}
-        for one in problem.errors(include_url=False, include_input=False, include_context=False):
+        for one in errors_of(problem):
             what = NAMES if one["type"] == "string_pattern_mismatch" else one["msg"]
             field = ".".join(str(part)[:40] for part in one["loc"])
             lines[f"{field}: {what}".lstrip(": ")] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -65,4 +66,4 @@ async def body_of(request: Request, kind: type[M]) -> M:
         data = await bounded_body(request, MAX_BODY)
     except ClientDisconnect:
         raise RequestError("the request was cut short.") from None
-    return read_body(data, kind)
+    return await asyncio.to_thread(read_body, data, kind)

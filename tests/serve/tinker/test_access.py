@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 
 from peftkit.serve.tinker import api, rows, wire
+from peftkit.serve.tinker.bodies import Ordered
 from tests.serve.tinker.conftest import Serve
 from tests.serve.tinker.wire_client import API, Client, datum, message
 
@@ -215,6 +217,25 @@ def test_bodies_that_are_too_long_or_compressed_are_refused(
     monkeypatch.setattr(api, "MAX_BODY", 50)
     assert model.send(body).status_code == 413
     assert client.ask("create_session", tags=["x" * 60]).status_code == 413
+
+
+def test_bodies_are_checked_beside_the_loop(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def beside(read: Any) -> Any:
+        def reads(*args: Any) -> Any:
+            if Ordered not in args:  # two numbers
+                with pytest.raises(RuntimeError, match="no running event loop"):
+                    asyncio.get_running_loop()
+            return read(*args)
+
+        return reads
+
+    for name in ("fields_of", "checked"):
+        monkeypatch.setattr(api, name, beside(getattr(api, name)))
+    model = client.model()
+    assert model.step()["metrics"]
+    assert client.sample(client.sampler(), [5, 6, 7]).sequences
 
 
 def test_sparse_tensors_are_bounded_by_what_they_become(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import csv
 import json
@@ -19,8 +20,9 @@ from peftkit.defaults import OF_PREFERENCES, learning_rate_of
 from peftkit.inference.generate import generate
 from peftkit.recipe import load
 from peftkit.report.history import read_history
+from peftkit.serve.requests import read_body
 from peftkit.serve.store import Store, StoreError
-from peftkit.serve.tuning import jobs
+from peftkit.serve.tuning import jobs, pages
 from peftkit.serve.tuning.documents import CHECKPOINT, changing
 from peftkit.serve.tuning.recipes import ANSWER_TOKENS, ANSWERS, PROMPTS, REWARDS_RATE
 from peftkit_cli.about import recipe_file
@@ -384,6 +386,18 @@ def test_wandb_is_the_recipe_s_where_it_is_installed(
 
 
 NONE = [b"", b"{", b"[]", b"\xff", b'{"model": NaN}', b"{" * 2000, b"x" * 2**21]
+
+
+def test_bodies_are_checked_beside_the_loop(
+    shared: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(data: bytes, kind: Any) -> Any:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        return read_body(data, kind)
+
+    monkeypatch.setattr(pages, "read_body", read)
+    assert shared.post(JOBS, content=b"{}").status_code == 400
 
 
 @pytest.mark.parametrize("data", NONE, ids=[str(data[:9]) for data in NONE])
