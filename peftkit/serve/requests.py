@@ -17,6 +17,8 @@ from peftkit.inference.call_formats import CallFormat
 from peftkit.serve.tool_fields import MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolUse, with_calls
 
 MAX_TOKENS = 1 << 20
+StopText = Annotated[str, Field(max_length=256)]
+"""Each token of an answer is compared with it."""
 MAX_ERRORS = 100
 """Wrong fields of a request that are looked at one by one."""
 
@@ -127,7 +129,7 @@ class Body(_Unsupported, _Ignored):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 62), le=1 << 62)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=4)] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
 

@@ -16,7 +16,7 @@ from peftkit.errors import AdapterError, ConfigError
 from peftkit.inference.bank import AdapterBank
 from peftkit.serve.requests import ChatBody, RequestError, TextBody, read_body
 from peftkit.serve.server import listening, serve_adapters, vllm_command
-from peftkit.serve.tinker.bodies import Sample, checked, fields_of
+from peftkit.serve.tinker.bodies import Sample, Sampling, checked, fields_of
 from peftkit.serve.tokens import TokenBody
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -41,6 +41,8 @@ ASKED: Any = {"model": "one", "messages": [{"role": "user", "content": "Hi"}]}
         (TEXT, {**GOOD, "temperature": -1}, 400, "temperature"),
         (TEXT, {**GOOD, "top_p": 0}, 400, "top_p"),
         (TEXT, {**GOOD, "max_tokens": 0}, 400, "max_tokens"),
+        (TEXT, {**GOOD, "stop": "a" * 257}, 400, "256"),
+        (TEXT, {**GOOD, "stop": ["a", "a" * 257]}, 400, "256"),
         (TEXT, {**GOOD, "n": 5}, 400, "5 answers"),
         (TEXT, {**GOOD, "prompt": []}, 400, "0 answers"),
         (TEXT, {**GOOD, "prompt": ""}, 400, "empty"),
@@ -216,3 +218,10 @@ def test_of_the_wrong_elements_of_a_long_list_one_is_looked_at(
 def test_fields_that_are_wrong_by_the_thousand_are_counted(read: Callable[[bytes], Any]) -> None:
     with pytest.raises(RequestError, match=r"1,0.* of them"):
         read(json.dumps({f"field{n}": 1 for n in range(MANY)}).encode())
+
+
+@pytest.mark.parametrize("stop", ["a" * 257, ["a" * 257]])
+def test_stop_texts_of_tinker_s_clients_are_bounded(stop: Any) -> None:
+    with pytest.raises(RequestError, match="at most 256 characters"):
+        checked({"stop": stop}, Sampling)
+    assert checked({"stop": "a" * 256}, Sampling)

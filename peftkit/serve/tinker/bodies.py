@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from peftkit.errors import first_few
 from peftkit.files.strict_json import parse_json
-from peftkit.serve.requests import MAX_TOKENS, RequestError, errors_of
+from peftkit.serve.requests import MAX_TOKENS, RequestError, StopText, errors_of
 
 B = TypeVar("B", bound="Body")
 
@@ -204,9 +204,9 @@ class Sampling(Body):
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 62), le=1 << 62)] | None = None
     stop: (
-        str
+        StopText
         | Annotated[list[int], Field(max_length=MAX_STOPS)]
-        | Annotated[list[str], Field(max_length=MAX_STOPS)]
+        | Annotated[list[StopText], Field(max_length=MAX_STOPS)]
         | None
     ) = None
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
