@@ -8,8 +8,10 @@ next one goes on with them.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import secrets
+import shutil
 import tempfile
 import threading
 import time
@@ -24,8 +26,8 @@ from peftkit.config.strict_yaml import printable
 from peftkit.errors import CheckpointError, DataError, PeftkitError
 from peftkit.events import ignore
 from peftkit.execution.signals import Interrupted
-from peftkit.files.disk import write_text
-from peftkit.formats.folders import RECIPE
+from peftkit.files.disk import new_folder, write_text
+from peftkit.formats.folders import CONFIG, NOTES, RECIPE, TENSORS
 from peftkit.recipe import Recipe
 from peftkit.report.history import read_history
 from peftkit.run import run
@@ -52,6 +54,8 @@ MAY = {
 _LOG = logging.getLogger(__name__)
 MAX_JOBS = 64
 """Jobs of one owner that wait or run."""
+START = "start"
+"""Folder of a job with the adapter that it starts from."""
 RETRY_SECONDS = 10.0
 """After which a job goes on that the store could not keep: its disk was full, say."""
 
@@ -119,9 +123,22 @@ class Jobs:
             tell(self._store, id, f"Validating training file: {body.training_file}")
             if body.validation_file:
                 tell(self._store, id, f"Validating validation file: {body.validation_file}")
+            self._keep_start(id, body.model, owner)
         self._training.say(f"{id}: created, {body.kind}, over {body.model}")
         self._start(id)
         return told
+
+    def _keep_start(self, id: str, model: str, owner: str) -> None:
+        """Keep a client's model that a job starts from: it may be deleted while the job waits."""
+        start = self._training.models.folder(model, owner)
+        if start is None or not start.is_relative_to(self._training.folder.resolve()):
+            return  # the base, or an adapter of the operator's
+        with new_folder(self.folder(id) / START, last=CONFIG) as new:
+            for name in (CONFIG, TENSORS, NOTES):
+                try:
+                    os.link(start / name, new / name)
+                except OSError:  # not all file systems have links
+                    shutil.copyfile(start / name, new / name)
 
     def change(self, id: str, owner: str, what: str) -> dict[str, Any]:
         """Cancel, pause or resume a job.
@@ -190,6 +207,9 @@ class Jobs:
         if body.validation_file is not None:
             valid = self._files.path(body.validation_file)
             count_rows(valid, body.kind, fields, param="validation_file")
+        start: Path | None = folder / START
+        if not (folder / START).exists():
+            start = self._training.models.folder(body.model, self._store.owner(JOB, id))
         recipe, numbers = recipe_of(
             body,
             job["told"]["seed"],
@@ -197,7 +217,7 @@ class Jobs:
             self._training,
             files=(file, valid),
             num_rows=num_rows,
-            start=self._training.models.folder(body.model, self._store.owner(JOB, id)),
+            start=start,
             out=folder,
         )
         folder.mkdir(parents=True, exist_ok=True)
@@ -301,14 +321,18 @@ class Jobs:
 
     def _fail_unexpectedly(self, id: str, problem: Exception) -> None:
         _LOG.exception("the job %s", id)
-        self._fail(id, "server_error", f"{type(problem).__name__}: {problem}")
+        told = self._public(id, f"{type(problem).__name__}: {problem}")
+        self._fail(id, "server_error", told)
 
-    def _public(self, id: str, error: PeftkitError) -> str:
+    def _public(self, id: str, text: object) -> str:
         job = self._store.get(JOB, id)
         assert job is not None
         names = (job["told"][name] for name in ("training_file", "validation_file"))
         return public(
-            str(error), *(self._files.path(name) for name in names if name), self.folder(id)
+            str(text),
+            *(self._files.path(name) for name in names if name),
+            self.folder(id),
+            self._training.folder.resolve(),
         )
 
 

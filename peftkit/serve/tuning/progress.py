@@ -76,7 +76,7 @@ class JobProgress:
             self.flush()
             self._keep(int(event.path.name.rpartition("-")[2]))
         elif isinstance(event, Notice):
-            tell(self._store, self._id, public(event.text, self._training.folder), "warn")
+            tell(self._store, self._id, public(event.text, self._training.folder.resolve()), "warn")
         elif isinstance(event, Table) and event.source:
             self._count(event)
         if isinstance(event, TURNS):

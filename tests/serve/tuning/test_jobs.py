@@ -17,12 +17,13 @@ from typer.testing import CliRunner
 
 from peftkit import open_adapter
 from peftkit.defaults import OF_PREFERENCES, learning_rate_of
+from peftkit.errors import ConfigError
 from peftkit.inference.generate import generate
 from peftkit.recipe import load
 from peftkit.report.history import read_history
 from peftkit.serve.requests import read_body
 from peftkit.serve.store import Store, StoreError
-from peftkit.serve.tuning import jobs, pages
+from peftkit.serve.tuning import jobs, pages, progress
 from peftkit.serve.tuning.documents import CHECKPOINT, changing
 from peftkit.serve.tuning.recipes import ANSWER_TOKENS, ANSWERS, PROMPTS, REWARDS_RATE
 from peftkit_cli.about import recipe_file
@@ -210,7 +211,7 @@ def test_a_dpo_job_prefers_and_goes_on_from_a_job_s_model(shared: Client) -> Non
     assert job["fine_tuned_model"].startswith("ft:base:local::")
     folder = shared.folder / "jobs" / job["id"]
     told = load(folder / "recipe.yaml")
-    assert told.method.start_from == str(shared.folder / "jobs" / first["id"])
+    assert told.method.start_from == str(folder / "start")
     assert told.task.model_dump().items() >= {"loss": "dpo", "beta": 0.3}.items()
     rate = OF_PREFERENCES * learning_rate_of(32)
     assert told.train.learning_rate == pytest.approx(5 * rate)
@@ -639,3 +640,34 @@ def test_a_full_disk_is_not_the_client_s_fault(
     assert refused.json()["error"]["type"] == "server_error"
     full.is_full = False
     assert client.post(JOBS, json={"model": "base", "training_file": file}).status_code == 200
+
+
+def test_a_job_has_what_it_starts_from_when_that_is_gone_meanwhile(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "KEPT", 1)
+    gate = Gated("Step 5/9")
+    with served(say=gate.say) as client:
+        first = client.job(chats(), method=hyper())["id"]
+        assert gate.reached.wait(60)
+        (kept,) = client.get(f"{JOBS}/{first}/checkpoints").json()["data"]
+        model = kept["fine_tuned_model_checkpoint"]
+        second = client.job(chats(), model=model, method=hyper(n_epochs=1))["id"]
+        client.until(second, "queued")
+        gate.go()
+        done = client.until(second)
+        assert done["status"] == "succeeded", done["error"]
+        assert not (client.folder / "jobs" / first / "kept" / "step-3").exists()
+        assert client.say(done["fine_tuned_model"])
+
+
+@pytest.mark.parametrize(("kind", "before"), [(ConfigError, ""), (OSError, "OSError: ")])
+def test_why_a_job_failed_is_told_without_the_server_s_paths(
+    client: Client, monkeypatch: pytest.MonkeyPatch, kind: type[Exception], before: str
+) -> None:
+    def fails(*args: Any, **named: Any) -> None:
+        raise kind(f"{client.folder / 'jobs' / 'other' / 'x.json'} is damaged.")
+
+    monkeypatch.setattr(jobs, "run", fails)
+    error = client.until(client.job(chats())["id"])["error"]
+    assert error["message"] == f"{before}server/jobs/other/x.json is damaged."
