@@ -333,10 +333,11 @@ class Worker:
         Args:
             stays: Wait for more when all have ended, unless something else waits.
         """
-        steps = STEPS_OF_A_TURN
+        steps, has_begun = STEPS_OF_A_TURN, False
         try:
             self._engine = self._engine or self.bank.engine(self.limits)
             with self._engine as engine:
+                has_begun = True
                 while self._take_new(engine, stays):
                     others = not stays or self._operations or self._works
                     if others and (engine.is_idle or (steps <= 0 and time.monotonic() >= until)):
@@ -347,7 +348,7 @@ class Worker:
         except Exception as problem:  # later jobs may well succeed
             _LOG.exception("%d answers failed", len(self._jobs))
             self._engine = None
-            self._fail_all(_failed("the model failed", problem))
+            self._fail_all(_failed("the model failed", problem), waiting=not has_begun)
 
     def _step(self, engine: Engine) -> None:
         try:
@@ -357,10 +358,11 @@ class Worker:
                 if job.completion is error.completion and not job.is_done:
                     job.send(error)
 
-    def _fail_all(self, error: Exception) -> None:
+    def _fail_all(self, error: Exception, *, waiting: bool = False) -> None:
+        """Tell the jobs that are answered of an error, and those that wait, at the end anyway."""
         with self._changed:
             left, self._jobs = self._jobs, []
-            if self._ended:
+            if waiting or self._ended:
                 left, self._new = [*left, *self._new], []
         for job in left:
             if not job.is_done:

@@ -124,6 +124,29 @@ def test_what_fails_is_told_and_those_after_it_are_answered(
     assert "no more" in str(failed)
 
 
+def test_a_model_that_cannot_begin_to_answer_fails_what_waits(
+    bank: AdapterBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = AdapterBank.engine
+
+    def fails(self: AdapterBank, limits: Limits) -> Any:
+        monkeypatch.setattr(AdapterBank, "engine", real)
+        raise MemoryError("no more")
+
+    worker, first, second = Worker(bank), Asked("one", [7]), Asked("one", [8])
+    monkeypatch.setattr(AdapterBank, "engine", fails)
+    worker.submit([first.job])
+    worker.start()
+    try:
+        error = first.end()
+        assert isinstance(error, RunError)
+        assert "no more" in str(error)
+        worker.submit([second.job])
+        assert isinstance(second.end(), Piece)
+    finally:
+        worker.stop()
+
+
 def test_stopping_tells_those_who_wait(bank: AdapterBank) -> None:
     worker, request = Worker(bank), Asked("one", [7])
     worker.submit([request.job])
