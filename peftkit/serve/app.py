@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -42,6 +42,8 @@ from peftkit.serve.tokens import TokenBody, token_answers, unknown_token, vocabu
 from peftkit.serve.tool_fields import ToolUse
 from peftkit.serve.training import Dialect, Training, TrainingOptions
 from peftkit.serve.worker import Job, Piece, Worker, own_seed
+
+B = TypeVar("B", bound=Body)
 
 PREFILL_TOKENS = 256
 """Tokens of prompts to compute between two tokens of the answers."""
@@ -216,11 +218,11 @@ class _Service:
         return await self._respond(request, self._token_prompt)
 
     def _token_prompt(self, data: bytes, owner: str) -> _Read:
-        body = read_body(data, TokenBody)
+        body = self._fields(data, TokenBody)
         return _Read(body, *self._model(body, owner), [self._ids(body.token_ids)])
 
     def _chat_prompts(self, data: bytes, owner: str) -> _Read:
-        body = read_body(data, ChatBody)
+        body = self._fields(data, ChatBody)
         adapter, style = self._model(body, owner)
         tools = body.tool_use
         needs_calls = body.has_calls or (tools is not None and tools.offered)
@@ -238,9 +240,25 @@ class _Service:
         return _Read(body, adapter, style, [shown], calls, tools)
 
     def _text_prompts(self, data: bytes, owner: str) -> _Read:
-        body = read_body(data, TextBody)
+        body = self._fields(data, TextBody)
         prompts = [self._ids(each) for each in body.prompts()]
         return _Read(body, *self._model(body, owner), prompts)
+
+    def _fields(self, data: bytes, kind: type[B]) -> B:
+        """Return the fields of a request, which asks for as many answers as may be at once.
+
+        Raises:
+            RequestError: As `read_body`, or it asks for more, or for none.
+        """
+        body = read_body(data, kind)
+        copies = body.n or 1
+        if not 0 < (number := body.num_prompts * copies) <= self._limits.max_batch:
+            raise RequestError(
+                f"the request asks for {number} answers.",
+                fix=f"Ask for 1 to {self._limits.max_batch} at once.",
+                param="n" if copies > 1 else "prompt",
+            )
+        return body
 
     def _model(self, body: Body, owner: str) -> tuple[str | None, Style]:
         """Return the adapter that a request names, and its style."""
@@ -274,12 +292,6 @@ class _Service:
     def _jobs(self, found: _Read, queue: PieceQueue, loop: asyncio.AbstractEventLoop) -> list[Job]:
         body, adapter, style, prompts, calls, _ = found
         copies = body.n or 1
-        if not 0 < len(prompts) * copies <= self._limits.max_batch:
-            raise RequestError(
-                f"the request asks for {len(prompts) * copies} answers.",
-                fix=f"Ask for 1 to {self._limits.max_batch} at once.",
-                param="n" if copies > 1 else "prompt",
-            )
         length = body.max_new_tokens or self._limits.max_new_tokens
         jobs: list[Job] = []
         for index in range(len(prompts) * copies):

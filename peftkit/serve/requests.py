@@ -144,6 +144,11 @@ class Body(_Unsupported, _Ignored):
         raise NotImplementedError
 
     @property
+    def num_prompts(self) -> int:
+        """How many prompts the request has."""
+        return 1
+
+    @property
     def schema_of_answer(self) -> dict[str, Any] | None:
         """The JSON schema of the answer, if any."""
         return None
@@ -275,6 +280,10 @@ class TextBody(Body):
     @property
     def num_top(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts())
 
     def prompts(self) -> Sequence[str | list[int]]:
         """Return the prompts: texts, or token ids."""

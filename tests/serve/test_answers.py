@@ -274,6 +274,19 @@ def test_others_are_answered_while_a_prompt_is_read(
     assert not has_waited
 
 
+def test_prompts_are_counted_before_they_are_read(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: Any, **named: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(app, "prompt_ids", never)
+    body = {"model": "one", "prompt": ["a"] * 3, "n": 2}
+    refused = client.post(TEXT, json=body)
+    assert refused.status_code == 400
+    assert "6 answers" in refused.json()["error"]["message"]
+
+
 def test_models_are_the_adapters_and_the_base(client: Any) -> None:
     listed = client.get("/v1/models").json()["data"]
     assert [model["id"] for model in listed] == ["one", "two", "base"]
