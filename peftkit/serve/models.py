@@ -7,6 +7,7 @@ many others were used since.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cache
@@ -52,11 +53,16 @@ class Models:
         """The operator's adapters."""
         return [name for name in self.bank.names if name not in self._loaded]
 
-    def publish(self, name: str, folder: Path, owner: str) -> None:
-        """Give an adapter folder a public name, for its owner; from a restart on, too."""
+    def publish(self, name: str, folder: Path, owner: str, *, expires: float | None = None) -> None:
+        """Give an adapter folder a public name, for its owner; from a restart on, too.
+
+        Args:
+            expires: When it is there no more, in seconds since 1970.
+        """
         assert self._store is not None
-        body = {"name": name, "inner": new_id("published-"), "folder": str(folder.resolve())}
-        self._store.put(KIND, name, body, owner=owner, parent=body["inner"])
+        inner = new_id("published-")
+        body = {"name": name, "inner": inner, "folder": str(folder.resolve()), "expires": expires}
+        self._store.put(KIND, name, body, owner=owner, parent=inner)
 
     def withdraw(self, name: str) -> None:
         """Take a published name back; answers that are under way go on."""
@@ -101,7 +107,7 @@ class Models:
     def listed(self, owner: str = "") -> list[str]:
         """Return the names that an owner may ask for."""
         published = self._store.all(KIND, owner) if self._store else []
-        return [*self._own, *self.base_names, *(one["name"] for one in published)]
+        return [*self._own, *self.base_names, *(one["name"] for one in published if _is_there(one))]
 
     def load(self, inner: str | None) -> None:
         """Have an adapter in the bank; to be called in the thread that has the model.
@@ -141,7 +147,7 @@ class Models:
 
     def _published(self, name: str, owner: str) -> dict[str, Any]:
         model = self._store.get(KIND, name, owner) if self._store else None
-        if model is not None:
+        if model is not None and _is_there(model):
             return model
         names = self.listed(owner)
         shown = ", ".join(names[:16]) + (", ..." if len(names) > 16 else "")
@@ -160,6 +166,11 @@ def _give_parents(store: Store) -> None:
         for body in store.all(KIND, parent=""):
             name = body["name"]
             store.put(KIND, name, body, owner=store.owner(KIND, name), parent=body["inner"])
+
+
+def _is_there(model: dict[str, Any]) -> bool:
+    expires = model.get("expires")
+    return expires is None or time.time() <= expires
 
 
 def _style_of(folder: Path) -> Style | None:

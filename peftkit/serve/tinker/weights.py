@@ -79,7 +79,7 @@ class Weights:
         }
         with self._store.transaction():
             self._store.put(KIND, path, body, owner=owner, parent=model_id)
-            self._models.publish(path, folder, owner)
+            self._models.publish(path, folder, owner, expires=body["expires"])
         if before is not None:
             shutil.rmtree(self._folder / before["folder"], ignore_errors=True)
         if is_unnamed:

@@ -167,6 +167,9 @@ def test_weights_go_when_their_time_is_over(
     path = model.call("save_weights", path="a", ttl_seconds=60)["path"]
     now = weights.time.time()
     monkeypatch.setattr(weights.time, "time", lambda: now + 61)
+    body = {"model": path, "prompt": [5, 6], "max_tokens": 2}
+    assert client.http.post("/v1/completions", json=body).status_code == 404
+    assert [one["id"] for one in client.http.get("/v1/models").json()["data"]] == ["base"]
     assert client.get("checkpoints")["checkpoints"] == []
     assert client.ask("weights_info", tinker_path=path).status_code == 404
 
