@@ -42,16 +42,12 @@ class Models:
         self, bank: AdapterBank, store: Store | None = None, names: Sequence[str] = ()
     ) -> None:
         self.bank, self._store = bank, store
+        self._own = bank.names  # the operator's; clients' come and go
         self.base_names = [*dict.fromkeys((BARE, *names))]
         self._loaded: OrderedDict[str, str] = OrderedDict()
         self._style = cache(_style_of)
         if store is not None:
             _give_parents(store)
-
-    @property
-    def _own(self) -> list[str]:
-        """The operator's adapters."""
-        return [name for name in self.bank.names if name not in self._loaded]
 
     def publish(self, name: str, folder: Path, owner: str, *, expires: float | None = None) -> None:
         """Give an adapter folder a public name, for its owner; from a restart on, too.
@@ -125,16 +121,13 @@ class Models:
         if not published:
             raise RequestError("the model is gone.", status=404, code="model_not_found")
         (model,) = published
-        self._loaded[inner] = model["name"]  # before it is in the bank: all see the operator's
         try:
             self.bank.add(inner, model["folder"])
-        except BaseException as error:
-            del self._loaded[inner]
-            if not isinstance(error, AdapterError):
-                raise
+        except AdapterError as error:
             raise RequestError(
                 f"the model '{model['name']}' cannot be loaded.", found=str(error), status=404
             ) from None
+        self._loaded[inner] = model["name"]
         self._make_room()
 
     def _make_room(self) -> None:

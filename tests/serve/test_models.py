@@ -128,6 +128,27 @@ def test_an_adapter_that_is_being_loaded_is_not_everybodys(
     assert bank.names == (models.inner("m", "ann"),)
 
 
+def test_an_adapter_that_leaves_the_bank_is_not_everybodys(
+    llama: Any, tokenizer: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = Models(AdapterBank(a_base(llama, tokenizer)), Store(tmp_path / "state"))
+    models.publish("m", folder, "ann")
+    models.load(inner := models.inner("m", "ann"))
+    names = AdapterBank.names.fget  # type: ignore[attr-defined]
+
+    def slow(bank: AdapterBank) -> Any:
+        found = names(bank)
+        monkeypatch.setattr(AdapterBank, "names", property(names))
+        models._make_room()  # as the thread that has the model may
+        return found
+
+    monkeypatch.setattr(published, "MAX_LOADED", 0)
+    monkeypatch.setattr(AdapterBank, "names", property(slow))
+    assert models.listed("bob") == ["base"]
+    with pytest.raises(RequestError, match="there is no model"):
+        models.inner(str(inner), "bob")
+
+
 def test_the_operators_adapters_are_everybodys(bank: AdapterBank, tmp_path: Path) -> None:
     app = make_app(bank, keys=[ANN, BOB], training=options(tmp_path))
     with TestClient(app, base_url=HERE) as client:
