@@ -66,7 +66,7 @@ class Grading:
 
     Args:
         ask: Has the base answer.
-        seconds: That its functions may take for all answers of a call.
+        seconds: That its functions may take for all answers of a call, and their files.
 
     Raises:
         ConfigError: A file or function is not there.
@@ -74,7 +74,7 @@ class Grading:
 
     def __init__(self, grader: Grader, ask: Ask, seconds: float, code: UserCode) -> None:
         self.grader, self._ask, self._seconds = grader, ask, seconds
-        self._functions = {use: code.load(use) for use in code_of(grader)}
+        self._functions = {use: code.load(use, seconds) for use in code_of(grader)}
 
     def grades(self, answers: Sequence[Answered]) -> list[Grade]:
         """Return the grade of each answer.
@@ -145,13 +145,16 @@ class Grading:
 
 
 def _number(grader: PythonGrader, value: Any, answer: Answered) -> float:
-    is_number = isinstance(value, int | float) and math.isfinite(value)
-    if not is_number:
-        raise RunError(
-            f"the grader {grader.source} returned {value!r:.80} for an answer to {answer.source}",
-            fix="Return a finite number.",
-        )
-    return float(value)
+    try:
+        if isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+        told = f"{value!r:.80}"
+    except Exception:  # too large for a float, or to be shown
+        told = f"what is of the type {type(value).__name__}"
+    raise RunError(
+        f"the grader {grader.source} returned {told} for an answer to {answer.source}",
+        fix="Return a finite number.",
+    )
 
 
 def _compared(grader: StringCheck | TextSimilarity, answer: Answered) -> Grade:

@@ -29,15 +29,18 @@ class UserCode:
     def __init__(self) -> None:
         self._modules: dict[Path, Any] = {}
 
-    def load(self, use: str) -> Callable[..., Any]:
+    def load(self, use: str, seconds: float | None = None) -> Callable[..., Any]:
         """Return a function or class.
+
+        Args:
+            seconds: That running the file may take.
 
         Raises:
             ConfigError: A file or name is not there, or the file fails.
         """
         path, name = file_of(use), use.rpartition(":")[2]
         if path not in self._modules:
-            self._modules[path] = _run(path)
+            self._modules[path] = _run(path) if seconds is None else _run_within(seconds, path)
         found: Callable[..., Any] | None = getattr(self._modules[path], name, None)
         if not callable(found):
             raise ConfigError(f"{path} has no function {name}.")
@@ -54,6 +57,15 @@ def _run(path: Path) -> Any:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _run_within(seconds: float, path: Path) -> Any:
+    module, error = outcome(_run, seconds, path=path)
+    if isinstance(error, ConfigError):
+        raise error
+    if error is not None:
         raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 

@@ -258,6 +258,23 @@ def test_a_function_grades_sample_and_item(tmp_path: Path) -> None:
         grading(python(tmp_path, "absent"))
 
 
+def test_the_file_of_a_function_has_no_longer_than_the_function(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import time\ntime.sleep(3)\ngrade = len\n")
+    grader = {"type": "python", "name": "own", "source": f"{tmp_path / 'own.py'}:grade"}
+    with pytest.raises(ConfigError, match=r"own.py cannot be imported: .* longer than 0.05 sec"):
+        grading(grader, seconds=0.05)
+
+
+@pytest.mark.parametrize("number", ["10 ** 400", "10 ** 5000", "[10 ** 5000]"])
+def test_a_number_that_no_float_holds_or_that_cannot_be_shown_ends_the_run(
+    tmp_path: Path, number: str
+) -> None:
+    (tmp_path / "own.py").write_text(f"def grade(sample, item):\n    return {number}\n")
+    grader = {"type": "python", "name": "own", "source": f"{tmp_path / 'own.py'}:grade"}
+    with pytest.raises(RunError, match=r"returned .* for an answer to a\.jsonl:1"):
+        grade(grader, "x")
+
+
 @pytest.mark.parametrize(
     ("grader", "told"),
     [
