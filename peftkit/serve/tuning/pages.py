@@ -36,7 +36,8 @@ class Page(NamedTuple):
             RequestError: The limit is none.
         """
         given = request.query_params.get("limit", str(usual))
-        if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= most):
+        is_short = given.isascii() and given.isdigit() and len(given) < 10
+        if not (is_short and 1 <= int(given) <= most):
             raise RequestError(f"limit is a number from 1 to {most:,}.", param="limit")
         return cls(int(given), request.query_params.get("after"))
 

@@ -44,7 +44,10 @@ def test_files_are_listed_page_by_page(client: Client) -> None:
     oldest = client.get(FILES, params={"order": "asc", "limit": 1}).json()
     assert oldest["data"][0]["id"] == ids[-1]
     assert client.get(FILES, params={"purpose": "fine-tune-results"}).json()["data"] == []
-    for wrong in ({"limit": "0"}, {"limit": "x"}, {"limit": "²"}, {"after": "file-x"}):
+    for wrong in (
+        *({"limit": limit} for limit in ("0", "x", "²", "0" * 8 + "10", "0" * 8 + "1" * 5000)),
+        {"after": "file-x"},
+    ):
         refused = client.get(FILES, params=wrong)
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == next(iter(wrong))
