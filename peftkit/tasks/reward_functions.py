@@ -230,7 +230,7 @@ def _checked(term: RewardTerm, found: Any, sources: Sequence[str]) -> list[float
     for value, source in zip(found, sources, strict=True):
         try:
             number = NAN if value is None else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.inf
         if value is not None and not math.isfinite(number):
             raise RunError(

@@ -47,6 +47,9 @@ def always(prompts, completions, **columns):
 def short(prompts, completions, **columns):
     return [1.0]
 
+def huge(prompts, completions, **columns):
+    return [10**400] * len(completions)
+
 def nan(prompts, completions, **columns):
     return [float("nan")] * len(completions)
 
@@ -193,6 +196,7 @@ def test_rewards_rise(asked: Asked) -> None:
     [
         ("short", r"short returned 1 for 2"),
         ("nan", r"nan returned nan .* p\.jsonl:1"),
+        ("huge", r"huge returned 10+ .* p\.jsonl:1"),
         ("raises", r"KeyError: 'price'(.|\n)*p\.jsonl:1"),
         ("hangs", r"hangs took longer than 0\.1 seconds(.|\n)*p\.jsonl:1"),
     ],
