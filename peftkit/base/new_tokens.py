@@ -74,15 +74,9 @@ def restore_tokens(base: Base, folder: Path) -> tuple[int, ...]:
     Raises:
         AdapterError: The tokenizer cannot be read, or is another one than the base's.
     """
-    file = folder / FILE
-    if not file.is_file():
+    saved = saved_tokens(folder)
+    if not saved:
         return ()
-    try:
-        saved = PreTrainedTokenizerFast(tokenizer_file=str(file)).added_tokens_decoder
-    except Exception as error:  # the library raises a bare Exception
-        raise AdapterError(
-            f"cannot read {file}", found=str(error), fix="Get the adapter again."
-        ) from error
     vocabulary = base.tokenizer.get_vocab()
     added = {id: token for id, token in sorted(saved.items()) if str(token) not in vocabulary}
     if not added:
@@ -90,7 +84,7 @@ def restore_tokens(base: Base, folder: Path) -> tuple[int, ...]:
     ids = _taken(base.tokenizer, list(added.values()))
     if ids != tuple(added):
         raise AdapterError(
-            f"{file} is not of the base's tokenizer",
+            f"{folder / FILE} is not of the base's tokenizer",
             found=f"its new tokens have the ids {_few(added)}; here they would be {_few(ids)}",
             fix="Use the base that the adapter was trained on: peftkit inspect ADAPTER",
         )
@@ -98,6 +92,24 @@ def restore_tokens(base: Base, folder: Path) -> tuple[int, ...]:
     grow(base.model, max(ids) + 1)
     _begin_at_the_mean(base.model, [id for id in ids if id >= rows], len(vocabulary))
     return ids
+
+
+def saved_tokens(folder: Path) -> dict[int, AddedToken]:
+    """Return what a folder's tokenizer has beside its vocabulary, by id; nothing without one.
+
+    Raises:
+        AdapterError: The tokenizer cannot be read.
+    """
+    file = folder / FILE
+    if not file.is_file():
+        return {}
+    try:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
+    except Exception as error:  # the library raises a bare Exception
+        raise AdapterError(
+            f"cannot read {file}", found=str(error), fix="Get the adapter again."
+        ) from error
+    return dict(tokenizer.added_tokens_decoder)
 
 
 def grow(model: Any, num_rows: int) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location, locate
+from peftkit.base.new_tokens import grow, restore_tokens, saved_tokens
 from peftkit.base.purpose import rope_notice
 from peftkit.base.request import DTYPES
 from peftkit.base.skeleton import hollow, skeleton
@@ -27,7 +28,14 @@ from peftkit.errors import AdapterError, first_few
 from peftkit.events import Listener, Notice, Saved, Stage, ignore
 from peftkit.files import disk
 from peftkit.formats.find_adapter import adapter_folder
-from peftkit.formats.folders import CONFIG, NOTES, TENSORS, check_free, new_adapter_folder
+from peftkit.formats.folders import (
+    CONFIG,
+    NOTES,
+    TENSORS,
+    TOKENIZER_FILES,
+    check_free,
+    new_adapter_folder,
+)
 from peftkit.formats.gguf.header import read_header
 from peftkit.formats.guard import check_safetensors, read_json, what_is
 from peftkit.formats.mlx import MLX_TENSORS, read_mlx
@@ -332,11 +340,17 @@ def _import_peft(
             # what it subtracts is made from the base's weights
             loaded = load_base(base, device="cpu", dtype="fp32", on_event=on_event)
             origin = Provenance(loaded.name, loaded.hub_id, loaded.revision, loaded.fingerprint)
+            restore_tokens(loaded, foreign.folder)
             adapter = load_adapter(loaded.model, source)
         else:
             origin = _moved(file.provenance, location)
+            if tokens := saved_tokens(foreign.folder):
+                grow(model, max(tokens) + 1)
             adapter = load_adapter(hollow(model), source)
     save_adapter(adapter, folder, origin)
+    for name in TOKENIZER_FILES:
+        if (foreign.folder / name).is_file():
+            shutil.copyfile(foreign.folder / name, folder / name)
 
 
 def _moved(origin: Provenance, location: Location) -> Provenance:

@@ -26,19 +26,19 @@ RUN_FILES = ("checkpoints", RECIPE, "metrics.jsonl")
 ORIGIN = "pulled.json"
 """Records where an adapter was pulled from: its recipe.yaml came with it, and is no run's."""
 
-ADAPTER_FILES = (
-    *(TENSORS, "adapters.safetensors", NOTES),
-    *(CARD, RECIPE, ORIGIN),
-)
-"""Files of an adapter in any format, which a new one replaces."""
-
-START = "start.safetensors"
-"""The tensors that an adapter began with, for losses that compare it with its start."""
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "chat_template.jinja"),
 )
 """Saved with an adapter that has new tokens."""
+ADAPTER_FILES = (
+    *(TENSORS, "adapters.safetensors", NOTES),
+    *(CARD, RECIPE, ORIGIN, *TOKENIZER_FILES),
+)
+"""Files of an adapter in any format, which a new one replaces."""
+
+START = "start.safetensors"
+"""The tensors that an adapter began with, for losses that compare it with its start."""
 RECORDS = (
     *("run.json", "metrics.jsonl", "samples.jsonl", "answers.jsonl", "tasks.json"),
     *("report.html", "diagnosis.json", "teacher_answers.jsonl"),

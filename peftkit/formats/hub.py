@@ -1,6 +1,6 @@
 """Adapters on a model hub: pushed and pulled in one commit, and checked both times.
 
-Only the five files of an adapter are transferred, whatever else the folder or repository holds.
+Only the files of an adapter are transferred, whatever else the folder or repository holds.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from peftkit.formats.folders import (
     NOTES,
     ORIGIN,
     TENSORS,
+    TOKENIZER_FILES,
     new_adapter_folder,
     parse_hub_id,
 )
@@ -50,9 +51,9 @@ from peftkit.formats.guard import MAX_PAYLOAD_BYTES, check_safetensors, read_ten
 from peftkit.formats.peft.folder import AdapterFile, read_adapter
 from peftkit.formats.serving import served_rank
 
-FILES = (CONFIG, TENSORS, CARD, NOTES, "recipe.yaml")
+FILES = (CONFIG, TENSORS, CARD, NOTES, "recipe.yaml", *TOKENIZER_FILES)
 NEEDED = (CONFIG, TENSORS)
-_MAX_BYTES = {TENSORS: MAX_PAYLOAD_BYTES}
+_MAX_BYTES = {TENSORS: MAX_PAYLOAD_BYTES, "tokenizer.json": 64 << 20}  # 262,144 tokens: 33 MB
 _MAX_TEXT_BYTES = 4 << 20
 _LOG_IN = "Log in with: hf auth login (or set HF_TOKEN)."
 

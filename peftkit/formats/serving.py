@@ -18,7 +18,14 @@ from peftkit.base.request import DTYPES
 from peftkit.errors import AdapterError, first_few
 from peftkit.events import Listener, Notice
 from peftkit.files.tensors import write_tensors
-from peftkit.formats.folders import CARD, CONFIG, NOTES, TENSORS, new_adapter_folder
+from peftkit.formats.folders import (
+    CARD,
+    CONFIG,
+    NOTES,
+    TENSORS,
+    TOKENIZER_FILES,
+    new_adapter_folder,
+)
 from peftkit.formats.guard import check_safetensors, read_json, read_tensors
 from peftkit.formats.peft.folder import AdapterFile, read_adapter
 from peftkit.formats.peft.low_rank import A, B, own_targets, read_low_rank, save_low_rank, uniform
@@ -86,7 +93,7 @@ def export_peft(
 ) -> dict[str, str]:
     """Write an adapter folder that PEFT reads; with our notes where no tensor changes."""
     tensors, wanted = read_tensors(source / TENSORS), DTYPES[dtype]
-    names = [CONFIG, CARD]
+    names = [CONFIG, CARD, *TOKENIZER_FILES]
     with new_adapter_folder(out, force=force, sources=[source]) as folder:
         file = read_adapter(source)
         if all(tensor.dtype == wanted for tensor in tensors.values()):

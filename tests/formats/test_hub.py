@@ -15,7 +15,7 @@ import pytest
 from peftkit.errors import AdapterError, OutputError
 from peftkit.events import Event, Notice
 from peftkit.formats.find_adapter import adapter_folder
-from peftkit.formats.folders import HubId, is_hub_id, parse_hub_id
+from peftkit.formats.folders import TOKENIZER_FILES, HubId, is_hub_id, parse_hub_id
 from peftkit.formats.hub import FILES, pull_adapter, push_adapter
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank, save_low_rank
@@ -47,6 +47,8 @@ def run_folder(adapter: Path, tmp_path: Path) -> Path:
     """What a run leaves: an adapter and much that is nobody else's business."""
     folder = Path(shutil.copytree(adapter, tmp_path / "run"))
     (folder / "recipe.yaml").write_text("base: {model: org/base}\n")
+    for name in TOKENIZER_FILES:  # of an adapter with new tokens
+        (folder / name).write_text(f"its {name}")
     (folder / "metrics.jsonl").write_text('{"secret": 1}\n')
     (folder / "checkpoints" / "step-1").mkdir(parents=True)
     (folder / "checkpoints" / "step-1" / "adapter_model.safetensors").write_text("x")
@@ -60,7 +62,7 @@ def test_pushed_and_pulled_it_is_the_same(hub: Hub, run_folder: Path, tmp_path: 
     assert repo.private
     assert repo.main == done.commit
     assert len(repo.commits) == 2  # the empty one, and a single one of ours
-    assert set(repo.commits[repo.main]) == set(FILES) == set(done.files)
+    assert set(repo.commits[repo.main]) == set(FILES) == set(done.files) > set(TOKENIZER_FILES)
     pulled = pull_adapter(NAME, tmp_path / "pulled")
     assert pulled.commit == done.commit
     for name in set(FILES) - {"README.md"}:

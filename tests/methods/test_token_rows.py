@@ -14,6 +14,7 @@ from peftkit.adapter import attach
 from peftkit.base.load import Base, load_base
 from peftkit.base.new_tokens import add_tokens, restore_tokens, save_tokenizer, token_rows
 from peftkit.errors import AdapterError, DataError, TargetError
+from peftkit.formats.exchange import export_adapter, import_adapter
 from peftkit.formats.folders import CONFIG, TENSORS
 from peftkit.formats.peft.folder import load_adapter
 from peftkit.methods.base import Method
@@ -148,6 +149,27 @@ def test_without_the_tokenizer_or_with_that_of_another_base_it_is_refused(
     (out / "tokenizer.json").write_text("{}")
     with pytest.raises(AdapterError, match=r"cannot read .*tokenizer\.json"):
         restore_tokens(opened(folder), out)
+
+
+@pytest.mark.parametrize("num_rows", [384, 411])  # a padded table has rows for the tokens already
+def test_new_tokens_go_where_the_adapter_goes(folder: Path, tmp_path: Path, num_rows: int) -> None:
+    model = built("llama")
+    model.resize_token_embeddings(num_rows, mean_resizing=False)
+    model.save_pretrained(folder)
+    base = opened(folder)
+    method = LoRA(rank=2, token_rows=token_rows(base.model, add_tokens(base, NEW)))
+    out = saved(trained(base.model, method), tmp_path / "adapter")
+    save_tokenizer(base, out)
+    export_adapter(out, tmp_path / "same", to="peft")
+    export_adapter(out, tmp_path / "halved", to="peft", dtype="bf16")
+    import_adapter(out, tmp_path / "imported", base=str(folder))
+    for name in ("same", "halved", "imported"):
+        again = opened(folder)
+        assert restore_tokens(again, tmp_path / name) == (384, 385)
+        load_adapter(again.model, tmp_path / name)
+    plain = saved(attach(built("llama"), LoRA(rank=2)), tmp_path / "plain")
+    export_adapter(plain, tmp_path / "same", to="peft", force=True)
+    assert restore_tokens(opened(folder), tmp_path / "same") == ()
 
 
 def test_tokens_that_are_no_new_ones_are_refused(folder: Path) -> None:
