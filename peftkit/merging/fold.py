@@ -265,7 +265,7 @@ def check_original(method: Method, from_quantized: bool) -> None:
         raise MergeError(
             "this adapter cannot be merged into the original weights of its base",
             found=f"Before any training {method.fresh_changes}, and they were not quantised.",
-            fix="Merge with --from-quantized, into the weights that it was trained over.",
+            fix="Merge with --from-quantized into a folder: into the weights of training.",
         )
 
 
@@ -303,6 +303,14 @@ def write_in_memory(
         raise RunError(f"cannot write {folder}", found=reason) from problem
     for path in folder.iterdir():  # the library writes them for their owner alone
         path.chmod((folder / "config.json").stat().st_mode)
+
+
+def precision_note(kind: str) -> str:
+    """Return a note on a merge into the original weights of a base that was quantised."""
+    return (
+        f"It was trained over the base in {kind} and merged into the original weights, so that "
+        f"its answers differ a little from those of peftkit chat, which loads {kind}."
+    )
 
 
 def cost_of(kind: str) -> str:

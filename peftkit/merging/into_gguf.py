@@ -29,7 +29,7 @@ from peftkit.files import disk
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.folder import AdapterFile
 from peftkit.kernels.gguf_blocks import unpack_gguf
-from peftkit.merging.fold import Tally, check_all
+from peftkit.merging.fold import Tally, check_all, precision_note
 from peftkit.merging.verify import Merged, agreement, facts_of, logits_on, reference_of
 
 _INSTEAD = (
@@ -79,9 +79,12 @@ def merge_into_gguf(
             merged = load_base(str(written), **how, purpose=opened.task.purpose)
             agreed = agreement(logits_on(merged, prompts), reference.adapted)
             del merged
-    result = Merged(out, name, tally, effect, agreed)
+    kind = str(file.provenance.loading.get("quantize", "none"))
+    result = Merged(out, name, tally, effect, agreed, "" if kind == "none" else kind)
     on_event(Table("The merged file", ("", ""), tuple(facts_of(result).items())))
     on_event(Notice(_told(tally)))
+    if result.other_precision:
+        on_event(Notice(precision_note(kind)))
     style = file.provenance.prompt_style
     if style is not None and (style.chat_template or style.kind != "chat" or style.system):
         on_event(

@@ -36,7 +36,14 @@ from peftkit.formats.card import Card, write_card
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.open_adapter import Opened, open_adapter, task_of
 from peftkit.formats.peft.folder import AdapterFile, read_adapter
-from peftkit.merging.fold import Tally, check_mergeable, check_original, cost_of, write_in_memory
+from peftkit.merging.fold import (
+    Tally,
+    check_mergeable,
+    check_original,
+    cost_of,
+    precision_note,
+    write_in_memory,
+)
 from peftkit.merging.over_files import FLOATS, Shards, changes_of, files_of, write_over_files
 from peftkit.merging.prompt_format import frames, prompt_note, write_template
 from peftkit.merging.verify import (
@@ -104,6 +111,12 @@ def merge(
         if dtype is not None:
             found = "Its weights keep the types of the base's file."
             raise MergeError("a GGUF file takes no --dtype", found=found, fix="Leave it out.")
+        if from_quantized:
+            raise MergeError(
+                "a GGUF file takes no --from-quantized",
+                found="The merge is into the weights of the base's file.",
+                fix="Merge with --from-quantized into a folder, or leave it out.",
+            )
         how: dict[str, Any] = {"base": base, "verify": verify, "prompts": prompts}
         how |= {"force": force, "overwrite": overwrite, "on_event": on_event}
         return merge_into_gguf(file, out, **how)
@@ -149,7 +162,7 @@ def merge(
         write_card(_card(merged, file, purpose, is_quantized, hub_id), folder)
     on_event(Table("The merged model", ("", ""), tuple(facts_of(merged).items())))
     if other_precision:
-        on_event(Notice(f"{_precision_note(other_precision)} {FROM_QUANTIZED}"))
+        on_event(Notice(f"{precision_note(other_precision)} {FROM_QUANTIZED}"))
     if note := _prompt_note(file):
         on_event(Notice(f"{note} The card has the details."))
     on_event(Saved("merged model", out))
@@ -264,13 +277,6 @@ def _quantized_as(file: AdapterFile) -> str:
     return str(loading.get("stored") or loading.get("quantize", "none"))
 
 
-def _precision_note(kind: str) -> str:
-    return (
-        f"It was trained over the base in {kind} and merged into the original weights, so that "
-        f"its answers differ a little from those of peftkit chat, which loads {kind}."
-    )
-
-
 def _prompt_note(file: AdapterFile) -> str:
     """Return how a model that completes prompts is prompted without a chat template, or ""."""
     return prompt_note(_style(file)) if task_of(file).generates else ""
@@ -295,7 +301,7 @@ def _card(
     if from_quantized:
         notes.append(cost_of(_quantized_as(file)))
     elif merged.other_precision:
-        notes.append(_precision_note(merged.other_precision))
+        notes.append(precision_note(merged.other_precision))
     notes += filter(None, (_prompt_note(file), frames(file.provenance.prompt_style)))
     name = merged.folder.name
     kind = purpose.auto_class

@@ -19,6 +19,7 @@ from peftkit.base.request import request_of
 from peftkit.base.skeleton import on_meta
 from peftkit.errors import MergeError, OutputError
 from peftkit.events import Event, Notice
+from peftkit.formats.peft.notes import Provenance
 from peftkit.merging.fold import Tally
 from peftkit.merging.into_gguf import write_changes
 from peftkit.settings import BaseConfig
@@ -57,10 +58,12 @@ def moved(model: Any, method: LoRA, std: float = 0.05) -> Adapter:
     return adapter
 
 
-def save(path: Path, folder: Path, method: LoRA, std: float = 0.05) -> Tensor:
+def save(
+    path: Path, folder: Path, method: LoRA, std: float = 0.05, loading: dict[str, Any] | None = None
+) -> Tensor:
     """Save an adapter over a file; return its logits."""
     adapter = moved(load_base(str(path), dtype="fp32").model, method, std)
-    save_adapter(adapter, folder)
+    save_adapter(adapter, folder, Provenance(loading=loading or {}))
     with torch.no_grad():
         return adapter.model(input_ids=IDS).logits
 
@@ -144,6 +147,7 @@ def test_what_cannot_be_is_refused(file: Path, model_folder: Path, tmp_path: Pat
     wrong: dict[str, dict[str, Any]] = {
         "is no GGUF file": {"base": str(model_folder)},
         "no --dtype": {"dtype": "bf16"},
+        "no --from-quantized": {"from_quantized": True},
         "It exists": {"out": taken},
         "It is the base itself": {"out": file, "overwrite": True},
     }
@@ -153,6 +157,15 @@ def test_what_cannot_be_is_refused(file: Path, model_folder: Path, tmp_path: Pat
             merge(tmp_path / "adapter", **options)
     assert taken.read_bytes() == b"x"
     assert not (tmp_path / "merged.gguf").exists()
+
+
+def test_a_base_that_was_quantised_anew_in_training_is_told(file: Path, tmp_path: Path) -> None:
+    save(file, tmp_path / "adapter", LoRA(rank=4, targets=("q",)), loading={"quantize": "nf4"})
+    events: list[Event] = []
+    out = tmp_path / "merged.gguf"
+    merged = merge(tmp_path / "adapter", out, base=str(file), on_event=events.append)
+    assert merged.other_precision == "nf4"
+    assert [e.text for e in events if isinstance(e, Notice) and "over the base in nf4" in e.text]
 
 
 def test_an_update_that_is_lost_in_rounding_is_told(file: Path, tmp_path: Path) -> None:
