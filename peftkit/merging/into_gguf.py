@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from peftkit.adapter import Adapter
 from peftkit.base.gguf_file import Blocks, blocks_of, parsed_once, quantized, source_of
 from peftkit.base.load import load_base
 from peftkit.base.locate import locate
+from peftkit.base.purpose import rope_notice
 from peftkit.base.skeleton import skeleton
 from peftkit.errors import MergeError, OutputError
 from peftkit.events import Listener, Notice, Saved, Stage, Table
@@ -63,6 +65,7 @@ def merge_into_gguf(
     opened = open_adapter(file.folder, base, **how, force=force, on_event=on_event)
     check_all(opened.adapter)
     reference = reference_of(opened, prompts) if verify else None
+    scaling = file.provenance.loading.get("rope_scaling")
     tally = Tally()
     with _beside(out, location.gguf_path.stat().st_size) as written:
         on_event(Stage(f"Writing {out}"))
@@ -76,7 +79,8 @@ def merge_into_gguf(
         if reference is not None:
             on_event(Stage("Comparing the merged file with base and adapter"))
             effect = agreement(reference.adapted, reference.bare)
-            merged = load_base(str(written), **how, purpose=opened.task.purpose)
+            purpose = replace(opened.task.purpose, rope_scaling=scaling)
+            merged = load_base(str(written), **how, purpose=purpose)
             agreed = agreement(logits_on(merged, prompts), reference.adapted)
             del merged
     kind = str(file.provenance.loading.get("quantize", "none"))
@@ -85,6 +89,8 @@ def merge_into_gguf(
     on_event(Notice(_told(tally)))
     if result.other_precision:
         on_event(Notice(precision_note(kind)))
+    if scaling:
+        on_event(Notice(rope_notice(scaling)))
     style = file.provenance.prompt_style
     if style is not None and (style.chat_template or style.kind != "chat" or style.system):
         on_event(

@@ -168,6 +168,21 @@ def test_a_base_that_was_quantised_anew_in_training_is_told(file: Path, tmp_path
     assert [e.text for e in events if isinstance(e, Notice) and "over the base in nf4" in e.text]
 
 
+def test_rope_scaling_of_training_is_told_and_compared_with(file: Path, tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "factor": 8.0, "rope_theta": 10_000.0}
+    save(
+        file, tmp_path / "adapter", LoRA(rank=4, targets=("q",)), loading={"rope_scaling": scaling}
+    )
+    events: list[Event] = []
+    out = tmp_path / "merged.gguf"
+    merged = merge(tmp_path / "adapter", out, base=str(file), on_event=events.append)
+    assert [e for e in events if isinstance(e, Notice) and "--rope-scaling linear" in e.text]
+    assert merged.agreement is not None
+    assert merged.effect is not None
+    # 8 bits lose a part of the update; without the scaling it would be more than all of it
+    assert merged.agreement.max_difference < merged.effect.max_difference
+
+
 def test_an_update_that_is_lost_in_rounding_is_told(file: Path, tmp_path: Path) -> None:
     save(file, tmp_path / "adapter", LoRA(rank=2, targets=("down",)), std=0.01)
     events: list[Event] = []
