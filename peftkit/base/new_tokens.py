@@ -117,6 +117,7 @@ def grow(model: Any, num_rows: int) -> None:
     path = input_embedding(model)
     if num_rows <= model.get_submodule(path).num_embeddings:
         return
+    _head(model)  # raises where transformers cannot resize it
     with quiet():
         model.resize_token_embeddings(num_rows, mean_resizing=False)
     model.requires_grad_(False)
@@ -127,7 +128,7 @@ def _begin_at_the_mean(model: nn.Module, ids: Sequence[int], num_known: int) -> 
     """Set the rows of new tokens in the embedding and in the head."""
     if not ids:
         return
-    tables = [model.get_submodule(input_embedding(model)), _head(model)]
+    tables = [_dense(model, model.get_submodule(input_embedding(model))), _head(model)]
     for weight in {id(t.weight): t.weight for t in tables if t is not None}.values():
         assert isinstance(weight, torch.Tensor)
         weight[list(ids)] = weight[:num_known].mean(0, dtype=torch.float32).to(weight.dtype)
@@ -139,13 +140,18 @@ def _begin_at_the_mean(model: nn.Module, ids: Sequence[int], num_known: int) -> 
 def _head(model: Any) -> nn.Module | None:
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if getter else None
-    if head is not None and "weight" not in head._parameters:
+    return None if head is None else _dense(model, head)
+
+
+def _dense(model: nn.Module, table: nn.Module) -> nn.Module:
+    """Return an embedding or a head, unless its rows are quantised, to which none can be added."""
+    if "weight" not in table._parameters:
         raise TargetError(
             f"cannot add tokens to {type(model).__name__}",
-            found="the weight of its head is quantised",
-            fix="Load the base with quantize='none'.",
+            found="the weight of its embedding or head is quantised",
+            fix="Load the base with quantize_embeddings='none'; for a GGUF file name its original.",
         )
-    return head
+    return table
 
 
 def _taken(tokenizer: Any, added: Sequence[AddedToken]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from peftkit.formats.peft.folder import load_adapter
 from peftkit.methods.base import Method
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
+from peftkit.quant.layers import QuantizedLinear, pack
 from tests.kinds import outputs, words
 from tests.methods.cell import built, saved, trained
 
@@ -170,6 +171,21 @@ def test_new_tokens_go_where_the_adapter_goes(folder: Path, tmp_path: Path, num_
     plain = saved(attach(built("llama"), LoRA(rank=2)), tmp_path / "plain")
     export_adapter(plain, tmp_path / "same", to="peft", force=True)
     assert restore_tokens(opened(folder), tmp_path / "same") == ()
+
+
+@pytest.mark.parametrize("num_rows", [384, 411])
+@pytest.mark.parametrize("embeddings", ["none", "int8"])
+def test_quantised_tables_take_no_new_tokens(folder: Path, num_rows: int, embeddings: str) -> None:
+    model = built("llama")
+    model.resize_token_embeddings(num_rows, mean_resizing=False)
+    model.save_pretrained(folder)
+    base = load_base(str(folder), dtype="fp32", quantize="int8", quantize_embeddings=embeddings)
+    if embeddings == "none":  # a GGUF file can have one without the other
+        head = base.model.lm_head
+        base.model.lm_head = QuantizedLinear(*pack(head.weight, "int8"))
+    with pytest.raises(TargetError, match="cannot add tokens") as refused:
+        add_tokens(base, NEW)
+    assert "GGUF" in str(refused.value)
 
 
 def test_tokens_that_are_no_new_ones_are_refused(folder: Path) -> None:
