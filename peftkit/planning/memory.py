@@ -14,6 +14,7 @@ from peftkit.base.request import fits_device
 from peftkit.base.sharding import sharded_footprint
 from peftkit.base.skeleton import WeightFootprint
 from peftkit.base.streaming import streamed_footprint
+from peftkit.errors import TargetError
 from peftkit.events import Listener, Notice
 from peftkit.execution.environment import Environment
 from peftkit.execution.plan import Activations, ExecutionPlan, Placement, Shard
@@ -323,9 +324,9 @@ def smallest_step(
     Returns:
         None, with a notice, where the model's step cannot be counted without data.
     """
-    estimator = MemoryEstimator(recipe, config, environment)
     try:
+        estimator = MemoryEstimator(recipe, config, environment)
         return estimator.smallest(plan.placement, plan.shard).peak_bytes
-    except CountError as error:
+    except (CountError, TargetError) as error:  # the latter of an adapter made elsewhere
         on_event(Notice(f"{error} So the weights alone tell whether the base fits the device."))
         return None

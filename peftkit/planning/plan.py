@@ -24,7 +24,7 @@ from peftkit.inference.cache import slot_length
 from peftkit.inference.open_engine import bytes_per_token, cache_tokens
 from peftkit.kernels.device import gpu_here
 from peftkit.planning.memory import CARDS, LINK, STEP, DeviceEstimate, MemoryEstimator, Strategy
-from peftkit.planning.resolve import config_of, plan_as_requested
+from peftkit.planning.resolve import as_continued, config_of, plan_as_requested
 from peftkit.recipe import Recipe, load
 from peftkit.train.optim import STATE_BYTES
 
@@ -112,7 +112,7 @@ def plan_run(
     Raises:
         PeftkitError: The recipe, the model's config or the size is of no use.
     """
-    recipe = _recipe(target, overrides)
+    recipe = as_continued(_recipe(target, overrides))
     environment = this_machine()
     if memory is not None:
         environment = gpu_of_size(parse_size(memory) if isinstance(memory, str) else memory)

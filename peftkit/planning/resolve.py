@@ -29,8 +29,9 @@ def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:
     To be called on all processes of a run, which come to the same plan.
 
     Raises:
-        PeftkitError: The base's config is of no use.
+        PeftkitError: The base's config, or the adapter that is continued, is of no use.
     """
+    recipe = as_continued(recipe)
     device = default_device()
     here = free_now(device)
     if here.memory is not None and recipe.train.memory != "auto":
@@ -67,6 +68,26 @@ def resolve_plan(recipe: Recipe, on_event: Listener) -> ExecutionPlan:
         return replace(plan, placement="stream")
     on_event(Notice(f"The base leaves too little memory to train. {sizes}"))
     return plan
+
+
+def as_continued(recipe: Recipe) -> Recipe:
+    """Return a recipe with the method of the adapter that it continues, if it does.
+
+    Without rows of new tokens, which are few, and which a plain base has no place for.
+
+    Raises:
+        AdapterError: There is no such adapter; one on the hub is fetched first.
+    """
+    if not recipe.method.start_from:
+        return recipe
+    from peftkit.formats.find_adapter import adapter_folder
+    from peftkit.formats.peft.folder import read_adapter
+
+    method = read_adapter(adapter_folder(recipe.method.start_from)).method
+    update: dict[str, Any] = {"start_from": None, "token_rows": ()}
+    if "dropout" in recipe.method.model_fields_set and hasattr(method, "dropout"):
+        update["dropout"] = getattr(recipe.method, "dropout", None)
+    return recipe.model_copy(update={"method": method.model_copy(update=update)})
 
 
 def plan_as_requested(recipe: Recipe, here: Environment, dtype: str = "") -> ExecutionPlan:

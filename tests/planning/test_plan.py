@@ -10,14 +10,15 @@ import pytest
 import torch
 import transformers
 
-from peftkit import Recipe, plan_run
+from peftkit import LoRA, Recipe, plan_run, save_adapter
 from peftkit.config.schema import from_dict
-from peftkit.errors import BaseError
+from peftkit.errors import AdapterError, BaseError
 from peftkit.execution.environment import PROCESS_BYTES
 from peftkit.planning import plan as planner
 from peftkit.planning.plan import Plan
 from peftkit_cli.app import run
 from peftkit_cli.plan import _facts
+from tests.formats.test_mlx import base_folder, trained
 from tests.planning.test_step_estimator import llama
 
 
@@ -170,6 +171,16 @@ def test_recipe_is_planned_with_its_data(folder, tmp_path) -> None:
     found = plan.as_json()["by_category"]
     assert found["adapters"] == pytest.approx(4 * plan.num_trained, rel=0.02)
     assert found["weights"] >= 2 * plan.num_parameters
+
+
+def test_a_continued_adapter_is_planned_and_not_a_new_one(tmp_path: Path) -> None:
+    _, adapter = trained("llama", LoRA(rank=12, targets=("all-linear",)))
+    folder = save_adapter(adapter, tmp_path / "adapter")
+    base = base_folder("llama", tmp_path / "base")
+    plan = plan_run(base, overrides=(f"method.start_from={folder}",), measure=False)
+    assert plan.num_trained == sum(p.numel() for p in adapter.parameters())
+    with pytest.raises(AdapterError, match="no adapter folder"):
+        plan_run(base, overrides=(f"method.start_from={tmp_path}/other",), measure=False)
 
 
 @pytest.mark.slow
