@@ -76,6 +76,8 @@ def converted(theirs: Settings, folder: Path) -> tuple[Settings, Settings]:
         program, data = table["llama_factory"], llama_factory_data
         rank = theirs.get("lora_rank") or program["defaults"]["lora_rank"]
         theirs.setdefault("lora_alpha", 2 * int(rank))
+        has_type = theirs.get("quantization_bit") == 4 and theirs.get("quantization_type")
+        theirs.pop("quantization_bit" if has_type else "quantization_type", None)
     elif "model" in theirs and not theirs.keys().isdisjoint(MLX_LM):
         program, data = table["mlx_lm"], mlx_lm_data
         theirs = flat_mlx_lm(theirs)
@@ -220,10 +222,15 @@ def flat_mlx_lm(theirs: Settings) -> Settings:
         flat["lora_keys"] = [str(key).rpartition(".")[2] for key in keys]
     rank, scale = (flat.get(name, defaults[name]) for name in ("lora_rank", "lora_scale"))
     flat["lora_scale"] = round(float(rank) * float(scale), 6)  # theirs is our alpha / rank
+    flat.setdefault("iters", defaults["iters"])
+    batches = flat.get("grad_accumulation_steps")
+    for name in ("iters", "save_every", "steps_per_eval"):  # of batches; warmup is of steps
+        if isinstance(batches, int) and batches > 1 and isinstance(flat.get(name), int):
+            flat[name] = max(flat[name] // batches, 1)
     schedule = theirs.get("lr_schedule") or {}
     flat |= {f"lr_schedule.{name}": value for name, value in schedule.items()}
     if warmup := flat.pop("lr_schedule.warmup", 0):
-        flat["warmup_ratio"] = warmup / int(theirs.get("iters", defaults["iters"]))
+        flat["warmup_ratio"] = warmup / int(flat["iters"])
     return flat
 
 

@@ -107,6 +107,19 @@ def test_llama_factory(peftkit: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("bits", "kind", "expected"), [(4, "fp4", "fp4"), (8, "nf4", "int8"), (None, "nf4", "none")]
+)
+def test_the_type_of_four_bits_counts_with_four_bits(
+    bits: int | None, kind: str, expected: str, peftkit: Run, tmp_path: Path
+) -> None:
+    bit = f"quantization_bit: {bits}\n" if bits else ""
+    text = LLAMA_FACTORY.replace("quantization_bit: 4\n", f"quantization_type: {kind}\n{bit}")
+    recipe, lost = recipe_of(peftkit, tmp_path, text)
+    assert recipe.base.quantize == expected
+    assert lost == ["template"]
+
+
+@pytest.mark.parametrize(
     ("changes", "loss"),
     [
         ("stage: dpo\npref_loss: sigmoid\npref_beta: 0.2\n", "dpo"),
@@ -137,6 +150,16 @@ lora_parameters: {keys: [self_attn.q_proj, self_attn.v_proj], rank: 16, scale: 2
 lr_schedule: {name: cosine_decay, warmup: 50, arguments: [1e-5, 500]}
 mask_prompt: true
 """
+
+
+def test_iterations_of_mlx_lm_are_of_one_batch_each(peftkit: Run, tmp_path: Path) -> None:
+    more = "grad_accumulation_steps: 8\nsave_every: 4\n"
+    recipe, lost = recipe_of(peftkit, tmp_path, MLX_LM + more)
+    train = recipe.train
+    assert (train.gradient_accumulation, train.max_steps) == (8, 62)  # 4 batches give no step
+    assert (train.eval_every, train.save_every) == (12, 1)
+    assert train.warmup_ratio == 50 / 62  # their schedule counts steps
+    assert lost == ["lr_schedule.arguments"]
 
 
 def test_mlx_lm(peftkit: Run, tmp_path: Path) -> None:
