@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from peftkit.data.preferences import (
 )
 from peftkit.data.prompts import read_prompts
 from peftkit.errors import DataError
-from peftkit.settings import FormatName
+from peftkit.settings import FormatName, files_of
 from peftkit_cli.about import DATA
 
 PAIRS, VERDICTS, PROMPTS = (
@@ -116,7 +117,7 @@ class Survey:
 
 
 def survey(where: str) -> Survey:
-    """Read every row of a file or data set once.
+    """Read every row of a file, of files by a pattern or of a data set once.
 
     Raises:
         DataError: Rows cannot be read.
@@ -127,7 +128,7 @@ def survey(where: str) -> Survey:
     num_useless, first_useless = 0, ""
     has_tools, plain = False, tuple[str, ...]()
     counts: dict[str, list[int]] = {}  # of each field: rows, empty ones, characters
-    for raw in iterate_records(where):
+    for raw in (raw for file in files_of(where) for raw in iterate_records(file)):
         record = with_usual_names(raw)
         if number == 0:
             format_name = detect(record.fields)
@@ -212,18 +213,37 @@ def _plain(record: Record, format_name: FormatName | None) -> tuple[str, ...]:
     return (names["prompt"], names[answer]) if is_text else ()
 
 
-SPLITS = {"train": ("train",), "eval": ("valid", "val", "dev", "eval", "test")}
+SPLITS = {
+    "train": ("train",),
+    "eval": ("valid", "validation", "val", "dev", "eval", "evaluation", "test"),
+}
+NO_ROWS = ("_results", "_state")
+"""Ends of the names of what a trainer writes beside rows."""
 
 
 def splits_of(folder: Path) -> dict[str, str]:
-    """Return the files of a folder to train and to evaluate on, by the beginning of their names."""
-    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in DATA)
-    found = {}
+    """Return the files of a folder to train and to evaluate on, by their names.
+
+    A name alone, or all of its shards (train-00000-of-00002); else the only one that begins so.
+    """
+    found: dict[str, str] = {}
     for split, names in SPLITS.items():
-        fitting = (file for name in names for file in files if file.stem.lower().startswith(name))
-        if file := next(fitting, None):
-            found[split] = str(file)
+        for tail, several in ((r"", False), (r"-\d+-of-\d+(-\w+)?", True), (r".*", False)):
+            fitting = ((name, _named(folder, name + tail)) for name in names)
+            for name, files in fitting:
+                if len(files) == 1:
+                    found.setdefault(split, str(files[0]))
+                elif several and files and split == "train":  # data.eval takes no pattern
+                    stem, kind = files[0].stem[: len(name)], files[0].suffix
+                    found.setdefault(split, str(folder / f"{stem}-*-of-*{kind}"))
     return found
+
+
+def _named(folder: Path, pattern: str) -> list[Path]:
+    """Return the files of rows whose names, but for their ends, are of a pattern."""
+    files = (file for file in sorted(folder.iterdir()) if file.suffix.lower() in DATA)
+    named = (file for file in files if re.fullmatch(pattern, file.stem.lower()))
+    return [file for file in named if not file.stem.lower().endswith(NO_ROWS)]
 
 
 def _num_chars(value: Any) -> int:

@@ -12,6 +12,7 @@ from peftkit.defaults import BATCHES, CONTRASTS, defaults_for
 from peftkit.recipe import load
 from peftkit_cli.goals import GOALS
 from peftkit_cli.init import Size, recipe_text
+from peftkit_cli.survey import splits_of
 from tests.command_line import Run, turn, write_rows
 
 
@@ -187,6 +188,46 @@ def test_files_of_a_folder_are_told_apart_by_their_names(peftkit: Run, tmp_path:
     refused = peftkit("train", "plants")
     assert "It is a folder of rows." in refused.err
     assert "peftkit init --data plants" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["train-old", "train", "valid"], {"train": "train", "eval": "valid"}),
+        (["train", "eval_results", "trainer_state"], {"train": "train"}),
+        (["train", "validation", "test"], {"train": "train", "eval": "validation"}),
+        (["train", "values", "test"], {"train": "train", "eval": "test"}),
+        (["train_a", "train_b", "dev-set"], {"eval": "dev-set"}),
+        (["Train-00000-of-00001", "val"], {"train": "Train-00000-of-00001", "eval": "val"}),
+        (
+            ["train-00000-of-00002-abc", "train-00001-of-00002-def", "test"],
+            {"train": "train-*-of-*", "eval": "test"},
+        ),
+    ],
+)
+def test_a_folder_is_read_as_its_files_are_named(
+    names: list[str], expected: dict[str, str], tmp_path: Path
+) -> None:
+    for name in names:
+        write_rows(tmp_path / f"{name}.jsonl", [turn("a", name)])
+    found = {split: Path(place).name for split, place in splits_of(tmp_path).items()}
+    assert found == {split: f"{name}.jsonl" for split, name in expected.items()}
+
+
+def test_all_shards_of_a_folder_are_read(peftkit: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "plants"
+    folder.mkdir()
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        write_rows(folder / f"{name}.jsonl", [turn("a", name)] * 9)
+    done = peftkit("init", "--data", "plants", "--task", "causal_lm", "--model", "m", *CPU)
+    assert "train on: plants/train-*-of-*.jsonl" in done.err
+    data = load(tmp_path / "recipe.yaml").data
+    assert [Path(source.path).stem[:11] for source in data.sources] == [
+        "train-00000",
+        "train-00001",
+    ]
+    assert data.eval == "plants/test-00000-of-00001.jsonl"
+    assert json.loads(peftkit("data", "plants", "--json").out)["num_rows"] == 18
 
 
 CALL = {"type": "function", "function": {"name": "stock", "arguments": {"plant": "fern"}}}
