@@ -369,10 +369,11 @@ def _after_thought(whole: str, span: Span, message: Message, thought: str) -> Sp
     """Return the span after a thought: from the answer on, or from the end of the thought."""
     start = whole.index(thought, span.start) + len(thought)
     answer = (message.get("content") or "").rpartition("</think>")[2].strip()
-    answer_start = whole.find(answer, start, span.end) if answer else -1
     ending = _THOUGHT_END.match(whole, start, span.end)
-    start = answer_start if answer_start >= 0 else ending.end() if ending else start
-    return Span(start, span.end, span.ended)
+    end = ending.end() if ending else start
+    # past the tag, of which the answer may be a piece; or a tag begins the answer
+    found = (whole.find(answer, after, span.end) for after in (end, start) if answer)
+    return Span(next((at for at in found if at >= 0), end), span.end, span.ended)
 
 
 def _not_found(conversation: Conversation, turn: int, why: str) -> DataError:

@@ -156,6 +156,16 @@ def test_thinking_is_learnt_read_or_left_out(
         assert (encoder.counts["thoughts"], encoder.counts["unwritten"]) == counts
 
 
+@pytest.mark.parametrize("answer", ["k", "think", "</b>"])
+def test_an_answer_begins_after_the_end_of_the_thought(tokenizer: Any, answer: str) -> None:
+    turn = {"role": "assistant", "content": answer, "reasoning_content": "not the dog"}
+    for template in (QWEN3, CHANNELS):
+        custom = with_template(tokenizer, template)
+        parsed = parse([Record({"messages": [*THOUGHT[:1], turn]}, "a:7")], "auto", where="a")
+        encoded_row = Encoder(custom, reasoning="context").encode(parsed.examples[0])
+        assert learnt(custom, encoded_row) == [f"{answer}<|im_end|>"]
+
+
 def test_what_a_developer_says_is_the_systems_where_the_template_knows_no_other(
     tokenizer: Any,
 ) -> None:
