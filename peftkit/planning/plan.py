@@ -126,7 +126,7 @@ def plan_run(
     chosen = chosen or min(strategies, key=lambda s: s.peak_bytes)
     kept = published_codes(config, recipe.base)
     num_rows, num_tokens = _data(recipe, length)
-    run_tokens = None if num_tokens is None else round(num_tokens * recipe.train.epochs)
+    run_tokens = _run_tokens(recipe, num_rows, num_tokens, length)
     batches = (run_tokens or 1) / (rows * length * recipe.task.texts_per_row) if run_tokens else 1.0
     work = batches * chosen.step_flops
     adapter = sum(p.nbytes for p in steps.trained)
@@ -247,6 +247,20 @@ def _data(recipe: Recipe, length: int) -> tuple[int | None, int | None]:
                 rows += 1
                 tokens += min(len(line) // BYTES_PER_TOKEN, length)
     return rows, tokens
+
+
+def _run_tokens(
+    recipe: Recipe, num_rows: int | None, num_tokens: int | None, length: int
+) -> int | None:
+    """Estimate the tokens that a run reads, where those of its data are known."""
+    train = recipe.train
+    if not num_rows or not num_tokens:
+        return num_tokens
+    if train.max_steps is None:
+        return round(num_tokens * train.epochs)
+    packs = recipe.data.packing and "packing" in recipe.task.data_fields
+    row = min(length, num_tokens) if packs else num_tokens / num_rows
+    return round(train.max_steps * train.rows_per_step() * row)
 
 
 Changes = tuple[str, ...]

@@ -183,6 +183,17 @@ def test_a_continued_adapter_is_planned_and_not_a_new_one(tmp_path: Path) -> Non
         plan_run(base, overrides=(f"method.start_from={tmp_path}/other",), measure=False)
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_steps_in_place_of_epochs_are_planned(folder: Path, tmp_path: Path, packing: bool) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text((json.dumps({"text": "a word " * 10}) + "\n") * 100, encoding="utf-8")
+    given = {"base": {"model": str(folder)}, "train": {"max_steps": 3, "batch_size": 4}}
+    given |= {"data": {"train": str(data), "max_length": 64, "packing": packing}}
+    plan = plan_run(from_dict(Recipe, given, "test"), memory="24GB", measure=False)
+    assert plan.num_tokens is not None
+    assert plan.run_tokens == 3 * 4 * (64 if packing else plan.num_tokens / 100)
+
+
 @pytest.mark.slow
 def test_what_is_told_of_a_tight_run_agrees_with_its_table(folder, capsys) -> None:
     asked = ["plan", str(folder), "--memory", "3GB", "--set", "data.max_length=1024"]
