@@ -264,15 +264,15 @@ def recipe_text(
     body = body[re.search(r"(?m)^(?!#)", body).start() :]  # type: ignore[union-attr]
     if goal.section:
         body = re.sub(r"(?m)\Atask:.*\n(?:  .*\n)*", f"task: {goal.section}\n", body)
-    body = _set(body, "model", model, "hub id, folder, .gguf file or short name")
+    body = _set(body, "model", _quoted(model), "hub id, folder, .gguf file or short name")
     if on_cpu:
         body = re.sub(r"(?m)^  (?:quantize|dtype): .*\n", "", body)
     elif quantize is None:
         body = re.sub(r"(?m)^  quantize: .*\n", "", body)
     body = _set(body, "quantize", _value(source, "quantize"), "4 bits; none: 16 bits, if it fits")
-    body = _set(body, "train", data, "")
+    body = _set(body, "train", _quoted(data), "")
     if held_out:
-        body = _set(body, "eval", held_out, "")
+        body = _set(body, "eval", _quoted(held_out), "")
     elif num_rows >= FEWEST_TO_HOLD_OUT:
         body = _set(body, "eval", str(HELD_OUT), "this share of the rows is held out")
     else:
@@ -344,14 +344,19 @@ def _set(body: str, key: str, value: str | None, comment: str) -> str:
     """Set the value (None: unchanged) and the comment of a key, if the recipe has it."""
 
     def line(match: re.Match[str]) -> str:
-        text = match[2] if value is None else _quoted(value)
+        text = match[2] if value is None else value
         return f"{match[1]}{text}" + (f"  # {comment}" if comment else "")
 
     return re.sub(rf"(?m)^(  {key}: )([^#\n]*?)(?: *#.*)?$", line, body, count=1)
 
 
 def _quoted(value: str) -> str:
-    return value if re.fullmatch(r"[\w./-]+", value) else "'" + value.replace("'", "''") + "'"
+    """Return a text as YAML, in quotes where it would be read as something else without."""
+    from peftkit.config.strict_yaml import plain_value
+
+    if re.fullmatch(r"[\w./][\w./-]*", value) and isinstance(plain_value(value), str):
+        return value
+    return "'" + value.replace("'", "''") + "'"
 
 
 def _value(recipe: Path, key: str, default: str = "none") -> str:

@@ -190,6 +190,20 @@ def test_files_of_a_folder_are_told_apart_by_their_names(peftkit: Run, tmp_path:
     assert "peftkit init --data plants" in refused.err
 
 
+@pytest.mark.parametrize("names", ["0,1", "true,1e3", "null,-", "0x1f,.inf"])
+def test_names_that_yaml_reads_as_something_else_are_quoted(
+    names: str, peftkit: Run, tmp_path: Path
+) -> None:
+    prompt, completion = names.split(",")
+    write_rows(tmp_path / "12.jsonl", [{prompt: "Why is it so?", completion: "So."}] * 3)
+    args = ("init", "--data", "12.jsonl", "--task", "causal_lm", "--model", "12", *CPU)
+    done = peftkit(*args, "--fields", names)
+    assert done.code == 0, done.err
+    recipe = load(tmp_path / "recipe.yaml")
+    assert (recipe.task.prompt, recipe.task.completion) == (prompt, completion)
+    assert recipe.base.model == "12"
+
+
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
