@@ -42,6 +42,8 @@ class Tally:
     """Sum of squares of what was lost when the new weights were stored."""
     num_changed: int = 0
     """Number of values that differ after storing."""
+    instead: str = ""
+    """What to do where the new weights cannot be stored; "": give another dtype."""
 
     def add(self, before: Tensor, exact: Tensor, stored: Tensor) -> None:
         """Add one weight: before, exactly merged, and as stored (in its own dtype).
@@ -59,9 +61,11 @@ class Tally:
         if not math.isfinite(self.update):
             raise too_large_values()
         if not math.isfinite(self.rounding):
+            own = str(stored.dtype).removeprefix("torch.")
+            kind = "the types of the base's file" if self.instead else own
             raise MergeError(
-                f"the merged weights are too large for {str(stored.dtype).removeprefix('torch.')}",
-                fix="Merge with --dtype bf16 or fp32.",
+                f"the merged weights are too large for {kind}",
+                fix=self.instead or "Merge with --dtype bf16 or fp32.",
             )
 
     @property
@@ -85,7 +89,7 @@ class Tally:
             fix = "Give an adapter that has been trained."
             raise MergeError(message, found="the adapter's update is zero", fix=fix)
         if not self.num_changed:
-            fix = "Merge with --dtype fp32."
+            fix = self.instead or "Merge with --dtype fp32."
             raise MergeError(message, found="the update is lost when it is rounded", fix=fix)
 
 

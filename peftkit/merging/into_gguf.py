@@ -66,7 +66,7 @@ def merge_into_gguf(
     check_all(opened.adapter)
     reference = reference_of(opened, prompts) if verify else None
     scaling = file.provenance.loading.get("rope_scaling")
-    tally = Tally()
+    tally = Tally(instead=_INSTEAD)
     with _beside(out, location.gguf_path.stat().st_size) as written:
         on_event(Stage(f"Writing {out}"))
         shutil.copyfile(location.gguf_path, written)

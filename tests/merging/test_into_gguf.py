@@ -168,6 +168,18 @@ def test_a_base_that_was_quantised_anew_in_training_is_told(file: Path, tmp_path
     assert [e.text for e in events if isinstance(e, Notice) and "over the base in nf4" in e.text]
 
 
+def test_what_the_types_cannot_hold_names_no_dtype(file: Path, tmp_path: Path) -> None:
+    save(file, tmp_path / "adapter", LoRA(rank=2, targets=("q",)), std=1e-4)
+    with pytest.raises(MergeError, match="lost when it is rounded") as refused:
+        merge(tmp_path / "adapter", tmp_path / "merged.gguf", base=str(file))
+    assert "--dtype" not in str(refused.value)
+    assert "--to gguf" in str(refused.value)
+    one = torch.ones(1)
+    with pytest.raises(MergeError, match="too large for the types of the base's file") as refused:
+        Tally(instead="Export it.").add(one, 2 * one, one / 0)
+    assert "Export it." in str(refused.value)
+
+
 def test_rope_scaling_of_training_is_told_and_compared_with(file: Path, tmp_path: Path) -> None:
     scaling = {"rope_type": "linear", "factor": 8.0, "rope_theta": 10_000.0}
     save(
