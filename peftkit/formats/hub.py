@@ -42,6 +42,7 @@ from peftkit.formats.folders import (
     CONFIG,
     NOTES,
     ORIGIN,
+    START,
     TENSORS,
     TOKENIZER_FILES,
     new_adapter_folder,
@@ -51,9 +52,12 @@ from peftkit.formats.guard import MAX_PAYLOAD_BYTES, check_safetensors, read_ten
 from peftkit.formats.peft.folder import AdapterFile, read_adapter
 from peftkit.formats.serving import served_rank
 
-FILES = (CONFIG, TENSORS, CARD, NOTES, "recipe.yaml", *TOKENIZER_FILES)
+FILES = (CONFIG, TENSORS, CARD, NOTES, START, "recipe.yaml", *TOKENIZER_FILES)
 NEEDED = (CONFIG, TENSORS)
-_MAX_BYTES = {TENSORS: MAX_PAYLOAD_BYTES, "tokenizer.json": 64 << 20}  # 262,144 tokens: 33 MB
+_MAX_BYTES = {
+    **dict.fromkeys((TENSORS, START), MAX_PAYLOAD_BYTES),
+    "tokenizer.json": 64 << 20,  # of 262,144 tokens: 33 MB
+}
 _MAX_TEXT_BYTES = 4 << 20
 _LOG_IN = "Log in with: hf auth login (or set HF_TOKEN)."
 

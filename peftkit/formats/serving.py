@@ -22,6 +22,7 @@ from peftkit.formats.folders import (
     CARD,
     CONFIG,
     NOTES,
+    START,
     TENSORS,
     TOKENIZER_FILES,
     new_adapter_folder,
@@ -97,7 +98,7 @@ def export_peft(
     with new_adapter_folder(out, force=force, sources=[source]) as folder:
         file = read_adapter(source)
         if all(tensor.dtype == wanted for tensor in tensors.values()):
-            names += [TENSORS, NOTES]
+            names += [TENSORS, NOTES, START]
         else:
             cast = {name: tensor.to(wanted) for name, tensor in tensors.items()}
             write_tensors(cast, folder / TENSORS, {"format": "pt"})

@@ -14,10 +14,11 @@ import pytest
 
 from peftkit.errors import AdapterError, OutputError
 from peftkit.events import Event, Notice
+from peftkit.formats.exchange import export_adapter
 from peftkit.formats.find_adapter import adapter_folder
-from peftkit.formats.folders import TOKENIZER_FILES, HubId, is_hub_id, parse_hub_id
+from peftkit.formats.folders import START, TOKENIZER_FILES, HubId, is_hub_id, parse_hub_id
 from peftkit.formats.hub import FILES, pull_adapter, push_adapter
-from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.folder import AdapterFolder
 from peftkit.formats.peft.low_rank import read_low_rank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
@@ -39,7 +40,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _, tiny = trained("llama", LoRA(rank=2, targets=("q", "v")))
-    return save_adapter(tiny, tmp_path_factory.mktemp("adapter"), Provenance(base="org/base"))
+    folder = tmp_path_factory.mktemp("adapter")
+    start = {name: tensor / 2 for name, tensor in tiny.state().items()}
+    AdapterFolder(tiny, Provenance(base="org/base"), start=start).save(folder)
+    return folder
 
 
 @pytest.fixture
@@ -71,6 +75,13 @@ def test_pushed_and_pulled_it_is_the_same(hub: Hub, run_folder: Path, tmp_path: 
     assert record == {"hub_id": NAME, "revision": None, "commit": done.commit}
     file, _ = read_low_rank(tmp_path / "pulled")
     assert file.provenance.base == "org/base"
+
+
+def test_what_it_began_with_goes_to_peft_where_its_notes_go(adapter: Path, tmp_path: Path) -> None:
+    for dtype, has_start in (("fp32", True), ("bf16", False)):
+        export_adapter(adapter, tmp_path / dtype, to="peft", dtype=dtype)
+        assert (tmp_path / dtype / START).is_file() == has_start
+        assert (tmp_path / dtype / "peftkit.json").is_file() == has_start
 
 
 def test_a_revision_is_pinned(hub: Hub, run_folder: Path, tmp_path: Path) -> None:
