@@ -147,16 +147,19 @@ def shares(
 ) -> str:
     """Return which part of the machine's limit prompts are read at, and one answer decoded.
 
-    Prompts are read by products, a token of a single answer reads all weights once. The limits are
-    measured before and after.
+    Prompts are read by products, what they begin with in common once; a token of a single answer
+    reads all weights once. The limits are measured before and after.
     """
+    prompts = list(map(list, dict.fromkeys(map(tuple, prompts))))
+    beginnings = {tuple(prompt[:size]) for prompt in prompts for size in range(1, len(prompt) + 1)}
     best = limits(device)
     _, reading, _ = timed(run, Work(prompts, [1] * len(prompts)))
     _, first, _ = timed(run, Work(prompts[:1], [1]))
     _, whole, _ = timed(run, Work(prompts[:1], [1 + NUM_DECODED]))
     best = best.best(limits(device))
     products = best.bf16 if dtype == torch.bfloat16 else best.fp32
-    prefill = sizes.prefill_flop([len(prompt) for prompt in prompts]) / reading / products
+    flop = sizes.prefill_flop([len(prompt) for prompt in prompts], len(beginnings))
+    prefill = flop / reading / products
     num_bytes = sizes.decode_bytes(dtype.itemsize)
     decoding = NUM_DECODED * num_bytes / max(whole - first, 1e-9) / best.read
     return (

@@ -117,10 +117,16 @@ class Sizes:
         tokens = (4 * self.blocks + 6 * self.adapter) * num_tokens
         return tokens + 4 * self.head * num_learnt + 3.5 * attention
 
-    def prefill_flop(self, lengths: Sequence[int]) -> float:
-        """Return the FLOP of reading prompts, with an adapter beside the base."""
+    def prefill_flop(self, lengths: Sequence[int], num_tokens: int | None = None) -> float:
+        """Return the FLOP of reading prompts, with an adapter beside the base.
+
+        Args:
+            lengths: Tokens of each.
+            num_tokens: Of all, what they begin with in common counted once; None: nothing.
+        """
         attention = self.attention * sum(length**2 for length in lengths) / 2
-        tokens = 2 * (self.blocks + self.adapter) * sum(lengths)
+        number = sum(lengths) if num_tokens is None else num_tokens
+        tokens = 2 * (self.blocks + self.adapter) * number
         return tokens + 2 * self.head * len(lengths) + attention
 
     def decode_bytes(self, itemsize: int) -> int:
