@@ -165,7 +165,7 @@ def ask(name: str, driver: str, request: Mapping[str, Any], *, seconds: int = 90
         timeout=seconds,
         cwd=ROOT.parent,
     )
-    assert ran.returncode == 0, f"{name}: {ran.stderr[-3000:]}"
+    assert ran.returncode == 0, f"{name} ended with {ran.returncode}: {ran.stderr[-3000:]}"
     return answer_in(ran.stdout)
 
 
