@@ -96,7 +96,7 @@ def test_openai_s_client_trains_and_chats_and_a_killed_server_goes_on(
         process.wait()
     folders = [tmp_path / "tuning" / "jobs" / id for id in (paused, killed)]
     assert [(folder / WEIGHTS).exists() for folder in folders] == [True, False]
-    with serving(model_folder, tmp_path / "tuning", keys=[KEY]) as again:
+    with serving(model_folder, tmp_path / "tuning", keys=[KEY], dtype="auto") as again:
         again.headers["Authorization"] = f"Bearer {KEY}"
         ended = [again.until(id) for id in (killed, waits)]
         assert [job["status"] for job in ended] == ["succeeded", "succeeded"]
