@@ -226,24 +226,22 @@ def splits_of(folder: Path) -> dict[str, str]:
 
     A name alone, or all of its shards (train-00000-of-00002); else the only one that begins so.
     """
+    files = [file for file in sorted(folder.iterdir()) if _may_have_rows(file)]
     found: dict[str, str] = {}
     for split, names in SPLITS.items():
         for tail, several in ((r"", False), (r"-\d+-of-\d+(-\w+)?", True), (r".*", False)):
-            fitting = ((name, _named(folder, name + tail)) for name in names)
-            for name, files in fitting:
-                if len(files) == 1:
-                    found.setdefault(split, str(files[0]))
-                elif several and files and split == "train":  # data.eval takes no pattern
-                    stem, kind = files[0].stem[: len(name)], files[0].suffix
+            for name in names:
+                fitting = [f for f in files if re.fullmatch(name + tail, f.stem.lower())]
+                if len(fitting) == 1:
+                    found.setdefault(split, str(fitting[0]))
+                elif several and fitting and split == "train":  # data.eval takes no pattern
+                    stem, kind = fitting[0].stem[: len(name)], fitting[0].suffix
                     found.setdefault(split, str(folder / f"{stem}-*-of-*{kind}"))
     return found
 
 
-def _named(folder: Path, pattern: str) -> list[Path]:
-    """Return the files of rows whose names, but for their ends, are of a pattern."""
-    files = (file for file in sorted(folder.iterdir()) if file.suffix.lower() in DATA)
-    named = (file for file in files if re.fullmatch(pattern, file.stem.lower()))
-    return [file for file in named if not file.stem.lower().endswith(NO_ROWS)]
+def _may_have_rows(file: Path) -> bool:
+    return file.suffix.lower() in DATA and not file.stem.lower().endswith(NO_ROWS)
 
 
 def _num_chars(value: Any) -> int:

@@ -116,8 +116,8 @@ def _check_free(out: Path, source: Path, overwrite: bool) -> None:
     if out.is_dir() or is_source or (out.exists() and not overwrite):
         state = "It is a folder." if out.is_dir() else "It exists."
         state = "It is the base itself, whose pages are in use." if is_source else state
-        fix = "Choose another file, or add --overwrite." if out.is_file() and not is_source else ""
-        raise OutputError(f"cannot write {out}", found=state, fix=fix or "Choose another file.")
+        more = ", or add --overwrite" if out.is_file() and not is_source else ""
+        raise OutputError(f"cannot write {out}", found=state, fix=f"Choose another file{more}.")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from peftkit.recipe import load
 from peftkit_cli.goals import GOALS
 from peftkit_cli.init import Size, recipe_text
 from peftkit_cli.survey import splits_of
-from tests.command_line import Run, turn, write_rows
+from tests.command_line import Done, Run, turn, write_rows
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -172,12 +172,17 @@ def test_a_prompt_and_its_completion_are_named_so_that_a_chat_model_chats(
     assert (recipe.task.prompt, recipe.task.completion) == ("prompt", "answer")
 
 
-def test_files_of_a_folder_are_told_apart_by_their_names(peftkit: Run, tmp_path: Path) -> None:
+def init_of_folder(peftkit: Run, tmp_path: Path, *names: str) -> Done:
+    """Run init over a folder `plants` with files of nine rows each."""
     folder = tmp_path / "plants"
     folder.mkdir()
-    for name in ("train", "valid", "test"):
+    for name in names:
         write_rows(folder / f"{name}.jsonl", [turn("a", name)] * 9)
-    done = peftkit("init", "--data", "plants", "--task", "causal_lm", "--model", "m", *CPU)
+    return peftkit("init", "--data", "plants", "--task", "causal_lm", "--model", "m", *CPU)
+
+
+def test_files_of_a_folder_are_told_apart_by_their_names(peftkit: Run, tmp_path: Path) -> None:
+    done = init_of_folder(peftkit, tmp_path, "train", "valid", "test")
     assert "train on: plants/train.jsonl; to evaluate on: plants/valid.jsonl." in done.err
     recipe = load(tmp_path / "recipe.yaml")
     assert (recipe.data.train, recipe.data.eval) == ("plants/train.jsonl", "plants/valid.jsonl")
@@ -229,11 +234,8 @@ def test_a_folder_is_read_as_its_files_are_named(
 
 
 def test_all_shards_of_a_folder_are_read(peftkit: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "plants"
-    folder.mkdir()
-    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
-        write_rows(folder / f"{name}.jsonl", [turn("a", name)] * 9)
-    done = peftkit("init", "--data", "plants", "--task", "causal_lm", "--model", "m", *CPU)
+    shards = ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001")
+    done = init_of_folder(peftkit, tmp_path, *shards)
     assert "train on: plants/train-*-of-*.jsonl" in done.err
     data = load(tmp_path / "recipe.yaml").data
     assert [Path(source.path).stem[:11] for source in data.sources] == [
