@@ -136,7 +136,7 @@ ENTRIES: Mapping[str, Benchmark] = {
     ),
     "train-2000": _trained("--rows 2000 --repeats 1 --against trl"),
     "train-nf4": _trained(
-        "--quantize nf4 --rows 1000 --train '{\"compile\": true}' --against trl --repeats 2"
+        "--quantize nf4 --rows 1000 --train '{\"compile\": true}' --against trl --repeats 1"
     ),
     "train-mixed": _trained("--data mixed --rows 96 --against trl,trl-model-loss --repeats 1"),
     "train-unsloth": Benchmark(
