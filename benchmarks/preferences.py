@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.limits import Sizes, limits
 from benchmarks.orders import make_rows
 from benchmarks.report import table
 from benchmarks.workers import work
@@ -142,9 +143,10 @@ def parity(args: argparse.Namespace, folder: Path) -> int:
 def speed(args: argparse.Namespace, folder: Path) -> int:
     """Compare pairs per second and peak memory of DPO, the reference computed before."""
     args.model = args.model or NAME
-    lines = []
+    best, lines = limits(), []
     for name, (asked, answered) in SHAPES.items():
-        job = job_of(args, pairs(folder, args.rows, asked, answered), folder)
+        rows = pairs(folder, args.rows, asked, answered)
+        job, least = job_of(args, rows, folder), step_flop(args.model, rows) / best.bf16
         job |= {"loss": "dpo", "dtype": "bf16", "rank": 16, "learning_rate": 1e-5, "exact": False}
         for side, python in (("ours", None), ("trl", args.peers)):
             kwargs = {} if python is None else {"python": python}
@@ -153,11 +155,30 @@ def speed(args: argparse.Namespace, folder: Path) -> int:
             rate = BATCH_SIZE * len(steps) / sum(steps)
             whole = args.rows / found["seconds"]
             peak = found["peak_bytes"] / 1e6
-            lines.append((name, NAMES[side], f"{rate:.2f}", f"{whole:.2f}", f"{peak:,.0f}"))
+            share = f"{least * len(steps) / sum(steps):.0%}"
+            figures = (f"{rate:.2f}", share, f"{whole:.2f}", f"{peak:,.0f}")
+            lines.append((name, NAMES[side], *figures))
             print(*lines[-1], flush=True)
-    columns = ("rows", "by", "pairs/s", "with reference and first step", "peak MB")
+        best = best.best(limits())
+    columns = ("rows", "by", "pairs/s", "of the limit", "with reference, first step", "peak MB")
     print(table(columns, lines))
+    print(f"the machine's limit in this run: {best.show()}; of it: what a step's products take")
     return 0
+
+
+def step_flop(model: str, rows: Sequence[dict[str, Any]]) -> float:
+    """Return the FLOP of a mean step's products: a prompt counts once, its two answers each."""
+    base = load_base(model, dtype="bf16")
+    sizes = Sizes.of(base.model, 16)
+
+    def tokens(row: dict[str, Any], name: str) -> int:
+        return len(base.tokenizer(row[name])["input_ids"])
+
+    prompts = [tokens(row, "prompt") for row in rows]
+    answers = [[tokens(row, side) for side in ("chosen", "rejected")] for row in rows]
+    lengths = [prompt + one for prompt, both in zip(prompts, answers, strict=True) for one in both]
+    learnt = sum(map(sum, answers))
+    return sizes.step_flop(lengths, sum(prompts) + learnt, learnt) * BATCH_SIZE / len(rows)
 
 
 def main() -> int:

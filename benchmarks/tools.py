@@ -19,12 +19,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.utils.chat_template_utils import get_json_schema
 
+from benchmarks.limits import Sizes, limits
 from benchmarks.report import heading, table, versions
 from benchmarks.workers import work
 from benchmarks.workers.sums import add, multiply
 from peftkit import load_recipe, merge, run_recipe
+from peftkit.base.load import load_base
 from peftkit.base.locate import locate
 from peftkit.data.chat import CHATML
 
@@ -109,10 +112,12 @@ def main() -> None:
             "anew": work("ours_rewards", job | {"anew": True}, folder),
             "trl": work("trl_rewards", job | {"parts": 2}, folder, python=asked.peers),
         }
+        told = share(model, [row["prompt"] for row in rows], found["ours"])
     if broken := {side: facts["failed"] for side, facts in found.items() if "failed" in facts}:
         raise SystemExit(f"failed: {broken}")
     print(heading({"ours": versions(), "trl": found["trl"]["versions"]}) + "\n")
     print(table(COLUMNS, [cells(name, found) for name in NAMES]))
+    print(told)
 
 
 COLUMNS = ("by", "calls an answer", "tokens a rollout", "processor s", "tokens/s", "times TRL's")
@@ -131,6 +136,29 @@ def cells(side: str, found: dict[str, Any]) -> tuple[str, ...]:
         f"{tokens / seconds:.1f}",
         f"{tokens / seconds / of_trl:.1f} x",
     )
+
+
+def share(model: str, questions: list[str], found: dict[str, Any]) -> str:
+    """Return which part of our rollouts' seconds one thread would need at the machine's limits.
+
+    Each prompt is read once for all of its answers; what tools say is not counted.
+    """
+    torch.set_num_threads(1)
+    base, best = load_base(model, dtype="fp32"), limits()
+    tools = [get_json_schema(multiply), get_json_schema(add)]
+    lengths = []
+    for question in questions:
+        messages = [{"role": "user", "content": question}]
+        given: dict[str, Any] = {"tools": tools, "chat_template": CHATML, "tokenize": False}
+        text = base.tokenizer.apply_chat_template(messages, add_generation_prompt=True, **given)
+        lengths.append(len(base.tokenizer(text, add_special_tokens=False)["input_ids"]))
+    later = lengths[len(lengths) // len(found["new_tokens"]) :]  # the first rollout is left out
+    num_new, seconds = (sum(found[key][1:]) for key in ("new_tokens", "rollout_seconds"))
+    sizes = Sizes.of(base.model, 16)
+    rows = ANSWERS * len(later) // len(found["new_tokens"][1:])
+    least = sizes.answer_seconds(later, num_new, rows, best, "fp32")
+    limit = f"the machine's limit in this run: {best.show()}"
+    return f"{limit}; peftkit's rollouts are at {least / seconds:.0%} of it"
 
 
 if __name__ == "__main__":

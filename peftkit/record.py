@@ -25,7 +25,7 @@ from peftkit.base.load import Base
 from peftkit.config import schema
 from peftkit.data.pack import tokens_of_each
 from peftkit.events import Event, Listener, Notice, RunStarted, Saved, Table, ignore
-from peftkit.execution.plan import ExecutionPlan
+from peftkit.execution.plan import ExecutionPlan, compute_dtype
 from peftkit.execution.state import Result
 from peftkit.figures import loss_name, metric, metric_name
 from peftkit.files.disk import write_text
@@ -85,6 +85,7 @@ class RunRecord:
             "base": {
                 **recipe.base.model_dump(mode="json", exclude={"store", "placement"}),
                 "fingerprint": self.base.fingerprint,
+                "computes_in": str(compute_dtype(self.base.model)).removeprefix("torch."),
             },
             "method": recipe.method.model_dump(mode="json"),
             "data": recipe.data.model_dump(mode="json"),

@@ -229,8 +229,9 @@ def flat_mlx_lm(theirs: Settings) -> Settings:
             flat[name] = max(flat[name] // batches, 1)
     schedule = theirs.get("lr_schedule") or {}
     flat |= {f"lr_schedule.{name}": value for name, value in schedule.items()}
-    if warmup := flat.pop("lr_schedule.warmup", 0):
-        flat["warmup_ratio"] = warmup / int(flat["iters"])
+    warmup, steps = flat.get("lr_schedule.warmup"), flat["iters"]
+    if isinstance(warmup, int) and isinstance(steps, int) and warmup < steps:  # else it is lost
+        flat["warmup_ratio"] = flat.pop("lr_schedule.warmup") / steps
     return flat
 
 

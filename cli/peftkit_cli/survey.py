@@ -217,6 +217,7 @@ SPLITS = {
     "train": ("train",),
     "eval": ("valid", "validation", "val", "dev", "eval", "evaluation", "test"),
 }
+SHARD = r"-\d+-of-\d+(-\w+)?"
 NO_ROWS = ("_results", "_state")
 """Ends of the names of what a trainer writes beside rows."""
 
@@ -224,19 +225,20 @@ NO_ROWS = ("_results", "_state")
 def splits_of(folder: Path) -> dict[str, str]:
     """Return the files of a folder to train and to evaluate on, by their names.
 
-    A name alone, or all of its shards (train-00000-of-00002); else the only one that begins so.
+    A name alone, or all of its shards (train-00000-of-00002); else the only one that begins so. Of
+    the shards of held-out rows the first: `data.eval` takes no pattern.
     """
     files = [file for file in sorted(folder.iterdir()) if _may_have_rows(file)]
     found: dict[str, str] = {}
     for split, names in SPLITS.items():
-        for tail, several in ((r"", False), (r"-\d+-of-\d+(-\w+)?", True), (r".*", False)):
-            for name in names:
-                fitting = [f for f in files if re.fullmatch(name + tail, f.stem.lower())]
-                if len(fitting) == 1:
-                    found.setdefault(split, str(fitting[0]))
-                elif several and fitting and split == "train":  # data.eval takes no pattern
-                    stem, kind = fitting[0].stem[: len(name)], fitting[0].suffix
-                    found.setdefault(split, str(folder / f"{stem}-*-of-*{kind}"))
+        tails = [(name, tail) for name in names for tail in (r"", SHARD)]
+        for name, tail in (*tails, *((name, r".*") for name in names)):
+            fitting = [f for f in files if re.fullmatch(name + tail, f.stem.lower())]
+            if len(fitting) == 1 or (fitting and tail == SHARD and split == "eval"):
+                found.setdefault(split, str(fitting[0]))
+            elif fitting and tail == SHARD:
+                stem, kind = fitting[0].stem[: len(name)], fitting[0].suffix
+                found.setdefault(split, str(folder / f"{stem}-*-of-*{kind}"))
     return found
 
 

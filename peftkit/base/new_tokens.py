@@ -9,7 +9,7 @@ Shapes: V known tokens, H width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from torch import nn
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from peftkit.base.load import Base
-from peftkit.base.pretrained import quiet
+from peftkit.base.locate import locate
+from peftkit.base.pretrained import load_tokenizer, quiet
 from peftkit.errors import AdapterError, DataError, TargetError, first_few
+from peftkit.events import Listener, Notice, ignore
 from peftkit.model.places import input_embedding
 
 FILE = "tokenizer.json"
@@ -74,13 +76,10 @@ def restore_tokens(base: Base, folder: Path) -> tuple[int, ...]:
     Raises:
         AdapterError: The tokenizer cannot be read, or is another one than the base's.
     """
-    saved = saved_tokens(folder)
-    if not saved:
-        return ()
-    vocabulary = base.tokenizer.get_vocab()
-    added = {id: token for id, token in sorted(saved.items()) if str(token) not in vocabulary}
+    added = unknown_tokens(folder, base.tokenizer)
     if not added:
         return ()
+    num_known = len(base.tokenizer.get_vocab())
     ids = _taken(base.tokenizer, list(added.values()))
     if ids != tuple(added):
         raise AdapterError(
@@ -90,7 +89,7 @@ def restore_tokens(base: Base, folder: Path) -> tuple[int, ...]:
         )
     rows = base.model.get_input_embeddings().num_embeddings
     grow(base.model, max(ids) + 1)
-    _begin_at_the_mean(base.model, [id for id in ids if id >= rows], len(vocabulary))
+    _begin_at_the_mean(base.model, [id for id in ids if id >= rows], num_known)
     return ids
 
 
@@ -110,6 +109,47 @@ def saved_tokens(folder: Path) -> dict[int, AddedToken]:
             f"cannot read {file}", found=str(error), fix="Get the adapter again."
         ) from error
     return dict(tokenizer.added_tokens_decoder)
+
+
+def unknown_tokens(folder: Path, tokenizer: Any) -> dict[int, AddedToken]:
+    """Return the tokens of a folder's tokenizer that another one does not know, by id.
+
+    Raises:
+        AdapterError: The folder's tokenizer cannot be read.
+    """
+    saved = saved_tokens(folder)
+    known = tokenizer.get_vocab() if saved else {}
+    return {id: token for id, token in sorted(saved.items()) if str(token) not in known}
+
+
+def new_tokens_of(folder: Path, base: str, revision: str | None = None) -> list[str]:
+    """Return the tokens of an adapter folder's tokenizer that its base's does not know.
+
+    Raises:
+        AdapterError: The folder's tokenizer cannot be read.
+        BaseError: The base has none.
+    """
+    if not saved_tokens(folder):
+        return []
+    tokenizer = load_tokenizer(locate(base, revision), ignore)
+    return [str(token) for token in unknown_tokens(folder, tokenizer).values()]
+
+
+def tell_split_tokens(
+    folders: Mapping[str, Path], tokenizer: Any, on_event: Listener = ignore
+) -> None:
+    """Tell which adapters have tokens that the tokenizer they share does not know.
+
+    Args:
+        folders: Of adapters, by name.
+    """
+    for name, folder in folders.items():
+        if tokens := unknown_tokens(folder, tokenizer):
+            some = _few(tokens.values())
+            text = f"'{name}' was trained with tokens that its base does not know ({some}): beside "
+            on_event(
+                Notice(f"{text}other adapters they are split. Alone, or merged, they are not.")
+            )
 
 
 def grow(model: Any, num_rows: int) -> None:
@@ -159,5 +199,5 @@ def _taken(tokenizer: Any, added: Sequence[AddedToken]) -> tuple[int, ...]:
     return tuple(tokenizer.convert_tokens_to_ids(str(token)) for token in added)
 
 
-def _few(ids: Iterable[int]) -> str:
-    return first_few(map(str, ids), 5, ", ")
+def _few(items: Iterable[object]) -> str:
+    return first_few(map(str, items), 5, ", ")

@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -23,6 +24,9 @@ from peftkit.files.strict_json import parse_json
 
 ErrorType = type[PeftkitError]
 MAX_JSON_BYTES = 1 << 20
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SAYS_FULL = re.compile(r"[Dd]isk is (too )?full")
+"""As this module and the run's checkpoints say it."""
 
 
 def open_regular(path: Path, *, error: ErrorType = AdapterError) -> BinaryIO:
@@ -100,6 +104,17 @@ def check_space(folder: Path, num_bytes: int) -> None:
         )
 
 
+def is_disk_full(error: BaseException | None) -> bool:
+    """Tell whether an error, or one that it comes from, says that a disk is full."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in FULL:
+            return True
+        if isinstance(error, PeftkitError) and _SAYS_FULL.search(f"{error.asked} {error.found}"):
+            return True
+        error = error.__cause__
+    return False
+
+
 def writable_folder(folder: Path) -> Path:
     """Create a folder if needed and check that it is writable; OutputError otherwise."""
     message = f"cannot write into {folder}"
@@ -158,7 +173,7 @@ def replacing(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
 
 
 def _write_error(problem: OSError, message: str, folder: Path, num_bytes: int) -> PeftkitError:
-    if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if problem.errno in FULL:
         reason = f"The disk is full: {num_bytes:,} bytes needed, {free_bytes(folder):,} free."
         if problem.errno != errno.ENOSPC:
             reason += f"\nThe system says: {problem.strerror} (a quota, or ulimit -f)."

@@ -31,6 +31,7 @@ from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.folders import (
     CONFIG,
     NOTES,
+    START,
     TENSORS,
     TOKENIZER_FILES,
     check_free,
@@ -347,6 +348,8 @@ def _import_peft(
             if tokens := saved_tokens(foreign.folder):
                 grow(model, max(tokens) + 1)
             adapter = load_adapter(hollow(model), source)
+    if (foreign.folder / START).is_file():  # before the notes, which have its digest
+        shutil.copyfile(foreign.folder / START, folder / START)
     save_adapter(adapter, folder, origin)
     for name in TOKENIZER_FILES:
         if (foreign.folder / name).is_file():

@@ -31,14 +31,13 @@ TOKENIZER_FILES = (
     *("added_tokens.json", "chat_template.jinja"),
 )
 """Saved with an adapter that has new tokens."""
+START = "start.safetensors"
+"""The tensors that an adapter began with, for losses that compare it with its start."""
 ADAPTER_FILES = (
-    *(TENSORS, "adapters.safetensors", NOTES),
+    *(TENSORS, "adapters.safetensors", START, NOTES),
     *(CARD, RECIPE, ORIGIN, *TOKENIZER_FILES),
 )
 """Files of an adapter in any format, which a new one replaces."""
-
-START = "start.safetensors"
-"""The tensors that an adapter began with, for losses that compare it with its start."""
 RECORDS = (
     *("run.json", "metrics.jsonl", "samples.jsonl", "answers.jsonl", "tasks.json"),
     *("report.html", "diagnosis.json", "teacher_answers.jsonl"),

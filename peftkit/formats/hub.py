@@ -56,7 +56,7 @@ FILES = (CONFIG, TENSORS, CARD, NOTES, START, "recipe.yaml", *TOKENIZER_FILES)
 NEEDED = (CONFIG, TENSORS)
 _MAX_BYTES = {
     **dict.fromkeys((TENSORS, START), MAX_PAYLOAD_BYTES),
-    "tokenizer.json": 64 << 20,  # of 262,144 tokens: 33 MB
+    **dict.fromkeys(TOKENIZER_FILES, 64 << 20),  # of 262,144 tokens: 33 MB
 }
 _MAX_TEXT_BYTES = 4 << 20
 _LOG_IN = "Log in with: hf auth login (or set HF_TOKEN)."

@@ -23,9 +23,10 @@ from peftkit.adapter import Adapter
 from peftkit.base.gguf_file import Blocks, blocks_of, parsed_once, quantized, source_of
 from peftkit.base.load import load_base
 from peftkit.base.locate import locate
+from peftkit.base.new_tokens import new_tokens_of
 from peftkit.base.purpose import rope_notice
 from peftkit.base.skeleton import skeleton
-from peftkit.errors import MergeError, OutputError
+from peftkit.errors import MergeError, OutputError, first_few
 from peftkit.events import Listener, Notice, Saved, Stage, Table
 from peftkit.files import disk
 from peftkit.formats.open_adapter import open_adapter
@@ -37,6 +38,10 @@ from peftkit.merging.verify import Merged, agreement, facts_of, logits_on, refer
 _INSTEAD = (
     "Serve base and adapter as two files: peftkit export ADAPTER --to gguf. Or merge into a folder "
     "of 16-bit weights, and let llama.cpp's converter and llama-quantize make the file."
+)
+_WITH_TOKENS = (
+    "Merge into a folder, with --base naming the original of the file, and let llama.cpp's "
+    "convert_hf_to_gguf.py make a GGUF file of it."
 )
 
 
@@ -61,6 +66,9 @@ def merge_into_gguf(
             fix="Merge into a folder; llama.cpp's convert_hf_to_gguf.py makes a GGUF file of it.",
         )
     _check_free(out, location.gguf_path, overwrite)
+    if tokens := new_tokens_of(file.folder, name, revision):
+        found = f"The file's tokenizer lacks tokens of the adapter: {first_few(tokens, 5, ', ')}."
+        raise MergeError(f"cannot merge into {out}", found=found, fix=_WITH_TOKENS)
     how: dict[str, Any] = {"quantize": "none", "dtype": "fp32", "device": "cpu"}
     opened = open_adapter(file.folder, base, **how, force=force, on_event=on_event)
     check_all(opened.adapter)

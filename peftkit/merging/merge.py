@@ -20,6 +20,7 @@ import torch
 
 from peftkit.base.load import local_folder
 from peftkit.base.locate import locate
+from peftkit.base.new_tokens import new_tokens_of
 from peftkit.base.pretrained import published
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.request import DTYPES, fits_device
@@ -130,7 +131,8 @@ def merge(
     load = partial(open_adapter, file.folder, base, force=force, on_event=on_event)
     with new_model_folder(out, overwrite, (file.folder, Path(name))) as folder:
         changes = reference = effect = agreed = None
-        if files is not None and same_config:
+        adds_tokens = bool(new_tokens_of(file.folder, name, revision))
+        if files is not None and same_config and not adds_tokens:  # else its tokenizer is another
             empty = skeleton(name, revision=revision, purpose=purpose)
             changes = changes_of(file, files, empty, stored, tally)
         if files is not None and changes is not None:

@@ -24,7 +24,7 @@ from peftkit.tasks.graders import (
     steps_of,
 )
 from peftkit.tasks.metrics import bleu, gleu, indel_similarity, rouge_l, rouge_n
-from peftkit.tasks.user_code import UserCode, outcome
+from peftkit.tasks.user_code import UserCode, outcome, shortly
 
 MAX_TEXT = 100_000
 """Characters of a template with its values."""
@@ -148,11 +148,10 @@ def _number(grader: PythonGrader, value: Any, answer: Answered) -> float:
     try:
         if isinstance(value, int | float) and math.isfinite(value):
             return float(value)
-        told = f"{value!r:.80}"
-    except Exception:  # too large for a float, or to be shown
-        told = f"what is of the type {type(value).__name__}"
+    except OverflowError:  # a whole number that is too large
+        pass
     raise RunError(
-        f"the grader {grader.source} returned {told} for an answer to {answer.source}",
+        f"the grader {grader.source} returned {shortly(value)} for an answer to {answer.source}",
         fix="Return a finite number.",
     )
 

@@ -27,7 +27,7 @@ from peftkit.files.safe_regex import searched
 from peftkit.tasks.graders import AnyGrader, code_of
 from peftkit.tasks.grading import Answered, Ask, Grading
 from peftkit.tasks.json_schema import all_matches, is_same
-from peftkit.tasks.user_code import PATTERN, UserCode, outcome
+from peftkit.tasks.user_code import PATTERN, UserCode, outcome, shortly
 
 BuiltIn = Literal[
     "exact_match", "json_fields", "json_schema", "regex", "length", "adapter", "grader"
@@ -230,11 +230,11 @@ def _checked(term: RewardTerm, found: Any, sources: Sequence[str]) -> list[float
     for value, source in zip(found, sources, strict=True):
         try:
             number = NAN if value is None else float(value)
-        except (TypeError, ValueError, OverflowError):
+        except Exception:  # a tensor's is none of Python's own
             number = math.inf
         if value is not None and not math.isfinite(number):
             raise RunError(
-                f"the reward {term.use} returned {value!r} for an answer to {source}",
+                f"the reward {term.use} returned {shortly(value)} for an answer to {source}",
                 fix="Return a finite number, or None where it does not judge.",
             )
         numbers.append(number)

@@ -158,3 +158,11 @@ def tool_schemas(functions: Mapping[str, Callable[..., Any]]) -> list[Mapping[st
     if not found:
         raise ConfigError("the environment has no tools.", fix="Give it public methods.")
     return found
+
+
+def shortly(value: Any) -> str:
+    """Return what a function returned, in at most 80 characters."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # a number of thousands of digits, or a class with a faulty __repr__
+        return f"what is of the type {type(value).__name__}"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.data.encode import default_style
-from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.folder import read_adapter, save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.bank import open_bank
 from peftkit.inference.generate import generate
@@ -134,3 +136,19 @@ def test_what_is_wrong_is_told_with_exit_code_2(
     done = peftkit("chat", *(arg.format(**two) for arg in args))
     assert (done.code, done.out) == (2, "")
     assert message in done.err
+
+
+def test_tokens_that_a_bank_splits_are_told(
+    peftkit: Run, two: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter as TRL saves it: with a tokenizer of its own, and no row for a new token."""
+    one = Path(shutil.copytree(two["json"], tmp_path / "json"))
+    tokenizer = AutoTokenizer.from_pretrained(read_adapter(one).provenance.base)
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save_pretrained(one)
+    typed(monkeypatch, ASKED)
+    done = peftkit("chat", "--adapter", one, "--adapter", two["sql"], "--max-new-tokens", "5")
+    assert done.code == 0
+    told = " ".join(done.err.split())
+    assert "'json' was trained with tokens that its base does not know (<tool>)" in told
+    assert "'sql' was trained" not in told

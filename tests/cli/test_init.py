@@ -222,6 +222,10 @@ def test_names_that_yaml_reads_as_something_else_are_quoted(
             ["train-00000-of-00002-abc", "train-00001-of-00002-def", "test"],
             {"train": "train-*-of-*", "eval": "test"},
         ),
+        (
+            ["train", "validation-00000-of-00002", "validation-00001-of-00002", "test"],
+            {"train": "train", "eval": "validation-00000-of-00002"},
+        ),
     ],
 )
 def test_a_folder_is_read_as_its_files_are_named(

@@ -11,8 +11,16 @@ from safetensors.torch import load_file, save_file
 
 from peftkit.errors import AdapterError
 from peftkit.formats.exchange import import_adapter, recognise
-from peftkit.formats.peft.folder import PREFIX, load_adapter, plain_name, save_adapter
+from peftkit.formats.folders import START
+from peftkit.formats.peft.folder import (
+    PREFIX,
+    AdapterFolder,
+    load_adapter,
+    plain_name,
+    save_adapter,
+)
 from peftkit.formats.peft.low_rank import read_low_rank
+from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.base import Method
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
@@ -165,6 +173,15 @@ def test_a_module_trained_in_full_is_imported_with_its_adapter(tmp_path: Path) -
     import_adapter(source, tmp_path / "two", base=base_folder("llama", tmp_path / "base"))
     load_adapter(model, tmp_path / "two")
     assert torch.equal(logits(model), expected)
+
+
+def test_what_an_adapter_began_with_is_imported_with_it(tmp_path: Path) -> None:
+    _, adapter = trained("llama", LoRA(rank=2, targets=("q",)))
+    (tmp_path / "one").mkdir()
+    AdapterFolder(adapter, Provenance(), start=adapter.state()).save(tmp_path / "one")
+    import_adapter(tmp_path / "one", tmp_path / "two", base=base_folder("llama", tmp_path / "base"))
+    assert (tmp_path / "two" / START).read_bytes() == (tmp_path / "one" / START).read_bytes()
+    assert START in json.loads((tmp_path / "two" / "peftkit.json").read_text())["sha256"]
 
 
 @pytest.mark.parametrize("by_peft", [False, True])

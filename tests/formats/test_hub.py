@@ -84,6 +84,24 @@ def test_what_it_began_with_goes_to_peft_where_its_notes_go(adapter: Path, tmp_p
         assert (tmp_path / dtype / "peftkit.json").is_file() == has_start
 
 
+def test_what_another_began_with_does_not_stay(hub: Hub, run_folder: Path, tmp_path: Path) -> None:
+    push_adapter(run_folder, NAME)
+    pull_adapter(NAME, tmp_path / "pulled")
+    (run_folder / START).unlink()
+    notes = json.loads((run_folder / "peftkit.json").read_text())
+    del notes["sha256"][START]
+    (run_folder / "peftkit.json").write_text(json.dumps(notes))
+    push_adapter(run_folder, "me/plain")
+    pull_adapter("me/plain", tmp_path / "pulled", force=True)
+    assert not (tmp_path / "pulled" / START).exists()
+
+
+def test_a_tokenizer_of_many_tokens_comes_down(hub: Hub, run_folder: Path, tmp_path: Path) -> None:
+    (run_folder / "tokenizer_config.json").write_bytes(b"x" * (5 << 20))
+    push_adapter(run_folder, NAME)
+    pull_adapter(NAME, tmp_path / "pulled")
+
+
 def test_a_revision_is_pinned(hub: Hub, run_folder: Path, tmp_path: Path) -> None:
     first = push_adapter(run_folder, NAME).commit
     (run_folder / "recipe.yaml").unlink()

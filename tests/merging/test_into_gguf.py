@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from peftkit import Adapter, LoRA, attach, load_base, merge, save_adapter
 from peftkit.base.build import build
@@ -156,6 +157,18 @@ def test_what_cannot_be_is_refused(file: Path, model_folder: Path, tmp_path: Pat
         with pytest.raises((MergeError, OutputError), match=message):
             merge(tmp_path / "adapter", **options)
     assert taken.read_bytes() == b"x"
+    assert not (tmp_path / "merged.gguf").exists()
+
+
+def test_tokens_that_the_file_lacks_are_refused(
+    file: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    save(file, tmp_path / "adapter", LoRA(rank=2, targets=("q",)))
+    more = copy.deepcopy(tokenizer)
+    more.add_tokens(["<tool>"])
+    more.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(MergeError, match=r"lacks tokens of the adapter: .*<tool>"):
+        merge(tmp_path / "adapter", tmp_path / "merged.gguf", base=str(file), verify=False)
     assert not (tmp_path / "merged.gguf").exists()
 
 

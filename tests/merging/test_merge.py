@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     BitsAndBytesConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -94,9 +96,12 @@ class Saver:
         quantize: str = "none",
         tie: bool = False,
         fingerprint: str | None = None,
+        spare_rows: int = 0,
     ) -> None:
         torch.manual_seed(0)
         model = FAMILIES[family]().eval().to(dtype)
+        if spare_rows:
+            model.resize_token_embeddings(len(self.tokenizer) + spare_rows)
         if tie:
             model.config.tie_word_embeddings = True
             model.tie_weights()
@@ -154,6 +159,22 @@ def test_untouched_weights_and_files_are_those_of_the_base_bit_for_bit(saved: Sa
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         assert (saved.out / name).read_bytes() == (saved.base / name).read_bytes()
+
+
+@pytest.mark.parametrize("spare_rows", [0, 8])
+def test_tokens_that_an_adapter_adds_and_does_not_train_stay_tokens(
+    saved: Saver, spare_rows: int
+) -> None:
+    """As TRL saves them: in the tokenizer of the adapter's folder, with no rows of their own."""
+    saved(spare_rows=spare_rows)
+    tokenizer = copy.deepcopy(saved.tokenizer)
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save_pretrained(saved.adapter)
+    merge(saved.adapter, saved.out)
+    read = AutoTokenizer.from_pretrained(saved.out)
+    assert read.tokenize("<tool>") == ["<tool>"]
+    rows = saved.merged().get_input_embeddings().num_embeddings
+    assert rows == len(saved.tokenizer) + (spare_rows or 1)
 
 
 def test_a_dtype_asked_for_is_that_of_the_whole_model(saved: Saver) -> None:

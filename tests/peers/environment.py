@@ -155,7 +155,8 @@ def ask(name: str, driver: str, request: Mapping[str, Any], *, seconds: int = 90
     """
     peer, python = PEERS[name], python_of(name)
     variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    variables |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **peer.variables}
+    variables |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    variables |= peer.variables
     ran = subprocess.run(
         [str(python), str(Path(__file__).with_name("drivers") / f"run_{driver}.py")],
         input=json.dumps(request),

@@ -77,6 +77,18 @@ def test_the_same_base_in_another_precision_is_refused(with_bos: Recipe) -> None
     assert lines == ['base.quantize: "none" -> "nf4"']
 
 
+def test_auto_that_means_another_dtype_here_is_refused(
+    asked: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    auto = changed(asked, base={"dtype": "auto"})
+    monkeypatch.setattr("peftkit.base.request.has_bf16_units", lambda: False)
+    with pytest.raises(Stopped):
+        run_recipe(auto, on_event=stop_after(3))
+    monkeypatch.setattr("peftkit.base.request.has_bf16_units", lambda: True)
+    assert refusal(auto) == ['base.computes_in: "float32" -> "bfloat16"']
+    run_recipe(auto, resume=True, allow_changes=["base.computes_in"])
+
+
 def test_other_rows_are_refused_and_can_be_allowed(with_bos: Recipe) -> None:
     path = Path(with_bos.data.train)
     lines = path.read_text().splitlines()

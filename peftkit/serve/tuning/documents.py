@@ -10,8 +10,8 @@ from typing import Any, Literal
 from peftkit.serve.store import Store, new_id
 
 JOB, CHECKPOINT = "job", "checkpoint"
-"""Kinds of documents. A job's has `told`, what clients see; `asked`, its request; and `name`, that
-of the model that it makes."""
+"""Kinds of documents. A job's has `told`, what clients see; `asked`, its request; `name`, that of
+the model that it makes; and `base`, the one that it was made over."""
 ENDED = ("succeeded", "failed", "cancelled")
 
 Level = Literal["info", "warn", "error"]

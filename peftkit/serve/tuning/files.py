@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from peftkit.files.disk import replacing, write_bytes_atomic
+from peftkit.files.disk import is_disk_full, replacing, write_bytes_atomic
 from peftkit.files.multipart import Form, FormError
 from peftkit.serve.requests import RequestError
 from peftkit.serve.store import new_id
@@ -84,7 +85,7 @@ class Files:
         if len(await asyncio.to_thread(self._store.all, KIND, owner)) >= MAX_FILES:
             raise RequestError(f"there are {MAX_FILES} files already.", fix="Delete some.")
         id = new_id("file-")
-        with ExitStack() as stack:
+        with _full_disk_told(), ExitStack() as stack:
             file = stack.enter_context(replacing(self.path(id), MAX_UPLOAD))
             try:
                 form = Form(request.headers.get("content-type", ""), file, MAX_UPLOAD)
@@ -129,6 +130,18 @@ class Files:
         self._store.delete(KIND, id)
         self.path(id).unlink(missing_ok=True)
         return JSONResponse({"id": id, "object": "file", "deleted": True})
+
+
+@contextmanager
+def _full_disk_told() -> Iterator[None]:
+    """Tell a client of a full disk, and not where it is."""
+    try:
+        yield
+    except Exception as problem:
+        if not is_disk_full(problem):
+            raise
+        fix = "Try again later."
+        raise RequestError("the server's disk is full.", fix=fix, status=503) from None
 
 
 def _check_fields(fields: dict[str, str]) -> None:

@@ -26,7 +26,7 @@ from peftkit.config.strict_yaml import printable
 from peftkit.errors import CheckpointError, DataError, PeftkitError
 from peftkit.events import ignore
 from peftkit.execution.signals import Interrupted
-from peftkit.files.disk import new_folder, write_text
+from peftkit.files.disk import is_disk_full, new_folder, write_text
 from peftkit.formats.folders import CONFIG, NOTES, RECIPE, TENSORS
 from peftkit.recipe import Recipe
 from peftkit.report.history import read_history
@@ -40,6 +40,7 @@ from peftkit.serve.tuning.files import PURPOSE, RESULTS, Files
 from peftkit.serve.tuning.progress import JobProgress, results
 from peftkit.serve.tuning.recipes import grader_of, recipe_of
 from peftkit.serve.tuning.rows import JobError, count_rows, public
+from peftkit.settings import BaseConfig
 from peftkit.tasks.graders import fields_of
 from peftkit.train.checkpoint_files import Checkpoints
 from peftkit.train.metrics import require_trackers
@@ -54,6 +55,8 @@ MAY = {
 _LOG = logging.getLogger(__name__)
 MAX_JOBS = 64
 """Jobs of one owner that wait or run."""
+OF_BASE = tuple(name for name in BaseConfig.model_fields if name not in ("store", "placement"))
+"""Settings of a base that a job's weights depend on."""
 START = "start"
 """Folder of a job with the adapter that it starts from."""
 RETRY_SECONDS = 10.0
@@ -69,6 +72,8 @@ class Jobs:
 
     def __init__(self, training: Training, files: Files) -> None:
         self._training, self._store, self._files = training, training.store, files
+        base = training.bank.base
+        self._base_here = {"model": base.name, "fingerprint": base.fingerprint}
         self._checking = threading.Lock()  # the rows of one job at a time
         self._queueing, self._queued = threading.Lock(), set[str]()  # ids that the worker has
 
@@ -118,6 +123,7 @@ class Jobs:
                     code="queue_full",
                 )
             job = {"told": told, "asked": body.model_dump(), "name": _model_name(body, id)}
+            job["base"] = self._base_here
             self._store.put(JOB, id, job, owner=owner)
             tell(self._store, id, f"Created fine-tuning job: {id}")
             tell(self._store, id, f"Validating training file: {body.training_file}")
@@ -179,8 +185,10 @@ class Jobs:
     def _check(self, id: str) -> None:
         """Check a job's files, make its recipe, and queue it."""
         with self._or_later(id, self._start):
+            if self._waits_for_its_base(id):
+                return
             try:
-                with self._checking:
+                with self._checking, _full_disk_as_store_error():
                     self._make_recipe(id)
             except StoreError:
                 raise
@@ -256,6 +264,8 @@ class Jobs:
             timer.start()
 
     def _run_now(self, id: str, give_way: Callable[[], None]) -> None:
+        if self._waits_for_its_base(id):
+            return
         with changing(self._store, id) as job:
             if job["told"]["status"] not in ("queued", "running"):
                 return  # it was cancelled or paused while it waited
@@ -263,16 +273,10 @@ class Jobs:
         folder = self.folder(id)
         progress = JobProgress(self._training, id, folder, give_way)
         try:
-            resume = _has_checkpoint(folder)
-            run(
-                load(Recipe, folder / RECIPE),
-                resume=resume,
-                overwrite=not resume,
-                base=self._training.bank.base,
-                on_event=progress.on_event,
-            )
-            progress.flush()
-            self._finish(id, progress)
+            with _full_disk_as_store_error():
+                self._train(id, progress)
+                progress.flush()
+                self._finish(id, progress)
         except Interrupted:  # it was cancelled or paused, or the server ends
             progress.flush()
         except StoreError:
@@ -283,6 +287,37 @@ class Jobs:
             self._fail(id, "training_failed", self._public(id, error))
         except Exception as problem:
             self._fail_unexpectedly(id, problem)
+
+    def _train(self, id: str, progress: JobProgress) -> None:
+        """Run a job's recipe over the base as it is here, loaded otherwise than before or not."""
+        folder, here = self.folder(id), self._training.options.base
+        resume, recipe = _has_checkpoint(folder), load(Recipe, folder / RECIPE)
+        pairs = {name: (getattr(recipe.base, name), getattr(here, name)) for name in OF_BASE}
+        changed = {f"base.{name}": pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        if changed and not resume:  # else the run says so itself
+            said = "; ".join(f"{key}: {old} -> {new}" for key, (old, new) in changed.items())
+            tell(self._store, id, f"The base is loaded otherwise than it was: {said}", "warn")
+        run(
+            recipe.model_copy(update={"base": here}),
+            resume=resume,
+            overwrite=not resume,
+            allow_changes=("base.computes_in", *changed) if resume else (),
+            base=self._training.bank.base,
+            on_event=progress.on_event,
+        )
+
+    def _waits_for_its_base(self, id: str) -> bool:
+        """Tell whether the base that a job was made over is another than is here; say so."""
+        job = self._store.get(JOB, id)
+        assert job is not None
+        base = job.get("base", self._base_here)  # jobs of earlier versions have none
+        if base["fingerprint"] == self._base_here["fingerprint"]:
+            return False
+        text = f"The job waits for a server with its base: {base['model']}"
+        if job["told"]["status"] not in ENDED:
+            tell(self._store, id, text, "warn")
+            self._training.say(f"{id}: {text}")
+        return True
 
     def _finish(self, id: str, progress: JobProgress) -> None:
         """Publish a job's adapter, unless it was cancelled or paused at the last moment."""
@@ -334,6 +369,17 @@ class Jobs:
             self.folder(id),
             self._training.folder.resolve(),
         )
+
+
+@contextmanager
+def _full_disk_as_store_error() -> Iterator[None]:
+    """Raise a full disk as what it is to the store: later there may be room."""
+    try:
+        yield
+    except Exception as problem:
+        if isinstance(problem, StoreError) or not is_disk_full(problem):
+            raise
+        raise StoreError("the server's disk is full.", found=str(problem)) from problem
 
 
 def _has_ended(job: dict[str, Any]) -> bool:

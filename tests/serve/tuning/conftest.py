@@ -97,12 +97,18 @@ def hyper(kind: str = "supervised", **values: Any) -> dict[str, Any]:
 
 @contextmanager
 def serving(
-    model: Path, folder: Path, *, keys: Sequence[str] = (), dtype: Any = "fp32", **options: Any
+    model: Path,
+    folder: Path,
+    *,
+    keys: Sequence[str] = (),
+    dtype: Any = "fp32",
+    quantize: Any = "none",
+    **options: Any,
 ) -> Iterator[Client]:
     """Serve a base that trains."""
     told: list[str] = []
-    settings = BaseConfig(model=str(model), dtype=dtype)
-    bank = AdapterBank(load_base(str(model), dtype=dtype))
+    settings = BaseConfig(model=str(model), dtype=dtype, quantize=quantize)
+    bank = AdapterBank(load_base(str(model), dtype=dtype, quantize=quantize))
     options = {"folder": folder, "base": settings, "say": told.append, **options}
     limits = Limits(max_new_tokens=8)
     app = make_app(bank, keys=keys, limits=limits, training=TrainingOptions(**options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,22 @@ def test_files_are_listed_page_by_page(client: Client) -> None:
         refused = client.get(FILES, params=wrong)
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == next(iter(wrong))
+
+
+def test_a_full_disk_is_told_and_not_where_it_is(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("peftkit.files.disk.os.fsync", full)
+    refused = client.post(FILES, files={"file": ("a.jsonl", b"{}")}, data={"purpose": "fine-tune"})
+    monkeypatch.undo()
+    assert refused.status_code == 503
+    message = refused.json()["error"]["message"]
+    assert "disk is full" in message
+    assert str(client.folder) not in message
+    assert client.get(FILES).json()["data"] == []
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,22 @@ import asyncio
 import base64
 import csv
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from openai.types.fine_tuning import FineTuningJob, FineTuningJobEvent
 from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from peftkit import open_adapter
 from peftkit.defaults import OF_PREFERENCES, learning_rate_of
 from peftkit.errors import ConfigError
+from peftkit.formats.peft.folder import read_adapter
 from peftkit.inference.generate import generate
 from peftkit.recipe import load
 from peftkit.report.history import read_history
@@ -26,10 +30,20 @@ from peftkit.serve.store import Store, StoreError
 from peftkit.serve.tuning import jobs, pages, progress
 from peftkit.serve.tuning.documents import CHECKPOINT, changing
 from peftkit.serve.tuning.recipes import ANSWER_TOKENS, ANSWERS, PROMPTS, REWARDS_RATE
+from peftkit.train import checkpoint_files
 from peftkit_cli.about import recipe_file
 from peftkit_cli.app import app
 from tests.call_templates import TEMPLATES
-from tests.serve.tuning.conftest import FILES, JOBS, WEIGHTS, Client, Served, chats, hyper
+from tests.serve.tuning.conftest import (
+    FILES,
+    JOBS,
+    WEIGHTS,
+    Client,
+    Served,
+    chats,
+    hyper,
+    serving,
+)
 
 PAIRS = [
     {
@@ -456,6 +470,80 @@ def test_a_job_that_was_interrupted_ends_with_the_same_bits(
         assert steps == [f"Step {n}" for n in range(1, 10)]
         kept = client.get(f"{JOBS}/{id}/checkpoints").json()["data"]
         assert [one["step_number"] for one in kept] == [9, 6, 3]
+
+
+@pytest.mark.parametrize(
+    ("other", "changes"),
+    [
+        ({"dtype": "bf16"}, ['base.computes_in: "float32" -> "bfloat16"', "base.dtype: "]),
+        ({"quantize": "nf4"}, ['base.quantize: "none" -> "nf4"']),
+    ],
+)
+def test_jobs_go_on_over_a_base_that_is_loaded_otherwise_and_say_so(
+    served: Served, other: dict[str, Any], changes: list[str]
+) -> None:
+    gate = Gated("Step 4/9")
+    with served(say=gate.say) as client:
+        id = client.job(chats(), method=hyper())["id"]
+        assert gate.reached.wait(60)
+        waits = client.job(chats(), method=hyper(n_epochs=1))["id"]
+        client.until(waits, "queued")
+        gate.go(0.2)
+    with served(**other) as client:
+        assert client.until(id)["status"] == client.until(waits)["status"] == "succeeded"
+        (told,) = (text for text in client.events(id) if "No exact continuation" in text)
+        assert [change for change in changes if change in told] == changes
+        (told,) = (text for text in client.events(waits) if "loaded otherwise" in text)
+        ((name, value),) = other.items()
+        assert f"base.{name}: " in told
+        adapter = read_adapter(client.folder / "jobs" / waits)
+        assert adapter.provenance.loading[name] == value
+
+
+def test_a_job_waits_for_a_server_with_its_base(
+    served: Served, model_folder: Path, tmp_path: Path
+) -> None:
+    gate = Gated("Step 4/9")
+    with served(say=gate.say) as client:
+        id = client.job(chats(), method=hyper())["id"]
+        assert gate.reached.wait(60)
+        gate.go(0.2)
+    other = Path(shutil.copytree(model_folder, tmp_path / "other"))
+    model = AutoModelForCausalLM.from_pretrained(other)
+    torch.nn.init.normal_(model.model.layers[0].mlp.up_proj.weight)
+    model.save_pretrained(other)
+    with serving(other, tmp_path / "server") as client:
+        later = client.job(chats(), method=hyper(n_epochs=1))["id"]
+        assert client.until(later)["status"] == "succeeded"
+        assert client.get(f"{JOBS}/{id}").json()["status"] == "running"
+        assert f"The job waits for a server with its base: {model_folder}" in client.events(id)
+    with served() as client:
+        assert client.until(id)["status"] == "succeeded"
+
+
+@pytest.mark.parametrize("when", ["in its midst", "at its start"])
+def test_a_job_waits_where_no_checkpoint_fits_and_goes_on(
+    served: Served, alone: bytes, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """As `tests/train/test_disk.py`; the store is smaller, and can still write."""
+    space = {"free": 1 << 40}
+    monkeypatch.setattr(checkpoint_files, "free_bytes", lambda folder: space["free"])
+    monkeypatch.setattr(jobs, "RETRY_SECONDS", 0.05)
+    later = threading.Event()
+
+    def say(text: str) -> None:
+        if "goes on later" in text:
+            space["free"] = 1 << 40
+            later.set()
+        if "Step 3/9" in text and when == "in its midst" and not later.is_set():
+            space["free"] = 1
+
+    space["free"] = 1 if when == "at its start" else space["free"]
+    with served(say=say) as client:
+        id = client.job(chats(), method=hyper())["id"]
+        assert client.until(id)["status"] == "succeeded"
+        assert later.is_set()
+        assert (client.folder / "jobs" / id / WEIGHTS).read_bytes() == alone
 
 
 def test_a_server_that_died_before_a_checkpoint_or_after_the_last_one_goes_on(

@@ -50,6 +50,13 @@ def short(prompts, completions, **columns):
 def huge(prompts, completions, **columns):
     return [10**400] * len(completions)
 
+def endless(prompts, completions, **columns):
+    return [10**5000] * len(completions)
+
+def pairs(prompts, completions, **columns):
+    import torch
+    return [torch.ones(2)] * len(completions)
+
 def nan(prompts, completions, **columns):
     return [float("nan")] * len(completions)
 
@@ -197,6 +204,8 @@ def test_rewards_rise(asked: Asked) -> None:
         ("short", r"short returned 1 for 2"),
         ("nan", r"nan returned nan .* p\.jsonl:1"),
         ("huge", r"huge returned 10+ .* p\.jsonl:1"),
+        ("endless", r"endless returned what is of the type int .* p\.jsonl:1"),
+        ("pairs", r"pairs returned tensor\(.* p\.jsonl:1"),
         ("raises", r"KeyError: 'price'(.|\n)*p\.jsonl:1"),
         ("hangs", r"hangs took longer than 0\.1 seconds(.|\n)*p\.jsonl:1"),
     ],
