@@ -207,7 +207,7 @@ ENTRIES: Mapping[str, Benchmark] = {
         ANSWERS,
     ),
     "serving": Benchmark(
-        ("OMP_NUM_THREADS=1 python -m benchmarks.serving --requests 1 --longest 16",),
+        ("OMP_NUM_THREADS=1 python -m benchmarks.serving --requests 1 --longest 16 --peers PEERS",),
         (*ANSWERS, "serve"),
     ),
     "encoding": Benchmark(

@@ -1,13 +1,12 @@
 """How long do clients of a server wait? Sixteen at once, prompts and answers of mixed lengths.
 
-    python -m benchmarks.serving                        # peftkit serve, SmolLM2-135m, an adapter
-    python -m benchmarks.serving --name transformers \\
-        --command "transformers serve BASE --port {port} --dtype float32" --model BASE
+    python -m benchmarks.serving                              # peftkit serve, SmolLM2-135m, an adapter
+    python -m benchmarks.serving --peers PEERS/bin/python     # and transformers serve, the base alone
 
-`--command` starts another server with OpenAI's interface instead; BASE is a folder. Each client
-streams one answer after another; all are asked for the same texts in the same order. Told are
-tokens (pieces of text that came) a second, the time to the first of them, and the processor time of
-the server and its children for a token, which on a shared machine says more than the clock.
+Each client streams one answer after another; all are asked for the same texts in the same order.
+Told are tokens (pieces of text that came) a second, the time to the first of them, and the
+processor time of the server and its children for a token, which on a shared machine says more than
+the clock. `--command` measures any other server with OpenAI's interface, that knows `--model`.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from benchmarks.limits import Sizes, limits
 from benchmarks.orders import make_rows
 from benchmarks.report import table
 from peftkit.base.load import load_base
+from peftkit.base.locate import locate
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
 
@@ -109,9 +109,7 @@ def share(args: argparse.Namespace, texts: list[str], num_new: int, seconds: flo
     prompts = [len(base.tokenizer(text)["input_ids"]) for text in texts]
     sizes = Sizes.of(base.model, args.rank)
     least = sizes.answer_seconds(prompts, num_new, args.clients, best, "fp32")
-    return (
-        f"the machine's limit after it: {best.show()}; answers came at {least / seconds:.0%} of it"
-    )
+    return f"the machine's limit in this run: {best.show()}; our answers came at {least / seconds:.0%} of it"
 
 
 def ours(args: argparse.Namespace, folder: Path) -> str:
@@ -124,12 +122,44 @@ def ours(args: argparse.Namespace, folder: Path) -> str:
     )
 
 
+def theirs(args: argparse.Namespace) -> tuple[str, str]:
+    """Return the command of transformers' own server, and the name of the model there."""
+    folder = locate(args.base).source
+    program = Path(args.peers).with_name("transformers")
+    return f"{program} serve {folder} --port {{port}} --dtype float32", folder
+
+
+class Asked(NamedTuple):
+    """What is asked of each server: texts, how long their answers are, by how many clients."""
+
+    texts: list[str]
+    lengths: list[int]
+    num_clients: int
+
+
+def measure(name: str, command: str, model: str, asked: Asked) -> tuple[tuple[str, ...], float]:
+    """Return a server's row, and the seconds that its answers took."""
+    with server(command) as (url, process):
+        ask(url, model, "Hello", 2)  # warm
+        begun, before = perf_counter(), processor_time(process)
+        with ThreadPoolExecutor(asked.num_clients) as clients:
+            pairs = zip(asked.texts, asked.lengths, strict=True)
+            jobs = [clients.submit(ask, url, model, *pair) for pair in pairs]
+            found = [job.result() for job in jobs]
+        seconds, spent = perf_counter() - begun, processor_time(process) - before
+    pieces = sum(one.num_pieces for one in found)
+    waits = sorted(one.first for one in found)
+    first = (f"{median(waits):.1f} s", f"{waits[-1]:.1f} s")
+    rate = f"{pieces / seconds:.1f}"
+    return (name, str(pieces), rate, *first, f"{1000 * spent / pieces:.1f}"), seconds
+
+
 def main() -> int:
-    """Measure one server and print a row."""
+    """Measure a server, or two, and print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", default="smollm2-135m")
+    parser.add_argument("--peers", help="python of an environment with transformers[serving]")
     parser.add_argument("--command", help="of another server, with {port}")
-    parser.add_argument("--name", default="peftkit")
     parser.add_argument("--model", default="adapter")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--requests", type=int, default=2, help="of each client")
@@ -141,22 +171,15 @@ def main() -> int:
         rows = make_rows(Path(folder), number).read_text(encoding="utf-8").splitlines()
         texts = [json.loads(line)["instruction"] * (1 + n % 4) for n, line in enumerate(rows)]
         lengths = [args.longest * (1 + 5 * n % 8) // 8 for n in range(number)]
-        with server(args.command or ours(args, Path(folder))) as (url, process):
-            ask(url, args.model, "Hello", 2)  # warm
-            begun, before = perf_counter(), processor_time(process)
-            with ThreadPoolExecutor(args.clients) as clients:
-                jobs = [
-                    clients.submit(ask, url, args.model, text, length)
-                    for text, length in zip(texts, lengths, strict=True)
-                ]
-                found = [job.result() for job in jobs]
-            seconds, spent = perf_counter() - begun, processor_time(process) - before
-    pieces = sum(one.num_pieces for one in found)
-    waits = sorted(one.first for one in found)
+        asked = Asked(texts, lengths, args.clients)
+        name, command = args.command or "peftkit serve", args.command or ours(args, Path(folder))
+        row, seconds = measure(name, command, args.model, asked)
+        rows, told = [row], share(args, texts, int(row[1]), seconds)
+        if args.peers:
+            rows.append(measure("transformers serve", *theirs(args), asked)[0])
     head = ("server", "tokens", "tokens/s", "first token, median", "worst", "processor ms a token")
-    told = (pieces / seconds, f"{median(waits):.1f} s", f"{waits[-1]:.1f} s", 1000 * spent / pieces)
-    print(table(head, [(args.name, str(pieces), f"{told[0]:.1f}", *told[1:3], f"{told[3]:.1f}")]))
-    print(share(args, texts, pieces, seconds))
+    print(table(head, rows))
+    print(told)
     return 0
 
 

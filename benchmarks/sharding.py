@@ -95,8 +95,13 @@ def runs(args: argparse.Namespace, quantize: str) -> dict[str, tuple[str, int, d
     return {name: run for name, run in found.items() if run[0] == "ours" or args.peers}
 
 
-def measure(args: argparse.Namespace, quantize: str, folder: Path) -> tuple[float, dict[str, Any]]:
-    """Print a table; return how far peftkit's losses on two processes are from one's."""
+def measure(
+    args: argparse.Namespace, quantize: str, folder: Path
+) -> tuple[float, str, dict[str, Any]]:
+    """Return how far peftkit's losses on two processes are from one's, and a table of all sides.
+
+    The last are the versions of each side's packages.
+    """
     job, lines, versions = make_job(args, folder), [], {}
     alone: dict[str, list[float]] = {}
     worst = 0.0
@@ -123,9 +128,9 @@ def measure(args: argparse.Namespace, quantize: str, folder: Path) -> tuple[floa
                 f"{median(found['step_seconds'][1:]):.2f}",
             ]
         )
-    columns = ["", "last loss", "from one process", "base MB", "adapter MB", "own MB", "s a step"]
-    print(f"\n{quantize}\n{table(columns, lines)}", flush=True)
-    return worst, versions
+    kind = "fp32" if quantize == "none" else quantize
+    columns = [kind, "last loss", "from one process", "base MB", "adapter MB", "own MB", "s a step"]
+    return worst, table(columns, lines), versions
 
 
 def main() -> int:
@@ -135,12 +140,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--quantize", type=lambda text: text.split(","), default=("none", "nf4"))
     args = parser.parse_args()
-    worst, versions = 0.0, {}
+    worst, tables, versions = 0.0, [], {}
     for quantize in args.quantize:
         with tempfile.TemporaryDirectory() as folder:
-            differs, versions = measure(args, quantize, Path(folder))
+            differs, made, versions = measure(args, quantize, Path(folder))
+        tables.append(made)
         worst = max(worst, differs)
-    print(heading(versions))
+    print(heading(versions), *tables, sep="\n\n")
     print(f"peftkit: largest difference {worst:.1e}, allowed {TOLERANCE:.0e}")
     return int(worst > TOLERANCE)
 
