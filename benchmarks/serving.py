@@ -1,7 +1,7 @@
 """How long do clients of a server wait? Sixteen at once, prompts and answers of mixed lengths.
 
-    python -m benchmarks.serving                              # peftkit serve, SmolLM2-135m, an adapter
-    python -m benchmarks.serving --peers PEERS/bin/python     # and transformers serve, the base alone
+    python -m benchmarks.serving                            # peftkit serve with an adapter
+    python -m benchmarks.serving --peers PEERS/bin/python   # and transformers serve, the base alone
 
 Each client streams one answer after another; all are asked for the same texts in the same order.
 Told are tokens (pieces of text that came) a second, the time to the first of them, and the
@@ -109,7 +109,8 @@ def share(args: argparse.Namespace, texts: list[str], num_new: int, seconds: flo
     prompts = [len(base.tokenizer(text)["input_ids"]) for text in texts]
     sizes = Sizes.of(base.model, args.rank)
     least = sizes.answer_seconds(prompts, num_new, args.clients, best, "fp32")
-    return f"the machine's limit in this run: {best.show()}; our answers came at {least / seconds:.0%} of it"
+    limit = f"the machine's limit in this run: {best.show()}"
+    return f"{limit}; our answers came at {least / seconds:.0%} of it"
 
 
 def ours(args: argparse.Namespace, folder: Path) -> str:
@@ -168,8 +169,8 @@ def main() -> int:
     args = parser.parse_args()
     number = args.clients * args.requests
     with tempfile.TemporaryDirectory() as folder:
-        rows = make_rows(Path(folder), number).read_text(encoding="utf-8").splitlines()
-        texts = [json.loads(line)["instruction"] * (1 + n % 4) for n, line in enumerate(rows)]
+        lines = make_rows(Path(folder), number).read_text(encoding="utf-8").splitlines()
+        texts = [json.loads(line)["instruction"] * (1 + n % 4) for n, line in enumerate(lines)]
         lengths = [args.longest * (1 + 5 * n % 8) // 8 for n in range(number)]
         asked = Asked(texts, lengths, args.clients)
         name, command = args.command or "peftkit serve", args.command or ours(args, Path(folder))
