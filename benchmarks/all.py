@@ -106,6 +106,7 @@ def measure(name: str, pythons: Mapping[str, str]) -> bool:
             print(f"{name}: {command} ended with {ran.returncode}", file=sys.stderr)
             return False
         outputs.append(ran.stdout)
+        print(ran.stdout, file=sys.stderr, flush=True)  # what took minutes is not lost
     facts = {
         "commands": entry.commands,
         "commit": commit,

@@ -143,10 +143,10 @@ def parity(args: argparse.Namespace, folder: Path) -> int:
 def speed(args: argparse.Namespace, folder: Path) -> int:
     """Compare pairs per second and peak memory of DPO, the reference computed before."""
     args.model = args.model or NAME
-    best, lines = limits(), []
+    best, measured = limits(), []
     for name, (asked, answered) in SHAPES.items():
         rows = pairs(folder, args.rows, asked, answered)
-        job, least = job_of(args, rows, folder), step_flop(args.model, rows) / best.bf16
+        job, flop = job_of(args, rows, folder), step_flop(args.model, rows)
         job |= {"loss": "dpo", "dtype": "bf16", "rank": 16, "learning_rate": 1e-5, "exact": False}
         for side, python in (("ours", None), ("trl", args.peers)):
             kwargs = {} if python is None else {"python": python}
@@ -155,11 +155,11 @@ def speed(args: argparse.Namespace, folder: Path) -> int:
             rate = BATCH_SIZE * len(steps) / sum(steps)
             whole = args.rows / found["seconds"]
             peak = found["peak_bytes"] / 1e6
-            share = f"{least * len(steps) / sum(steps):.0%}"
-            figures = (f"{rate:.2f}", share, f"{whole:.2f}", f"{peak:,.0f}")
-            lines.append((name, NAMES[side], *figures))
-            print(*lines[-1], flush=True)
+            speed = flop * len(steps) / sum(steps)
+            figures = (f"{whole:.2f}", f"{peak:,.0f}")
+            measured.append((name, NAMES[side], f"{rate:.2f}", speed, *figures))
         best = best.best(limits())
+    lines = [(*row[:3], f"{row[3] / best.bf16:.0%}", *row[4:]) for row in measured]
     columns = ("rows", "by", "pairs/s", "of the limit", "with reference, first step", "peak MB")
     print(table(columns, lines))
     print(f"the machine's limit in this run: {best.show()}; of it: what a step's products take")
@@ -178,7 +178,9 @@ def step_flop(model: str, rows: Sequence[dict[str, Any]]) -> float:
     answers = [[tokens(row, side) for side in ("chosen", "rejected")] for row in rows]
     lengths = [prompt + one for prompt, both in zip(prompts, answers, strict=True) for one in both]
     learnt = sum(map(sum, answers))
-    return sizes.step_flop(lengths, sum(prompts) + learnt, learnt) * BATCH_SIZE / len(rows)
+    flop = sizes.step_flop(lengths, sum(prompts) + learnt, learnt)
+    once = 3.5 * sizes.attention * sum(prompt**2 for prompt in prompts) / 2  # its second time
+    return (flop - once) * BATCH_SIZE / len(rows)
 
 
 def main() -> int:

@@ -175,7 +175,7 @@ def main() -> int:
         asked = Asked(texts, lengths, args.clients)
         name, command = args.command or "peftkit serve", args.command or ours(args, Path(folder))
         row, seconds = measure(name, command, args.model, asked)
-        rows, told = [row], share(args, texts, int(row[1]), seconds)
+        rows, told = [row], "" if args.command else share(args, texts, int(row[1]), seconds)
         if args.peers:
             rows.append(measure("transformers serve", *theirs(args), asked)[0])
     head = ("server", "tokens", "tokens/s", "first token, median", "worst", "processor ms a token")

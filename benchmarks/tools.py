@@ -112,9 +112,9 @@ def main() -> None:
             "anew": work("ours_rewards", job | {"anew": True}, folder),
             "trl": work("trl_rewards", job | {"parts": 2}, folder, python=asked.peers),
         }
+        if broken := {side: facts["failed"] for side, facts in found.items() if "failed" in facts}:
+            raise SystemExit(f"failed: {broken}")
         told = share(model, [row["prompt"] for row in rows], found["ours"])
-    if broken := {side: facts["failed"] for side, facts in found.items() if "failed" in facts}:
-        raise SystemExit(f"failed: {broken}")
     print(heading({"ours": versions(), "trl": found["trl"]["versions"]}) + "\n")
     print(table(COLUMNS, [cells(name, found) for name in NAMES]))
     print(told)

@@ -75,6 +75,10 @@ class RunError(PeftkitError):
     exit_code = 1
 
 
+class DiskFullError(RunError):
+    """The disk is full; once there is room, the same works."""
+
+
 class EndedTogetherError(RunError):
     """What ended one process of a run, raised by all of them."""
 

@@ -144,12 +144,15 @@ def tell_split_tokens(
         folders: Of adapters, by name.
     """
     for name, folder in folders.items():
-        if tokens := unknown_tokens(folder, tokenizer):
-            some = _few(tokens.values())
-            text = f"'{name}' was trained with tokens that its base does not know ({some}): beside "
-            on_event(
-                Notice(f"{text}other adapters they are split. Alone, or merged, they are not.")
-            )
+        try:
+            tokens = unknown_tokens(folder, tokenizer)
+        except AdapterError as error:  # nothing else reads it here
+            on_event(Notice(f"'{name}': {error}"))
+            continue
+        if tokens:
+            text = f"'{name}' was trained with tokens that its base does not know: "
+            text += f"{_few(tokens.values())}. Here they are split; in `peftkit chat ADAPTER` and "
+            on_event(Notice(f"{text}after `peftkit merge` they are not."))
 
 
 def grow(model: Any, num_rows: int) -> None:

@@ -19,14 +19,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from peftkit.errors import AdapterError, OutputError, PeftkitError, RunError
+from peftkit.errors import AdapterError, DiskFullError, OutputError, PeftkitError, RunError
 from peftkit.files.strict_json import parse_json
 
 ErrorType = type[PeftkitError]
 MAX_JSON_BYTES = 1 << 20
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_SAYS_FULL = re.compile(r"[Dd]isk is (too )?full")
-"""As this module and the run's checkpoints say it."""
+_OF_A_RUN = re.compile(r"cannot save a checkpoint in .*: the disk is full|the disk is too full .*")
+"""What a run's own checks of its disk say."""
 
 
 def open_regular(path: Path, *, error: ErrorType = AdapterError) -> BinaryIO:
@@ -97,22 +96,19 @@ def free_bytes(folder: Path) -> int:
 def check_space(folder: Path, num_bytes: int) -> None:
     """Raise RunError where a disk has less free space than will be needed."""
     if num_bytes > (free := free_bytes(folder)):
-        raise RunError(
+        raise DiskFullError(
             f"cannot write to {folder}",
             found=f"The disk is full: {num_bytes:,} bytes needed, {free:,} free.",
             fix="Make room, or choose another output folder.",
         )
 
 
-def is_disk_full(error: BaseException | None) -> bool:
-    """Tell whether an error, or one that it comes from, says that a disk is full."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in FULL:
-            return True
-        if isinstance(error, PeftkitError) and _SAYS_FULL.search(f"{error.asked} {error.found}"):
-            return True
-        error = error.__cause__
-    return False
+def is_disk_full(error: Exception) -> bool:
+    """Tell whether an error says that a disk is full, so that the same works once there is room."""
+    if type(error) in (RunError, OutputError):  # not what quotes others' words
+        return bool(_OF_A_RUN.fullmatch(str(getattr(error, "asked", ""))))
+    is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    return is_full or isinstance(error, DiskFullError)
 
 
 def writable_folder(folder: Path) -> Path:
@@ -173,11 +169,12 @@ def replacing(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
 
 
 def _write_error(problem: OSError, message: str, folder: Path, num_bytes: int) -> PeftkitError:
-    if problem.errno in FULL:
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         reason = f"The disk is full: {num_bytes:,} bytes needed, {free_bytes(folder):,} free."
         if problem.errno != errno.ENOSPC:
             reason += f"\nThe system says: {problem.strerror} (a quota, or ulimit -f)."
-        return RunError(message, found=reason, fix="Make room, or choose another output folder.")
+        kind = DiskFullError if problem.errno == errno.ENOSPC else RunError
+        return kind(message, found=reason, fix="Make room, or choose another output folder.")
     if problem.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR):
         return OutputError(message, found=str(problem), fix="Choose another output folder.")
     return RunError(message, found=str(problem))

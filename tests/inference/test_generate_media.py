@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -261,8 +262,12 @@ def say(*lines: str, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*argv: str) -> None:
-    with pytest.raises(SystemExit) as done:
-        app.main(list(argv))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as done:
+            app.main(list(argv))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert done.value.code == 0
 
 

@@ -15,8 +15,9 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from peftkit.serve.requests import RequestError
 from peftkit.serve.store import StoreError, new_id
 from peftkit.serve.training import Training
 from peftkit.serve.tuning.bodies import JobBody
-from peftkit.serve.tuning.documents import ENDED, JOB, changing, tell
+from peftkit.serve.tuning.documents import ENDED, JOB, changing, tell, tell_once
 from peftkit.serve.tuning.files import PURPOSE, RESULTS, Files
 from peftkit.serve.tuning.progress import JobProgress, results
 from peftkit.serve.tuning.recipes import grader_of, recipe_of
@@ -59,8 +60,8 @@ OF_BASE = tuple(name for name in BaseConfig.model_fields if name not in ("store"
 """Settings of a base that a job's weights depend on."""
 START = "start"
 """Folder of a job with the adapter that it starts from."""
-RETRY_SECONDS = 10.0
-"""After which a job goes on that the store could not keep: its disk was full, say."""
+RETRY_SECONDS, LONGEST_RETRY = 10.0, 600.0
+"""After which a job goes on that the disk could not keep; then twice that, up to so long."""
 
 
 class Jobs:
@@ -76,6 +77,7 @@ class Jobs:
         self._base_here = {"model": base.name, "fingerprint": base.fingerprint}
         self._checking = threading.Lock()  # the rows of one job at a time
         self._queueing, self._queued = threading.Lock(), set[str]()  # ids that the worker has
+        self._tries = Counter[str]()  # of jobs that wait for room on the disk
 
     def folder(self, id: str) -> Path:
         """Return the folder of a job's run."""
@@ -185,9 +187,9 @@ class Jobs:
     def _check(self, id: str) -> None:
         """Check a job's files, make its recipe, and queue it."""
         with self._or_later(id, self._start):
-            if self._waits_for_its_base(id):
-                return
             try:
+                if self._has_ended(id) or self._waits_for_its_base(id):
+                    return
                 with self._checking, _full_disk_as_store_error():
                     self._make_recipe(id)
             except StoreError:
@@ -257,9 +259,15 @@ class Jobs:
         """Where the store cannot be written, leave a job as it is and try again after a while."""
         try:
             yield
+            self._tries.pop(id, None)
         except StoreError as error:
-            self._training.say(f"{id}: goes on later: {printable(error.found)}")
-            timer = threading.Timer(RETRY_SECONDS, again, (id,))
+            if not self._tries[id]:
+                self._training.say(f"{id}: goes on later: {printable(error.found)}")
+                with suppress(StoreError):
+                    tell(self._store, id, "The job waits: the server's disk is full", "warn")
+            seconds = min(RETRY_SECONDS * 2 ** min(self._tries[id], 9), LONGEST_RETRY)
+            self._tries[id] += 1
+            timer = threading.Timer(seconds, again, (id,))
             timer.daemon = True
             timer.start()
 
@@ -296,7 +304,7 @@ class Jobs:
         changed = {f"base.{name}": pair for name, pair in pairs.items() if pair[0] != pair[1]}
         if changed and not resume:  # else the run says so itself
             said = "; ".join(f"{key}: {old} -> {new}" for key, (old, new) in changed.items())
-            tell(self._store, id, f"The base is loaded otherwise than it was: {said}", "warn")
+            tell_once(self._store, id, f"The base is loaded otherwise than it was: {said}")
         run(
             recipe.model_copy(update={"base": here}),
             resume=resume,
@@ -314,10 +322,13 @@ class Jobs:
         if base["fingerprint"] == self._base_here["fingerprint"]:
             return False
         text = f"The job waits for a server with its base: {base['model']}"
-        if job["told"]["status"] not in ENDED:
-            tell(self._store, id, text, "warn")
-            self._training.say(f"{id}: {text}")
+        tell_once(self._store, id, text)
+        self._training.say(f"{id}: {text}")
         return True
+
+    def _has_ended(self, id: str) -> bool:
+        job = self._store.get(JOB, id)
+        return job is None or _has_ended(job)
 
     def _finish(self, id: str, progress: JobProgress) -> None:
         """Publish a job's adapter, unless it was cancelled or paused at the last moment."""

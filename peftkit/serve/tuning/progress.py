@@ -26,7 +26,7 @@ from peftkit.formats.folders import CONFIG, NOTES, TENSORS
 from peftkit.report.history import History, read_history
 from peftkit.serve.store import new_id
 from peftkit.serve.training import Training
-from peftkit.serve.tuning.documents import CHECKPOINT, JOB, changing, tell
+from peftkit.serve.tuning.documents import CHECKPOINT, JOB, changing, tell, tell_once
 from peftkit.serve.tuning.rows import public
 
 KEPT = 3
@@ -76,7 +76,7 @@ class JobProgress:
             self.flush()
             self._keep(int(event.path.name.rpartition("-")[2]))
         elif isinstance(event, Notice):
-            tell(self._store, self._id, public(event.text, self._training.folder.resolve()), "warn")
+            tell_once(self._store, self._id, public(event.text, self._training.folder.resolve()))
         elif isinstance(event, Table) and event.source:
             self._count(event)
         if isinstance(event, TURNS):
@@ -115,7 +115,7 @@ class JobProgress:
         cut, dropped = (table.counts.get(name, 0) for name in ("num_cut", "num_dropped"))
         if cut or dropped:
             text = f"{cut} rows of {Path(table.source).stem} are longer than the model reads and "
-            tell(self._store, self._id, f"{text}were cut; {dropped} have nothing to learn.", "warn")
+            tell_once(self._store, self._id, f"{text}were cut; {dropped} have nothing to learn.")
 
     # Checkpoints.
 

@@ -527,23 +527,36 @@ def test_a_job_waits_where_no_checkpoint_fits_and_goes_on(
 ) -> None:
     """As `tests/train/test_disk.py`; the store is smaller, and can still write."""
     space = {"free": 1 << 40}
-    monkeypatch.setattr(checkpoint_files, "free_bytes", lambda folder: space["free"])
     monkeypatch.setattr(jobs, "RETRY_SECONDS", 0.05)
-    later = threading.Event()
+    tries: list[int] = []
+
+    def tried(folder: Path) -> int:
+        if space["free"] == 1:
+            tries.append(1)
+            if len(tries) == 4:
+                space["free"] = 1 << 40
+        return space["free"]
 
     def say(text: str) -> None:
-        if "goes on later" in text:
-            space["free"] = 1 << 40
-            later.set()
-        if "Step 3/9" in text and when == "in its midst" and not later.is_set():
+        if "Step 3/9" in text and when == "in its midst" and not tries:
             space["free"] = 1
 
+    monkeypatch.setattr(checkpoint_files, "free_bytes", tried)
     space["free"] = 1 if when == "at its start" else space["free"]
     with served(say=say) as client:
         id = client.job(chats(), method=hyper())["id"]
         assert client.until(id)["status"] == "succeeded"
-        assert later.is_set()
         assert (client.folder / "jobs" / id / WEIGHTS).read_bytes() == alone
+        told = client.events(id)
+        assert told.count("The job waits: the server's disk is full") == 1
+        others = [text for text in told if not text.startswith(("Step ", "Fine-tuning job "))]
+        assert len(others) == len(set(others))
+
+
+def test_a_job_whose_rows_say_that_a_disk_is_full_fails(served: Served) -> None:
+    rows = [{"cannot save a checkpoint in a: the disk is full": 1, "The disk is full": 2}] * 12
+    with served() as client:
+        assert client.until(client.job(rows, method=hyper())["id"])["status"] == "failed"
 
 
 def test_a_server_that_died_before_a_checkpoint_or_after_the_last_one_goes_on(
