@@ -105,7 +105,7 @@ def _model(job: dict[str, Any], device: torch.device) -> tuple[Any, Any]:
 class _GivenMasks(MaskedLM):
     """Masked language modelling whose rows say what is hidden, so that both sides hide the same."""
 
-    def padded(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         size = max(len(row.input_ids) for row in rows)
         names = ("input_ids", "attention_mask", "labels")
         filled = dict(zip(names, (self.tokenizer.pad_token_id, 0, IGNORE), strict=True))
@@ -117,7 +117,8 @@ class _GivenMasks(MaskedLM):
             batch["labels"][number, :length] = torch.tensor(row.labels)
         labels = batch.pop("labels").flatten()
         index = (labels != IGNORE).nonzero().flatten()
-        return {**batch, "target_index": index, "targets": labels[index]}
+        batch |= {"target_index": index, "targets": labels[index]}
+        return self.without_padding(batch)
 
 
 def _task(job: dict[str, Any], model: Any, tokenizer: Any) -> Any:

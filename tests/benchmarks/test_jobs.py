@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import families
+from benchmarks import families, shapes
 from benchmarks.orders import make_rows
 from benchmarks.profile import kind_of, shares
-from benchmarks.workers import run_group
+from benchmarks.workers import ours, run_group
 from benchmarks.workers.peft_loop import collate
 
 
@@ -49,6 +49,17 @@ def test_rows_learn_what_their_task_learns(task: str) -> None:
     assert int((batch["labels"] != -100).sum()) == sum(
         label != -100 for row in rows for label in row["labels"]
     )
+
+
+def test_our_worker_hides_the_tokens_that_the_rows_say() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    model = shapes.build(shapes.SHAPES["bert"], num_hidden_layers=1, **sizes)
+    rows = families.make_rows("masked_lm", 6, shortest=9, longest=41)
+    task = ours._task({"rows": rows, "task": "masked_lm"}, model, shapes.tokenizer())
+    batch = task.collate([ours._row("masked_lm", n, row) for n, row in enumerate(rows)])
+    hidden = [label for row in rows for label in row["labels"] if label != -100]
+    assert batch["targets"].tolist() == hidden
+    assert torch.isfinite(task.loss(model, batch)[0])
 
 
 def test_time_is_sorted_by_what_was_called_for() -> None:
