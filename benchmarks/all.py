@@ -33,7 +33,7 @@ from benchmarks.report import machine, table, versions
 
 ROOT = Path(__file__).parent.parent
 FILES = Path(__file__).with_name("figures")
-PAGES = ("README.md", "docs/performance.md", "docs/memory.md", "docs/defaults.md")
+PAGES = ("README.md", "docs/performance.md", "docs/memory.md")
 FULL = re.compile(r"(?s)(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)")
 SUMMED = re.compile(r"(<!-- summary: ([\w -]+) -->\n\n)(?:\|.*\n)*")
 SHOWN = ("torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate")
