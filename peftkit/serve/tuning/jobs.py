@@ -272,7 +272,7 @@ class Jobs:
             timer.start()
 
     def _run_now(self, id: str, give_way: Callable[[], None]) -> None:
-        if self._waits_for_its_base(id):
+        if self._has_ended(id) or self._waits_for_its_base(id):
             return
         with changing(self._store, id) as job:
             if job["told"]["status"] not in ("queued", "running"):
