@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -105,4 +106,5 @@ try:
     first.forward_backward(rows, "stable_reinforce").result()
 except Exception as error:
     answer["error"] = f"{type(error).__name__}: {error}"
-print(json.dumps(answer))
+print(json.dumps(answer), flush=True)
+os._exit(0)  # version 0.25 aborts now and then when the interpreter ends beside its threads

@@ -77,8 +77,8 @@ def test_saved_weights_are_an_adapter_that_peft_and_peftkit_load(
 
     for notes in ("with peftkit's notes", "as PEFT reads it"):
         adapter = load_adapter(llama, folder)
-        found = log_probs(llama)
-        torch.testing.assert_close(found, rows[0]["logprobs"], rtol=1e-4, atol=1e-4, msg=notes)
+        found, expected = log_probs(llama), rows[0]["logprobs"]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, msg=f"{notes}: {found}")
         adapter.detach()
         (folder / "peftkit.json").unlink(missing_ok=True)
 
