@@ -34,7 +34,7 @@ from peftkit.serve.requests import RequestError
 from peftkit.tasks.attention import own_attention
 
 T = TypeVar("T")
-Operation = tuple[Callable[[], None], Future[Any]]
+Operation = tuple[Callable[[], Callable[[], None]], Future[Any]]
 Work = Callable[[Callable[[], None]], None]
 """Something long in steps, which calls its argument between them."""
 
@@ -220,16 +220,15 @@ class Worker:
         """
         future: Future[T] = Future()
 
-        def run() -> None:
+        def run() -> Callable[[], None]:
             if not future.set_running_or_notify_cancel():
-                return
+                return lambda: None
             try:
                 with torch.enable_grad():
                     result = operation()
             except BaseException as problem:
-                future.set_exception(problem)
-            else:
-                future.set_result(result)
+                return partial(future.set_exception, problem)
+            return partial(future.set_result, result)
 
         with self._changed:
             number = len(self._operations)
@@ -319,7 +318,8 @@ class Worker:
         if self._operations:
             run, _ = self._operations[0]
             with lifted(self.bank.base.model) if beside else self.bank.lifted():
-                run()
+                tell = run()
+            tell()  # once the base is as it was
             self._operations.popleft()  # not before: what breaks here is told to who waits for it
         if self._new or self._jobs:
             with self.bank.returned() if beside else nullcontext():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
@@ -100,6 +103,32 @@ def test_prompts_wait_for_an_operation_that_comes_first_and_hear_of_its_failure(
         worker.stop()
     assert told == ["2"]
     assert worker.num_waiting == 0
+
+
+def test_the_base_is_as_it_was_when_an_operation_has_its_result(
+    bank: AdapterBank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_bare, plain = threading.Event(), bank.lifted
+
+    @contextmanager
+    def lifted() -> Iterator[None]:
+        with plain():
+            is_bare.set()
+            yield
+            time.sleep(0.05)
+        is_bare.clear()
+
+    monkeypatch.setattr(bank, "lifted", lifted)
+    worker = Worker(bank)
+    worker.start()
+    try:
+        assert worker.call(is_bare.is_set).result(20)
+        assert not is_bare.is_set()
+        with pytest.raises(IndexError):
+            worker.call(lambda: [][0]).result(20)
+        assert not is_bare.is_set()
+    finally:
+        worker.stop()
 
 
 def test_what_fails_is_told_and_those_after_it_are_answered(
