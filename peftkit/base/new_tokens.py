@@ -117,9 +117,7 @@ def unknown_tokens(folder: Path, tokenizer: Any) -> dict[int, AddedToken]:
     Raises:
         AdapterError: The folder's tokenizer cannot be read.
     """
-    saved = saved_tokens(folder)
-    known = tokenizer.get_vocab() if saved else {}
-    return {id: token for id, token in sorted(saved.items()) if str(token) not in known}
+    return _unknown(saved_tokens(folder), tokenizer)
 
 
 def new_tokens_of(folder: Path, base: str, revision: str | None = None) -> list[str]:
@@ -129,10 +127,10 @@ def new_tokens_of(folder: Path, base: str, revision: str | None = None) -> list[
         AdapterError: The folder's tokenizer cannot be read.
         BaseError: The base has none.
     """
-    if not saved_tokens(folder):
+    if not (saved := saved_tokens(folder)):
         return []
     tokenizer = load_tokenizer(locate(base, revision), ignore)
-    return [str(token) for token in unknown_tokens(folder, tokenizer).values()]
+    return [str(token) for token in _unknown(saved, tokenizer).values()]
 
 
 def tell_split_tokens(
@@ -195,6 +193,11 @@ def _dense(model: nn.Module, table: nn.Module) -> nn.Module:
             fix="Load the base with quantize_embeddings='none'; for a GGUF file name its original.",
         )
     return table
+
+
+def _unknown(saved: Mapping[int, AddedToken], tokenizer: Any) -> dict[int, AddedToken]:
+    known = tokenizer.get_vocab() if saved else {}
+    return {id: token for id, token in sorted(saved.items()) if str(token) not in known}
 
 
 def _taken(tokenizer: Any, added: Sequence[AddedToken]) -> tuple[int, ...]:

@@ -442,6 +442,16 @@ class Gated:
         threading.Timer(seconds, self._go.set).start()
 
 
+def stopped_at(step: int, served: Served) -> tuple[str, Path]:
+    """Return the id and the folder of a job whose server ended after a step."""
+    gate = Gated(f"Step {step}/9")
+    with served(say=gate.say) as client:
+        id = client.job(chats(), method=hyper())["id"]
+        assert gate.reached.wait(60)
+        gate.go(0.2)
+    return id, client.folder / "jobs" / id
+
+
 @pytest.mark.parametrize("what", ["pause", "the server ends"])
 def test_a_job_that_was_interrupted_ends_with_the_same_bits(
     served: Served, alone: bytes, what: str
@@ -503,11 +513,7 @@ def test_jobs_go_on_over_a_base_that_is_loaded_otherwise_and_say_so(
 def test_a_job_waits_for_a_server_with_its_base(
     served: Served, model_folder: Path, tmp_path: Path
 ) -> None:
-    gate = Gated("Step 4/9")
-    with served(say=gate.say) as client:
-        id = client.job(chats(), method=hyper())["id"]
-        assert gate.reached.wait(60)
-        gate.go(0.2)
+    id, _ = stopped_at(4, served)
     other = Path(shutil.copytree(model_folder, tmp_path / "other"))
     model = AutoModelForCausalLM.from_pretrained(other)
     torch.nn.init.normal_(model.model.layers[0].mlp.up_proj.weight)
@@ -562,12 +568,7 @@ def test_a_job_whose_rows_say_that_a_disk_is_full_fails(served: Served) -> None:
 def test_a_server_that_died_before_a_checkpoint_or_after_the_last_one_goes_on(
     served: Served, alone: bytes
 ) -> None:
-    gate = Gated("Step 2/9")
-    with served(say=gate.say) as client:
-        id = client.job(chats(), method=hyper())["id"]
-        assert gate.reached.wait(60)
-        gate.go(0.2)
-    folder = client.folder / "jobs" / id
+    id, folder = stopped_at(2, served)
     # as if it had been killed in the midst of writing the checkpoint
     (folder / "checkpoints" / "step-2" / "MANIFEST.json").unlink()
     with served() as client:
