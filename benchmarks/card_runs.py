@@ -37,12 +37,12 @@ from benchmarks.report import versions
 from peftkit.errors import PeftkitError
 from peftkit.execution.environment import ALLOCATOR_VARIABLES, free_now
 from peftkit.execution.plan import Activations, ExecutionPlan
+from peftkit.forward.blocks import Blocks
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Limits
 from peftkit.inference.open_engine import open_engine
 from peftkit.inference.sampling import Sampling
 from peftkit.kernels.device import gpu_of
-from peftkit.train.blocks import Blocks
 
 LOSS_CLOSE = 2e-3
 """Relative, in float32: other kernels sum in another order."""

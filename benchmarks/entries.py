@@ -13,8 +13,8 @@ LORA = (*KERNELS, "adapter.py", "methods/base.py", "methods/lora.py", "model", "
 """Of peftkit/: what any run of a LoRA adapter goes through on a CPU."""
 LOADING = ("base/build.py", "base/load.py", "base/pack.py", "base/pretrained.py", "base/store.py")
 GGUF = ("base/gguf_file.py", "base/published", "kernels/gguf_blocks.py")
-LOSS = (*("attention", "batches", "loss", "one_row"), "base")
-TRAINING = (*LORA, "execution", "train", "data/pack.py", *(f"tasks/{name}.py" for name in LOSS))
+LOSS = ("forward", "tasks/batches.py", "tasks/base.py")
+TRAINING = (*LORA, "execution", "train", "data/pack.py", *LOSS)
 CAUSAL = (*TRAINING, "tasks/tokens.py")
 
 
@@ -24,10 +24,20 @@ def _tasks(*names: str) -> tuple[str, ...]:
 
 PAIRS = (
     *CAUSAL,
-    *_tasks("documents", "preference", "preference_losses", "preference_rows", "whole_step"),
+    *_tasks(
+        "documents",
+        "pairs/preference",
+        "pairs/preference_losses",
+        "pairs/preference_rows",
+        "whole_step",
+    ),
 )
-REWARDS = (*CAUSAL, *_tasks("documents", "grpo", "grpo_losses", "reward_functions"), "inference")
-CLASSES = (*TRAINING, *_tasks("labels", "metrics", "texts"))
+REWARDS = (
+    *CAUSAL,
+    *_tasks("documents", "rewards/grpo", "rewards/grpo_losses", "rewards/reward_functions"),
+    "inference",
+)
+CLASSES = (*TRAINING, *_tasks("classes/labels", "metrics", "texts"))
 ANSWERS = (*LORA, "inference")
 PEERS = {"PEERS": "trl and peft", "UNSLOTH": "unsloth"}
 """Words of commands that stand for the Python of another environment -> what it has."""
@@ -92,7 +102,7 @@ ENTRIES: Mapping[str, Benchmark] = {
     ),
     "hear-digits": Benchmark(
         tuple(f"python recipes/hear_digits.py --seed {seed}" for seed in range(3)),
-        (*CLASSES, *_tasks("ctc", "speech")),
+        (*CLASSES, *_tasks("media/ctc", "media/speech")),
         "a model of speech that knows one voice learns another, 80 held-out sentences, 6,704 "
         "parameters",
         "WER of the new voice, seeds 0, 1, 2: {before} -> {after}",
@@ -100,7 +110,7 @@ ENTRIES: Mapping[str, Benchmark] = {
     ),
     "calculator": Benchmark(
         ("python recipes/calculator.py",),
-        (*RECIPE, *REWARDS, *_tasks("grpo_tools", "user_code")),
+        (*RECIPE, *REWARDS, *_tasks("rewards/grpo_tools", "user_code")),
         "GRPO with a calculator, SmolLM2-135M, after six plain products; 32 held-out word problems",
         "right answers {right}; right calls {called}; cut {cut}; {minutes} minutes",
         {
@@ -149,7 +159,7 @@ ENTRIES: Mapping[str, Benchmark] = {
             "python -m benchmarks.families --families t5 --rows 400 --train '{\"compile\": true}' "
             "--repeats 1",
         ),
-        (*CLASSES, *_tasks("seq2seq", "tokens")),
+        (*CLASSES, *_tasks("text/seq2seq", "tokens")),
     ),
     "startup": Benchmark(
         ("python -m benchmarks.startup --peers PEERS",), (*LOADING, *LORA, "merging", "formats")
@@ -215,7 +225,7 @@ ENTRIES: Mapping[str, Benchmark] = {
     ),
     "encoding": Benchmark(
         ("python -m benchmarks.encoding --rows 10000 --against map trl --peers PEERS",),
-        ("data", "tasks/loss.py", "tasks/tokens.py", "tasks/one_row.py"),
+        ("data", "forward/loss.py", "tasks/tokens.py", "forward/padding_free.py"),
     ),
     "large": Benchmark(("python -m benchmarks.large",), (*CAUSAL, *LOADING)),
     "plan": Benchmark(("python -m benchmarks.plan",), (*CAUSAL, "planning")),
@@ -238,7 +248,7 @@ ENTRIES: Mapping[str, Benchmark] = {
     ),
     "tools": Benchmark(
         ("python -m benchmarks.tools --peers PEERS",),
-        (*REWARDS, "tasks/grpo_tools.py"),
+        (*REWARDS, "tasks/rewards/grpo_tools.py"),
     ),
     "gguf": Benchmark(
         ("python -m benchmarks.gguf",),
@@ -256,14 +266,14 @@ ENTRIES: Mapping[str, Benchmark] = {
     "simulate": Benchmark(("python -m benchmarks.simulate",), CAUSAL),
     "intents": Benchmark(
         ("python recipes/intents.py",),
-        (*CLASSES, *_tasks("sequence_classification", "token_classification")),
+        (*CLASSES, *_tasks("classes/sequence_classification", "classes/token_classification")),
         "MiniLM-L6 on 7 intents, 160 held-out texts; words tagged",
         "accuracy {accuracy}; F1 of entities {f1}",
         {"accuracy": r": accuracy (\S+ -> \S+)", "f1": r": \S*f1 (\S+ -> \S+)"},
     ),
     "digits": Benchmark(
         ("python recipes/digits.py",),
-        (*CLASSES, *_tasks("media_classification", "speech")),
+        (*CLASSES, *_tasks("media/media_classification", "media/speech")),
         "small ViT, trained upright, adapted to turned digits",
         "accuracy {before} -> {after}",
         {
@@ -273,7 +283,7 @@ ENTRIES: Mapping[str, Benchmark] = {
     ),
     "read-digits": Benchmark(
         ("python recipes/read_digits.py",),
-        (*CAUSAL, "tasks/media_text.py"),
+        (*CAUSAL, "tasks/media/media_text.py"),
         "SmolLM2 with a small tower reads numbers of three digits, 32 held-out pictures",
         "{before} -> {tower} by projector and tower -> {after} by LoRA on the language side",
         {

@@ -36,12 +36,12 @@ from peftkit.data.pack import Row, collate
 from peftkit.execution.plan import GPU_CHUNK_BYTES
 from peftkit.execution.signals import StopRequest
 from peftkit.execution.world import World
+from peftkit.forward import blocks
+from peftkit.forward.loss import Head, token_loss
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Task
-from peftkit.tasks.loss import Head, token_loss
-from peftkit.train import blocks
 from peftkit.train.start import new_run
 from peftkit.train.step import Trainer, trainable_parameters
 from tests.simulated_gpu.simulation import simulated

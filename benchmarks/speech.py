@@ -32,7 +32,7 @@ from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig, TrainConfig
-from peftkit.tasks.transcription import TranscriptionConfig
+from peftkit.tasks.media.transcription import TranscriptionConfig
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.loop import fit
 from tests.speech import saved, whisper, write_rows

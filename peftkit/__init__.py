@@ -81,42 +81,44 @@ if TYPE_CHECKING:
     from peftkit.settings import DataConfig as DataConfig
     from peftkit.settings import TrainConfig as TrainConfig
     from peftkit.sweeps import sweep as sweep
-    from peftkit.tasks.ctc import CTCConfig as CTCConfig
-    from peftkit.tasks.distill import DistillConfig as DistillConfig
-    from peftkit.tasks.embedding import EmbeddingConfig as EmbeddingConfig
-    from peftkit.tasks.grpo import GRPOConfig as GRPOConfig
-    from peftkit.tasks.masked_lm import MaskedLM as MaskedLM
-    from peftkit.tasks.masked_lm import MaskedLMConfig as MaskedLMConfig
-    from peftkit.tasks.media_classification import (
-        AudioClassificationConfig as AudioClassificationConfig,
-    )
-    from peftkit.tasks.media_classification import ImageClassification as ImageClassification
-    from peftkit.tasks.media_classification import (
-        ImageClassificationConfig as ImageClassificationConfig,
-    )
-    from peftkit.tasks.media_text import AudioTextConfig as AudioTextConfig
-    from peftkit.tasks.media_text import ImageTextConfig as ImageTextConfig
-    from peftkit.tasks.media_text import MediaText as ImageText
-    from peftkit.tasks.media_text import MediaText as MediaText
-    from peftkit.tasks.preference import PreferenceConfig as PreferenceConfig
-    from peftkit.tasks.reranker import RerankerConfig as RerankerConfig
-    from peftkit.tasks.reward import RewardConfig as RewardConfig
-    from peftkit.tasks.reward_functions import RewardTerm as RewardTerm
-    from peftkit.tasks.seq2seq import Seq2Seq as Seq2Seq
-    from peftkit.tasks.seq2seq import Seq2SeqConfig as Seq2SeqConfig
-    from peftkit.tasks.sequence_classification import (
+    from peftkit.tasks.classes.sequence_classification import (
         SequenceClassification as SequenceClassification,
     )
-    from peftkit.tasks.sequence_classification import (
+    from peftkit.tasks.classes.sequence_classification import (
         SequenceClassificationConfig as SequenceClassificationConfig,
     )
-    from peftkit.tasks.token_classification import TokenClassification as TokenClassification
-    from peftkit.tasks.token_classification import (
+    from peftkit.tasks.classes.token_classification import (
+        TokenClassification as TokenClassification,
+    )
+    from peftkit.tasks.classes.token_classification import (
         TokenClassificationConfig as TokenClassificationConfig,
     )
+    from peftkit.tasks.distill.distill import DistillConfig as DistillConfig
+    from peftkit.tasks.media.ctc import CTCConfig as CTCConfig
+    from peftkit.tasks.media.media_classification import (
+        AudioClassificationConfig as AudioClassificationConfig,
+    )
+    from peftkit.tasks.media.media_classification import ImageClassification as ImageClassification
+    from peftkit.tasks.media.media_classification import (
+        ImageClassificationConfig as ImageClassificationConfig,
+    )
+    from peftkit.tasks.media.media_text import AudioTextConfig as AudioTextConfig
+    from peftkit.tasks.media.media_text import ImageTextConfig as ImageTextConfig
+    from peftkit.tasks.media.media_text import MediaText as ImageText
+    from peftkit.tasks.media.media_text import MediaText as MediaText
+    from peftkit.tasks.media.transcription import TranscriptionConfig as TranscriptionConfig
+    from peftkit.tasks.pairs.preference import PreferenceConfig as PreferenceConfig
+    from peftkit.tasks.pairs.reward import RewardConfig as RewardConfig
+    from peftkit.tasks.retrieval.embedding import EmbeddingConfig as EmbeddingConfig
+    from peftkit.tasks.retrieval.reranker import RerankerConfig as RerankerConfig
+    from peftkit.tasks.rewards.grpo import GRPOConfig as GRPOConfig
+    from peftkit.tasks.rewards.reward_functions import RewardTerm as RewardTerm
+    from peftkit.tasks.text.masked_lm import MaskedLM as MaskedLM
+    from peftkit.tasks.text.masked_lm import MaskedLMConfig as MaskedLMConfig
+    from peftkit.tasks.text.seq2seq import Seq2Seq as Seq2Seq
+    from peftkit.tasks.text.seq2seq import Seq2SeqConfig as Seq2SeqConfig
     from peftkit.tasks.tokens import CausalLM as CausalLM
     from peftkit.tasks.tokens import CausalLMConfig as CausalLMConfig
-    from peftkit.tasks.transcription import TranscriptionConfig as TranscriptionConfig
     from peftkit.train.loop import fit as fit
 
 

@@ -12,8 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import AdapterError, TargetError
 from peftkit.execution.plan import ExecutionPlan
+from peftkit.forward.fused import fused_modules
 from peftkit.methods.base import AdapterModule, InitValues, Method
-from peftkit.model.fused import fused_modules
 from peftkit.model.modes import adapters_off
 from peftkit.model.places import unwrap_adapter
 from peftkit.model.targets import Site

@@ -33,11 +33,11 @@ from peftkit.formats.folders import CARD, forget_overwritten
 from peftkit.formats.peft.folder import AdapterFolder
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.peft.targets import refused_by_peft
+from peftkit.forward.loss import perplexity
 from peftkit.model.modes import evaluating
 from peftkit.recipe import Recipe
 from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.loss import perplexity
 from peftkit.train.checkpoint_files import versions
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from peftkit.base.processors import UnreadVideos, blind_to_videos
-from peftkit.tasks.media_text import AudioTextConfig
+from peftkit.tasks.media.media_text import AudioTextConfig
 from tests.speech import encoded, tones
 from tests.vision import FAMILIES as SEEING
 from tests.vision import (

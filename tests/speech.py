@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
-from peftkit.tasks.ctc import BLANK, SPACE, UNKNOWN, tokenizer_of
+from peftkit.tasks.media.ctc import BLANK, SPACE, UNKNOWN, tokenizer_of
 from tests.families import tiny_tokenizer
 
 RATE = 16_000

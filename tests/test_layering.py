@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("errors", "events", "figures", "settings", "defaults"),
         *("config/", "files/", "execution/", "kernels/"),
     ),
-    ("model/", "quant/", "data/"),
+    ("model/", "quant/", "data/", "forward/"),
     ("base/", "methods/", "adapter", "tasks/", "formats/", "inference/"),
     ("train/", "planning/", "recipe", "record", "run"),
     ("merging/", "report/", "serve/", "sweeps", "__init__", "cli/"),
@@ -36,10 +36,10 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
     "numpy": ("execution/rng", "base/gguf_file"),
     "triton": ("kernels/",),
     "accelerate": ("execution/world", "train/metrics"),
-    "datasets": ("data/load",),
-    "pyarrow": ("data/rows",),  # datasets brings it; imported when rows are encoded
+    "datasets": ("data/readers",),
+    "pyarrow": ("data/rows/",),  # datasets brings it; imported when rows are encoded
     "filelock": ("files/disk",),  # likewise
-    "transformers": ("base/", "tasks/", "methods/prefix", "inference/"),
+    "transformers": ("base/", "forward/", "tasks/", "methods/prefix", "inference/"),
     "gguf": ("formats/gguf/", "base/gguf_file"),  # the optional extra; imported when called
     "huggingface_hub": ("formats/hub",),
     "tqdm": ("base/pretrained",),  # what the hub tells of a download by; transformers brings it
@@ -62,10 +62,10 @@ IMPORTERS: Mapping[str, tuple[str, ...]] = {
         "serve/tinker/bodies",
     ),
     "yaml": ("config/", "cli/import_recipe"),  # there: files of other programs
-    "PIL": ("data/media",),  # the optional extra `images`; imported when called
-    "av": ("data/media",),  # the optional extra `video`; imported when called
-    "soundfile": ("data/media",),  # the optional extra `audio`; imported when called
-    "soxr": ("data/media",),
+    "PIL": ("data/media/",),  # the optional extra `images`; imported when called
+    "av": ("data/media/",),  # the optional extra `video`; imported when called
+    "soundfile": ("data/media/",),  # the optional extra `audio`; imported when called
+    "soxr": ("data/media/",),
     "jiwer": ("tasks/metrics",),
     "starlette": ("serve/",),  # the optional extra `serve`, with uvicorn; imported when called
     "uvicorn": ("serve/server",),
@@ -83,17 +83,12 @@ MAIN_PATH = (
     *("base/skeleton", "base/store", "base/build", "base/pack", "base/fingerprint"),
     *("quant/layers", "quant/quantize", "quant/audit"),
     *("model/targets", "model/places", "adapter", "methods/base"),
-    *("data/format", "data/chat", "data/encode", "data/rows", "data/pack", "data/load"),
-    *(
-        "tasks/base",
-        "tasks/config",
-        "tasks/batches",
-        "tasks/loss",
-        "tasks/attention",
-        "tasks/one_row",
-    ),
+    *("data/format", "data/chat", "data/encode", "data/pack", "data/records"),
+    *("data/rows/encoder", "data/rows/cache"),
+    *("forward/attention", "forward/padding_free", "forward/loss", "forward/blocks"),
+    *("tasks/base", "tasks/config", "tasks/batches"),
     *("train/start", "train/loop", "train/step", "train/validation", "train/memory"),
-    *("train/blocks", "train/checkpoint", "train/checkpoint_files"),
+    *("train/checkpoint", "train/checkpoint_files"),
     *("train/batches", "train/optim"),
     *("formats/peft/folder",),
 )
@@ -123,7 +118,7 @@ SHARED = (
 )
 """Tables of leaves, and what stands for all of them."""
 
-CLOSURES = {"peftkit.recipe": 32, "peftkit.run": 90}
+CLOSURES = {"peftkit.recipe": 33, "peftkit.run": 95}
 """Modules that importing these loads, at most."""
 
 WITHOUT_TORCH = (

@@ -16,7 +16,7 @@ from peftkit import Answer
 from peftkit.base.locate import KNOWN
 from peftkit.model.roles import GROUPS, ROLES
 from peftkit.recipe import load
-from peftkit.tasks.distill_rows import read_prompt
+from peftkit.tasks.distill.rows import read_prompt
 from peftkit_cli.about import headline, recipes_folder
 
 RECIPES = sorted(recipes_folder().glob("*.yaml"))

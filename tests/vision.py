@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.processing_utils import ProcessorMixin
 
 from peftkit.base.processors import UnreadVideos, blind_to_videos
-from peftkit.tasks.media_text import ImageTextConfig, MediaTextConfig
+from peftkit.tasks.media.media_text import ImageTextConfig, MediaTextConfig
 from tests.families import _GROUPED, tiny_tokenizer
 
 VOCAB = 448

@@ -80,7 +80,7 @@ def _family(pid: str) -> Iterator[str]:
 def ours(job: dict[str, Any], tokenizer: Any) -> Any:
     """As peftkit."""
     from peftkit.data.encode import DocumentEncoder
-    from peftkit.data.rows import encoded
+    from peftkit.data.rows.cache import encoded
 
     encoder = DocumentEncoder(tokenizer, None, "auto", 1024)
     return encoded(job["path"], encoder, processes=job["processes"])

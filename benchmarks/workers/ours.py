@@ -23,8 +23,8 @@ from peftkit.methods.lora import LoRA
 from peftkit.quant.layers import keep_copies
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import SHARDED, DataConfig, TrainConfig
-from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig
-from peftkit.tasks.seq2seq import PairRow, Seq2Seq, Seq2SeqConfig
+from peftkit.tasks.text.masked_lm import MaskedLM, MaskedLMConfig
+from peftkit.tasks.text.seq2seq import PairRow, Seq2Seq, Seq2SeqConfig
 from peftkit.tasks.tokens import CausalLM
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.loop import fit

@@ -16,7 +16,7 @@ from peftkit.events import Event, StepDone
 from peftkit.formats.peft.folder import load_adapter
 from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig, TrainConfig
-from peftkit.tasks.preference import PreferenceConfig
+from peftkit.tasks.pairs.preference import PreferenceConfig
 from peftkit.train.loop import fit
 
 

@@ -19,9 +19,9 @@ from peftkit.inference import dialogues
 from peftkit.inference.engine import Request
 from peftkit.recipe import Recipe
 from peftkit.settings import DataConfig
-from peftkit.tasks.grpo import Group, GRPOConfig
-from peftkit.tasks.grpo_tools import Tools
-from peftkit.tasks.reward_functions import RewardTerm
+from peftkit.tasks.rewards.grpo import Group, GRPOConfig
+from peftkit.tasks.rewards.grpo_tools import Tools
+from peftkit.tasks.rewards.reward_functions import RewardTerm
 
 APART = 0.2
 """Standard deviation of old log-probabilities around those now."""

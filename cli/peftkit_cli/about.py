@@ -282,7 +282,7 @@ def environment() -> dict[str, Any]:
 
     import torch
 
-    from peftkit.train.blocks import cpp_compiler
+    from peftkit.forward.blocks import cpp_compiler
 
     installed = {each.metadata["Name"]: each.version for each in distributions()}
     cards = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]

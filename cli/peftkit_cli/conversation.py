@@ -15,7 +15,7 @@ import typer
 
 from peftkit.data.chat import shortened
 from peftkit.data.encode import Style, prompt_ids, stop_ids, style_with_system
-from peftkit.data.media import KINDS, Media
+from peftkit.data.media.files import KINDS, Media
 from peftkit.errors import DataError, PeftkitError, did_you_mean
 from peftkit.formats.open_adapter import Opened
 from peftkit.inference.bank import AdapterBank
@@ -23,7 +23,7 @@ from peftkit.inference.call_formats import Call
 from peftkit.inference.calls import Said
 from peftkit.inference.generate import stream
 from peftkit.inference.predict import MediaPrompt, inputs_of, media_task
-from peftkit.tasks.media_text import MediaTextConfig
+from peftkit.tasks.media.media_text import MediaTextConfig
 from peftkit_cli.arguments import note
 from peftkit_cli.chat_tools import ChatTools
 from peftkit_cli.terminal import edit_several_lines

@@ -58,10 +58,10 @@ def distill(
     overwrite: Overwrite = False,
 ) -> None:
     """Turn a prompt into an adapter that answers as the base does with it. Prints its folder."""
-    from peftkit.data.load import iterate_records
+    from peftkit.data.records import iterate_records
     from peftkit.report.page import LiveReport
     from peftkit.run import run
-    from peftkit.tasks.distill_rows import read_prompt
+    from peftkit.tasks.distill.rows import read_prompt
     from peftkit.train.start import prepare_output
     from peftkit_cli.render import Renderer
 
@@ -117,7 +117,7 @@ def _questions_file(prompt: Path, base: str, file: Path, number: int, on_event: 
     from peftkit.base.load import load_base
     from peftkit.files.disk import write_text
     from peftkit.inference.make_rows import make_questions
-    from peftkit.tasks.distill_rows import read_prompt
+    from peftkit.tasks.distill.rows import read_prompt
 
     if not file.is_file():
         loaded = load_base(base, on_event=on_event)

@@ -189,7 +189,7 @@ def model_facts(name: str) -> tuple[dict[str, Any], list[Group], list[MethodFact
 def _without_weights(name: str) -> nn.Module:
     """Build a text-generating model, with or without media inputs."""
     from peftkit.base.skeleton import skeleton
-    from peftkit.tasks.media_text import AudioTextConfig
+    from peftkit.tasks.media.media_text import AudioTextConfig
 
     try:
         return skeleton(name)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from peftkit.data.format import ANSWERS, TURNS, detect, first_of, parse, with_usual_names
-from peftkit.data.load import Record, iterate_records
 from peftkit.data.preferences import (
     LABEL,
     OPENAI_SIDES,
@@ -24,6 +23,7 @@ from peftkit.data.preferences import (
     read_verdicts,
 )
 from peftkit.data.prompts import read_prompts
+from peftkit.data.records import Record, iterate_records
 from peftkit.errors import DataError
 from peftkit.settings import FormatName, files_of
 from peftkit_cli.about import DATA

@@ -67,10 +67,10 @@ def generate(
         raise DataError("the prompt is empty.", fix="Give at least one word with --prompt.")
     opened = _open(adapter, base, force)
     from peftkit.data.encode import style_with_system
-    from peftkit.data.media import KINDS
+    from peftkit.data.media.files import KINDS
     from peftkit.inference.generate import generate as generate_text
     from peftkit.inference.predict import generate_with_media
-    from peftkit.tasks.media_text import MediaTextConfig
+    from peftkit.tasks.media.media_text import MediaTextConfig
 
     settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,

@@ -4,7 +4,7 @@ Frozen weights are copied to the device and never back. When a block is entered,
 are there and the next block's are being copied (transfer.py): the block above in a forward pass,
 the one below in a backward pass that recomputes blocks. When it is left, its modules hold main
 memory again. What its backward pass needs of the copies lives as long as the graph: with kept
-activations this would be every block, so they are recomputed (train/blocks.py).
+activations this would be every block, so they are recomputed (forward/blocks.py).
 
 Of stacked experts only the scales are copied with their block. The experts that have tokens are
 fetched for each of their products, a group at a time, and once more in the backward pass.

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from peftkit.data.format import Conversation, Message, reasoning_of
+from peftkit.data.format import Conversation
+from peftkit.data.messages import Message, reasoning_of
 from peftkit.errors import DataError, did_you_mean
 
 SENTINEL = "PEFTKITsentinelTURN"

@@ -27,15 +27,14 @@ from peftkit.data.format import (
     Example,
     FieldNames,
     Instruction,
-    Message,
     ParsedRow,
     Text,
     parse,
-    without_reasoning,
 )
-from peftkit.data.load import Record
+from peftkit.data.messages import Message, without_reasoning
 from peftkit.data.pack import IGNORE, Row, cut_document
-from peftkit.data.rows import Dropped, EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.records import Record
+from peftkit.data.rows.encoder import Dropped, EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import DataError
 from peftkit.settings import FormatName
 

@@ -23,24 +23,26 @@ from peftkit.data.format import (
     Conversation,
     Example,
     Instruction,
-    Message,
     Text,
-    WrongField,
-    completion_messages,
     conversation_of,
     first_of,
-    full_text,
-    kind_of,
     parse,
-    parse_messages,
-    parse_tools,
     read_each,
     refuse_fields,
+)
+from peftkit.data.messages import (
+    Message,
+    WrongField,
+    completion_messages,
+    full_text,
+    kind_of,
+    parse_messages,
+    parse_tools,
     role_of,
     text_of,
 )
-from peftkit.data.load import Record
-from peftkit.data.rows import Dropped
+from peftkit.data.records import Record
+from peftkit.data.rows.encoder import Dropped
 from peftkit.errors import DataError
 
 SIDES = ("chosen", "rejected")

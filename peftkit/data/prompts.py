@@ -14,15 +14,13 @@ from peftkit.data.format import (
     Conversation,
     Example,
     Instruction,
-    Message,
     ParsedRow,
     Text,
     first_of,
     parse,
-    role_of,
-    turn_keys,
 )
-from peftkit.data.load import Record
+from peftkit.data.messages import Message, role_of, turn_keys
+from peftkit.data.records import Record
 from peftkit.errors import DataError
 from peftkit.settings import FormatName
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from peftkit.data.chat import SENTINEL, Chat, special_texts
 from peftkit.data.encode import tokens
-from peftkit.data.format import Message
+from peftkit.data.messages import Message
 from peftkit.errors import DataError
 
 _ASKED = {"role": "user", "content": "Hello"}

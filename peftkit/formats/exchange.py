@@ -47,7 +47,7 @@ from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.peft.targets import shortest_endings
 from peftkit.methods.lora import check_layout
 from peftkit.model.places import is_conv1d, is_linear
-from peftkit.tasks.media_text import MediaTextConfig
+from peftkit.tasks.media.media_text import MediaTextConfig
 
 Format = Literal["peft", "gguf", "mlx"]
 Dtype = Literal["fp32", "fp16", "bf16", "q8_0"]

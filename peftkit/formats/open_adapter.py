@@ -38,7 +38,7 @@ from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.base import Method
 from peftkit.model.modes import SideAdapter
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.media_text import MediaTextConfig
+from peftkit.tasks.media.media_text import MediaTextConfig
 from peftkit.tasks.table import TASKS
 from peftkit.tasks.tokens import CausalLMConfig
 

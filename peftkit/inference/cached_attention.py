@@ -20,8 +20,9 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from peftkit.forward.attention import MaskKind, kind_of
+from peftkit.forward.attention_kernels import PLAIN
 from peftkit.inference.cache import Arena, Row, Span, joined
-from peftkit.tasks.attention import PLAIN, MaskKind, kind_of
 
 _numbers = count()
 

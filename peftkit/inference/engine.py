@@ -35,8 +35,8 @@ from peftkit.inference.sampling import (
 )
 from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import evaluating
+from peftkit.model.places import num_virtual
 from peftkit.tasks.batches import NO_ROOM
-from peftkit.tasks.rows import num_virtual
 
 Ended = Literal["stop", "length", "cancelled"]
 AnEngine = TypeVar("AnEngine", bound="Engine")

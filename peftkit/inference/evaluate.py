@@ -25,11 +25,11 @@ from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.base import Reference, Task
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.documents import DocumentTask
-from peftkit.tasks.grpo import GRPO, GRPOConfig, Prompt
-from peftkit.tasks.media_text import MediaText
+from peftkit.tasks.media.media_text import MediaText
 from peftkit.tasks.metrics import rouge_l
-from peftkit.tasks.reward_functions import RewardTerm
-from peftkit.tasks.seq2seq import EncoderDecoder
+from peftkit.tasks.rewards.grpo import GRPO, GRPOConfig, Prompt
+from peftkit.tasks.rewards.reward_functions import RewardTerm
+from peftkit.tasks.text.seq2seq import EncoderDecoder
 from peftkit.tasks.tokens import CausalLM, CausalLMConfig, TokenTask, share_equal
 
 MARGIN = 1.25

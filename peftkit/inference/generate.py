@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
-from peftkit.data.format import Message
+from peftkit.data.messages import Message
 from peftkit.inference.engine import (
     MAX_ROWS,
     Completion,

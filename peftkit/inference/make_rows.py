@@ -22,16 +22,17 @@ from torch.nn.functional import normalize
 
 from peftkit.base.load import Base
 from peftkit.data.encode import default_style, prompt_ids, stop_ids
-from peftkit.data.format import Message, full_text, read_each
-from peftkit.data.load import Record, read_records
+from peftkit.data.format import read_each
+from peftkit.data.messages import Message, full_text
+from peftkit.data.records import Record, read_records
 from peftkit.errors import DataError
 from peftkit.events import Listener, Progress, Stage, Table, ignore
 from peftkit.formats.open_adapter import Opened
 from peftkit.inference.generate import decoded, generate_ids
 from peftkit.inference.predict import build_task
-from peftkit.tasks.distill_rows import TeacherPrompt
-from peftkit.tasks.embedding import Embedding
-from peftkit.tasks.reranker import RerankerConfig
+from peftkit.tasks.distill.rows import TeacherPrompt
+from peftkit.tasks.retrieval.embedding import Embedding
+from peftkit.tasks.retrieval.reranker import RerankerConfig
 
 CHUNK = 1_024
 """Anchors whose similarities to all candidates exist at a time."""

@@ -51,7 +51,7 @@ from peftkit.inference.ready import on_device
 from peftkit.inference.sampling import Sampling
 from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import evaluating
-from peftkit.tasks.rows import num_virtual
+from peftkit.model.places import num_virtual
 
 CACHE_SHARE = {"cpu": 0.5, "cuda": 0.8}
 """Of the free memory, for keys and values. The rest is for passes over prompts and the choice of

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from peftkit.data.encode import Style
-from peftkit.data.load import read_records
-from peftkit.data.media import Media
+from peftkit.data.media.files import Media
+from peftkit.data.records import read_records
 from peftkit.errors import AdapterError, DataError
 from peftkit.events import Listener, Saved, Stage, ignore
 from peftkit.files.disk import write_text
@@ -24,7 +24,7 @@ from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.model.blocks import is_sharded
 from peftkit.settings import DataConfig
 from peftkit.tasks.batches import NO_ROOM, batches_that_fit, equal_parts
-from peftkit.tasks.media_text import MediaText
+from peftkit.tasks.media.media_text import MediaText
 
 SCORING = ("sequence_classification", "reward", "reranker")
 PREDICTING = (*SCORING, "embedding", "image_classification", "audio_classification")

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from peftkit.adapter import prepared_for_serving
 from peftkit.execution.plan import plan_of
+from peftkit.forward.loss import find_head
 from peftkit.model.blocks import is_sharded
 from peftkit.quant.layers import copies_kept
-from peftkit.tasks.loss import find_head
 
 COPY_SHARE = 0.5
 """Of the free main memory, for unpacked copies of weights."""

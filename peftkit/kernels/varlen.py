@@ -56,7 +56,7 @@ def spans_of(documents: Sequence[Sequence[int]], total: int) -> Spans:
     """Return the offsets of documents in a row of `total` tokens.
 
     Args:
-        documents: Indices of each one's tokens, numbered as `peftkit.tasks.one_row` does: a
+        documents: Indices of each one's tokens, numbered as `peftkit.forward.padding_free` does: a
             shared prefix first, then new tokens, ascending by one.
     """
     num_queries, num_keys, tokens, used = [], [], list[int](), 0

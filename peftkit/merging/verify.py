@@ -21,7 +21,7 @@ from peftkit.execution.plan import compute_dtype
 from peftkit.files.tensors import is_finite
 from peftkit.formats.open_adapter import Opened
 from peftkit.merging.fold import Tally, too_large_values
-from peftkit.tasks.speech import INPUTS, Hearing
+from peftkit.tasks.media.speech import INPUTS, Hearing
 
 PROMPTS = (
     "The capital of France is",

@@ -351,3 +351,8 @@ def _set_sides_apart(model: nn.Module, places: list[ModelWeight]) -> None:
         place.set_apart = place.side != "" and place.roles != ("head",)
         if place.set_apart and place.side == "projector":  # whatever is in it, it is one thing
             place.roles, place.repeats, place.sizes = ("projector",), 0, ()
+
+
+def num_virtual(model: nn.Module) -> int:
+    """Return how many positions an adapter's virtual tokens take, before every row."""
+    return sum(int(getattr(module, "num_virtual", 0)) for module in model.modules())

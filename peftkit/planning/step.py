@@ -24,17 +24,17 @@ from peftkit.adapter import Adapter, attach, prepared_for_training
 from peftkit.base.purpose import ClassHead, head_modules
 from peftkit.base.skeleton import on_meta, packed_skeleton, untraced
 from peftkit.execution.plan import Activations, ExecutionPlan
+from peftkit.forward.attention import training_attention
+from peftkit.forward.blocks import Blocks
+from peftkit.forward.loss import Head, accepted, find_head, token_log_probs, token_loss
 from peftkit.kernels.cross_entropy import ALIGNMENT, rows_of_chunk
 from peftkit.model.modes import begin_training
 from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.planning.counter import GPU_ROUNDING, Counter
 from peftkit.quant.layers import keep_copies
 from peftkit.recipe import Recipe
-from peftkit.tasks.attention import training_attention
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.embedding import Pooled, pooled
-from peftkit.tasks.loss import Head, accepted, find_head, token_log_probs, token_loss
-from peftkit.train.blocks import Blocks
+from peftkit.tasks.retrieval.embedding import Pooled, pooled
 
 TOKEN_CLASSES = (
     *("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"),

@@ -20,6 +20,7 @@ from peftkit.base.request import DTYPES, fast_dtype
 from peftkit.base.skeleton import with_depth
 from peftkit.errors import PeftkitError
 from peftkit.execution.plan import Activations, activation_modes
+from peftkit.forward.blocks import Blocks
 from peftkit.planning.counter import Counter
 from peftkit.planning.step import (
     DatalessStep,
@@ -30,7 +31,6 @@ from peftkit.planning.step import (
 )
 from peftkit.quant.layers import COPY_SHARE, packed_tensors
 from peftkit.recipe import Recipe
-from peftkit.train.blocks import Blocks
 
 CATEGORIES = ("weights", "adapters", "gradients", "activations")
 FEW, MOST = 2, 8

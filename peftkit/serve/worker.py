@@ -21,6 +21,7 @@ from peftkit.errors import PeftkitError, RunError
 from peftkit.execution import rng
 from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.signals import stop_here
+from peftkit.forward.attention import own_attention
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.call_formats import Call
 from peftkit.inference.calls import Said
@@ -31,7 +32,6 @@ from peftkit.model.lift import eager, lifted
 from peftkit.model.modes import evaluating
 from peftkit.serve.answer_calls import AnswerCalls
 from peftkit.serve.requests import RequestError
-from peftkit.tasks.attention import own_attention
 
 T = TypeVar("T")
 Operation = tuple[Callable[[], Callable[[], None]], Future[Any]]

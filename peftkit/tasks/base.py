@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from peftkit.data.chat import choose_template, shortened
 from peftkit.data.encode import STYLES, Style, agreed_style, template_of
-from peftkit.data.load import Record
 from peftkit.data.pack import LazyRows, View, padded, tokens_of_each, weighted
-from peftkit.data.rows import RowEncoder, StoredRows, encoded
+from peftkit.data.records import Record
+from peftkit.data.rows.cache import encoded
+from peftkit.data.rows.columns import StoredRows
+from peftkit.data.rows.encoder import RowEncoder
 from peftkit.errors import DataError
 from peftkit.events import Event, Listener, Notice, Progress, Stage, Table, ignore
 from peftkit.execution.parallel import Parallel, Part
@@ -29,10 +31,10 @@ from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.signals import StopRequest
 from peftkit.execution.state import State
 from peftkit.execution.world import World
+from peftkit.forward.attention import training_attention
+from peftkit.forward.loss import unwrapped
 from peftkit.settings import DataConfig, TrainConfig
-from peftkit.tasks.attention import training_attention
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, split_micro_batches
-from peftkit.tasks.loss import unwrapped
 from peftkit.tasks.rows import (
     LEARNT_SYSTEM,
     NO_TEMPLATE,

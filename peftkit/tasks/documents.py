@@ -22,13 +22,13 @@ from peftkit.data.pack import collate, rounded_up
 from peftkit.errors import ConfigError, RunError
 from peftkit.events import Listener, RolledOut, ScoredAnswer, ignore
 from peftkit.execution import rng
+from peftkit.forward.loss import token_log_probs
+from peftkit.forward.padding_free import check_causal, num_positions
 from peftkit.inference.engine import MAX_ROWS
 from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.model.modes import adapters_off, evaluating
 from peftkit.tasks.base import Reference, Run
 from peftkit.tasks.batches import OnDevice
-from peftkit.tasks.loss import token_log_probs
-from peftkit.tasks.one_row import check_causal, num_positions
 from peftkit.tasks.rows import exact_length
 from peftkit.tasks.tokens import TokenTask
 

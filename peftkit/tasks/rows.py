@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from peftkit.data.chat import SENTINEL, Chat
-from peftkit.data.rows import StoredRows
+from peftkit.data.rows.columns import StoredRows
 from peftkit.errors import BaseError, DataError, first_few
-from peftkit.model.places import unwrap_adapter
+from peftkit.forward.loss import unwrapped
+from peftkit.model.places import num_virtual, unwrap_adapter
 from peftkit.settings import DataConfig
-from peftkit.tasks.loss import unwrapped
 
 MAX_NAMED = 5
 ALPACA_MARK = "### Response:"
@@ -163,8 +163,3 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
             found=f"The tokenizer has {words:,} tokens, the model {rows:,} embeddings.",
             fix="Give the base its own tokenizer.",
         )
-
-
-def num_virtual(model: nn.Module) -> int:
-    """Return how many positions an adapter's virtual tokens take, before every row."""
-    return sum(int(getattr(module, "num_virtual", 0)) for module in model.modules())

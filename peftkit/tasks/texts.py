@@ -19,14 +19,14 @@ from torch.nn import functional
 from peftkit.base.purpose import ClassHead, ProblemType
 from peftkit.data.encode import special_tokens_around, tokens
 from peftkit.data.pack import padded_rows, rounded_up
-from peftkit.data.rows import tokenizer_key
+from peftkit.data.rows.encoder import tokenizer_key
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, Progress, ignore
+from peftkit.forward.loss import accepted, unwrapped
 from peftkit.tasks.base import Task
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, equal_parts
+from peftkit.tasks.classes.labels import RecordEncoder
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.labels import RecordEncoder
-from peftkit.tasks.loss import accepted, unwrapped
 from peftkit.tasks.rows import longest
 
 

@@ -27,17 +27,14 @@ from peftkit.data.pack import (
     labelled_segments,
     padded,
 )
-from peftkit.data.rows import StoredRows
+from peftkit.data.rows.columns import StoredRows
 from peftkit.defaults import is_worth_packing
 from peftkit.errors import PeftkitError
 from peftkit.events import Listener, Notice, ignore
 from peftkit.execution.plan import ExecutionPlan
-from peftkit.settings import CHAT, DataConfig
-from peftkit.tasks.attention import TrainingAttention, training_attention
-from peftkit.tasks.base import Task
-from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.loss import accepted, head_of, perplexity, token_loss, unwrapped
-from peftkit.tasks.one_row import (
+from peftkit.forward.attention import TrainingAttention, training_attention
+from peftkit.forward.loss import accepted, head_of, perplexity, token_loss, unwrapped
+from peftkit.forward.padding_free import (
     can_unpad,
     check_causal,
     check_packing,
@@ -47,6 +44,9 @@ from peftkit.tasks.one_row import (
     num_positions,
     unpadded,
 )
+from peftkit.settings import CHAT, DataConfig
+from peftkit.tasks.base import Task
+from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.rows import PLAIN_PROMPTS, TEXTS_WITH_TURNS, exact_length, turns_in
 
 

@@ -22,12 +22,13 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from peftkit.errors import ConfigError, RunError
 from peftkit.execution.plan import ExecutionPlan, compute_dtype
 from peftkit.execution.world import PATIENCE, World
+from peftkit.forward.attention import TrainingAttention, training_attention
+from peftkit.forward.attention_kernels import SharedRows
+from peftkit.forward.loss import accepted, head_of, token_loss, unwrapped
+from peftkit.forward.padding_free import logits_of, rms_difference
 from peftkit.model.modes import evaluating
-from peftkit.tasks.attention import SharedRows, TrainingAttention, training_attention
+from peftkit.model.places import num_virtual
 from peftkit.tasks.base import Task
-from peftkit.tasks.loss import accepted, head_of, token_loss, unwrapped
-from peftkit.tasks.one_row import logits_of, rms_difference
-from peftkit.tasks.rows import num_virtual
 from peftkit.tasks.tokens import CausalLM, TokenTask
 from peftkit.train.lockstep import Lockstep
 

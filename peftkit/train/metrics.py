@@ -31,12 +31,12 @@ from peftkit.events import (
 )
 from peftkit.execution.plan import Activations
 from peftkit.execution.signals import Interrupted
+from peftkit.forward.blocks import Blocks
+from peftkit.forward.fused import num_fused
 from peftkit.kernels.device import gpu_of, peak_resident_bytes
-from peftkit.model.fused import num_fused
 from peftkit.quant.audit import audit
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Run
-from peftkit.train.blocks import Blocks
 from peftkit.train.step import Trainer
 
 FILE, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"

@@ -23,10 +23,10 @@ from peftkit.execution.out_of_memory import (
 )
 from peftkit.execution.plan import ExecutionPlan, smaller
 from peftkit.execution.state import State, StepFacts
+from peftkit.forward.blocks import Blocks
 from peftkit.tasks.base import Run
 from peftkit.tasks.batches import OnDevice, RowTooLarge, too_large
 from peftkit.train.batches import BatchPrefetcher, on_device
-from peftkit.train.blocks import Blocks
 from peftkit.train.diagnosis import Diagnosis, NonFiniteError, diagnose, sources
 from peftkit.train.optim import LossScale, build_optimizer, complete_gradients, set_learning_rate
 

@@ -13,10 +13,10 @@ from peftkit.errors import DataError
 from peftkit.events import EvalDone, Notice, Sampled
 from peftkit.execution import rng
 from peftkit.execution.parallel import Part
+from peftkit.forward.loss import perplexity
 from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import begin_training
 from peftkit.tasks.batches import batches_that_fit, split_micro_batches
-from peftkit.tasks.loss import perplexity
 from peftkit.train.batches import on_device
 from peftkit.train.step import Trainer
 

@@ -17,10 +17,10 @@ from peftkit.config.schema import from_dict
 from peftkit.data.pack import Row
 from peftkit.errors import BaseError, ConfigError
 from peftkit.events import Event, Saved
+from peftkit.forward.blocks import Blocks
 from peftkit.quant import layers
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.tokens import CausalLM
-from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES, FAMILIES, tiny_tokenizer
 
 LAYERS = 4

@@ -51,13 +51,13 @@ from triton.runtime import driver
 
 from peftkit.adapter import attach, prepared_for_training
 from peftkit.execution.plan import ExecutionPlan
+from peftkit.forward import blocks as blocks_module
+from peftkit.forward.blocks import Blocks
 from peftkit.kernels.gguf_blocks import TYPES
 from peftkit.kernels.packed import PackedFormat
 from peftkit.methods.lora import LoRA
 from peftkit.quant.layers import Packing, QuantizedLinear, keep_copies
 from peftkit.quant.quantize import quantize_model
-from peftkit.train import blocks as blocks_module
-from peftkit.train.blocks import Blocks
 from tests.base.test_gguf_blocks import config_of_a_small_llama, random_rows
 from tests.families import ARCHITECTURES
 

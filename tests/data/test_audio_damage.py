@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from peftkit.data.audio_damage import audio_damage
-from peftkit.data.media import Audio
+from peftkit.data.media.audio_damage import audio_damage
+from peftkit.data.media.files import Audio
 from peftkit.errors import DataError
 
 RATE, SECONDS = 16_000, 3

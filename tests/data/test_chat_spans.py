@@ -13,8 +13,8 @@ import pytest
 from peftkit.data.chat import CHATML, choose_template
 from peftkit.data.encode import Encoder, Style, prompt_ids, stop_ids
 from peftkit.data.format import parse
-from peftkit.data.load import Record
 from peftkit.data.pack import IGNORE, Row
+from peftkit.data.records import Record
 from peftkit.errors import DataError
 
 _TURN = "'<|im_start|>' + m.role + '\\n' + m.content"

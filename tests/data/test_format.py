@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from peftkit.data import format as data_format
+from peftkit.data import messages
 from peftkit.data.format import (
     Completion,
     Conversation,
@@ -17,7 +17,7 @@ from peftkit.data.format import (
     Text,
     parse,
 )
-from peftkit.data.load import Record
+from peftkit.data.records import Record
 from peftkit.errors import ConfigError, DataError
 from peftkit.tasks.tokens import CausalLMConfig
 
@@ -43,7 +43,7 @@ def test_two_named_fields_are_prompt_and_completion() -> None:
 
 
 def test_a_text_of_many_megabytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_format, "MAX_CHARACTERS", 9)
+    monkeypatch.setattr(messages, "MAX_CHARACTERS", 9)
     assert "a.jsonl:2: text: 10 characters; at most 9" in refused(
         {"text": "a" * 9}, {"text": "a" * 10}
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peftkit.data.load import Record, read_records
+from peftkit.data.records import Record, read_records
 from peftkit.errors import DataError
 
 ROW = '{"text": "a"}\n'

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 import transformers
 from PIL import Image
 
-from peftkit.data import media
 from peftkit.data.format import Conversation
-from peftkit.data.load import Record, read_records
-from peftkit.data.media import Picture, Video
-from peftkit.data.media_text import parse_with_media
+from peftkit.data.media import files as media
+from peftkit.data.media.files import Picture, Video
+from peftkit.data.media.text import parse_with_media
+from peftkit.data.records import Record, read_records
 from peftkit.errors import DataError
 from peftkit.settings import DataConfig
-from peftkit.tasks.media_text import ImageTextConfig
+from peftkit.tasks.media.media_text import ImageTextConfig
 from tests import vision
 from tests.vision import FAMILIES, png, said, template, tokenizer, write_rows
 

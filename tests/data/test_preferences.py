@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from peftkit.data.format import Completion, Conversation, Instruction, Text, WrongField
-from peftkit.data.load import Record
+from peftkit.data.format import Completion, Conversation, Instruction, Text
+from peftkit.data.messages import WrongField
 from peftkit.data.preferences import (
     USELESS,
     check_both_labels,
@@ -16,7 +16,8 @@ from peftkit.data.preferences import (
     read_pairs_of,
     read_verdicts,
 )
-from peftkit.data.rows import Dropped
+from peftkit.data.records import Record
+from peftkit.data.rows.encoder import Dropped
 from peftkit.errors import DataError
 
 USER = {"role": "user", "content": "who?"}

@@ -17,13 +17,15 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from peftkit.data import load
-from peftkit.data import rows as data_rows
+from peftkit.data import readers as load
+from peftkit.data import records
 from peftkit.data.encode import BEYOND, NOTHING, DocumentEncoder, Encoder
 from peftkit.data.format import parse
-from peftkit.data.load import read_records
 from peftkit.data.pack import IGNORE
-from peftkit.data.rows import cache_folder, columns_of, encoded, labels_of, row_digest
+from peftkit.data.records import read_records
+from peftkit.data.rows import cache as data_rows
+from peftkit.data.rows.cache import cache_folder, encoded
+from peftkit.data.rows.columns import columns_of, labels_of, row_digest
 from peftkit.errors import DataError, RunError
 from tests.command_line import environment
 
@@ -163,7 +165,7 @@ def test_rows_of_any_file_are_encoded_in_processes_and_once(
     else:
         where = str(tmp_path / "set") if kind == "folder" else where
         table.to_parquet(tmp_path / "set" / "train.parquet" if kind == "folder" else where)
-    monkeypatch.setattr(load, "PART_ROWS", 7)
+    monkeypatch.setattr(records, "PART_ROWS", 7)
     alone = encoded(where, encoder, processes=1)
     for folder in cache_folder().glob("[!.]*"):
         shutil.rmtree(folder)
@@ -176,7 +178,7 @@ def test_rows_of_any_file_are_encoded_in_processes_and_once(
 
 ENDLESS = """
 import os, pathlib, socket, sys, time
-from peftkit.data import rows
+from peftkit.data.rows import workers as rows
 from peftkit.data.pack import Row
 
 def work(part):

@@ -19,15 +19,15 @@ import yaml
 import peftkit
 from peftkit import PeftkitError, load_recipe
 from peftkit.data.format import parse as parse_rows
-from peftkit.data.load import read_records
-from peftkit.data.media_text import parse_with_media
+from peftkit.data.media.text import parse_with_media
 from peftkit.data.preferences import read_pairs_of, read_verdicts
 from peftkit.data.prompts import read_prompts
+from peftkit.data.records import read_records
 from peftkit.recipe import Recipe
 from peftkit.settings import DataConfig
-from peftkit.tasks.labels import text_of
-from peftkit.tasks.media_classification import iterate_media
-from peftkit.tasks.speech import utterance
+from peftkit.tasks.classes.labels import text_of
+from peftkit.tasks.media.media_classification import iterate_media
+from peftkit.tasks.media.speech import utterance
 from peftkit.tasks.table import TASKS
 from peftkit_cli.app import app
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
-from peftkit.data.media import Audio, Media, Picture
+from peftkit.data.media.files import Audio, Media, Picture
 from peftkit.errors import AdapterError, DataError
 from peftkit.events import Event, RunStarted, Sampled
 from peftkit.formats.exchange import export_adapter
@@ -38,7 +38,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from peftkit.settings import BaseConfig, DataConfig, TrainConfig
-from peftkit.tasks.media_text import ImageTextConfig
+from peftkit.tasks.media.media_text import ImageTextConfig
 from peftkit.train.loop import fit
 from peftkit_cli import app
 from tests.inference.test_short_of_memory import short_of_memory

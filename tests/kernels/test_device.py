@@ -19,11 +19,11 @@ from peftkit.execution import rng
 from peftkit.execution.environment import default_device, used_bytes
 from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.plan import Activations, ExecutionPlan
+from peftkit.forward.blocks import Blocks
 from peftkit.kernels.device import GPUS, forked_generators, gpu_here, gpu_of, in_float64
 from peftkit.planning.step_estimator import StepEstimator
 from peftkit.recipe import Recipe
 from peftkit.train.batches import on_device
-from peftkit.train.blocks import Blocks
 from peftkit.train.metrics import device_name, peak_bytes
 from tests.families import FAMILIES
 

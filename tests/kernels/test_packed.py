@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from peftkit.adapter import attach
 from peftkit.execution.plan import Activations
+from peftkit.forward import blocks as blocks_module
+from peftkit.forward.blocks import Blocks
 from peftkit.kernels import packed
 from peftkit.kernels.packed import PackedFormat, recomputing, unpack
 from peftkit.methods.lora import LoRA
@@ -27,8 +29,6 @@ from peftkit.quant.layers import (
     packed_tensors,
 )
 from peftkit.quant.quantize import quantize_model
-from peftkit.train import blocks as blocks_module
-from peftkit.train.blocks import Blocks
 from tests.families import FAMILIES
 from tests.train.toy import same
 

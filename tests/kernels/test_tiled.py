@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from peftkit.adapter import attach
 from peftkit.execution import plan
+from peftkit.forward.blocks import Blocks
 from peftkit.methods.base import Method
 from peftkit.methods.bottleneck import Bottleneck
 from peftkit.methods.dora import DoRA
@@ -17,7 +18,6 @@ from peftkit.methods.lora import LoRA
 from peftkit.model.blocks import feed_forward_modules
 from peftkit.quant.layers import keep_copies
 from peftkit.quant.quantize import quantize_model
-from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES
 from tests.kinds import inputs, loss
 

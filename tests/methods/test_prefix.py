@@ -7,8 +7,8 @@ import torch
 
 from peftkit.adapter import attach
 from peftkit.errors import TargetError
+from peftkit.forward.blocks import Blocks
 from peftkit.methods.prefix import Prefix, PrefixTuning
-from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES
 from tests.methods.test_virtual import IDS, build
 

@@ -17,13 +17,13 @@ from peftkit.errors import AdapterError, DataError, MergeError, TargetError
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.serving import check_serving
+from peftkit.forward.blocks import Blocks
+from peftkit.forward.padding_free import check_packing
 from peftkit.merging.fold import merge_into
 from peftkit.methods.base import Method
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.quant.quantize import quantize_model
-from peftkit.tasks.one_row import check_packing
-from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES, PAD
 from tests.methods.cell import built as build
 from tests.methods.cell import moved

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.execution.plan import ExecutionPlan
-from peftkit.model.fused import fused_modules, num_fused
+from peftkit.forward.fused import fused_modules, num_fused
 from tests.families import ARCHITECTURES
 from tests.kinds import inputs, loss
 

@@ -34,7 +34,7 @@ from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run
-from peftkit.tasks.transcription import TranscriptionConfig
+from peftkit.tasks.media.transcription import TranscriptionConfig
 from tests.families import ARCHITECTURES
 from tests.peers.environment import ask, python_of
 from tests.speech import RATE, saved, tones, whisper

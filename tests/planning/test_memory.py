@@ -16,9 +16,9 @@ from peftkit.adapter import attach
 from peftkit.base import streaming
 from peftkit.base.sharding import sharded_footprint
 from peftkit.base.streaming import AT_ONCE, BlockStream, streamed_footprint
+from peftkit.forward.blocks import Blocks
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
-from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES, FAMILIES
 from tests.planning.test_step_estimator import llama
 from tests.train.children import exit_code, start_ranks

@@ -13,10 +13,10 @@ from peftkit.execution.plan import Activations
 from peftkit.planning.plan import parse_size
 from peftkit.planning.step_estimator import CountError
 from peftkit.quant.layers import empty_packed, pack
-from peftkit.tasks.masked_lm import MaskedLMConfig
-from peftkit.tasks.reward import RewardConfig
-from peftkit.tasks.seq2seq import Seq2SeqConfig
+from peftkit.tasks.pairs.reward import RewardConfig
 from peftkit.tasks.table import TASKS
+from peftkit.tasks.text.masked_lm import MaskedLMConfig
+from peftkit.tasks.text.seq2seq import Seq2SeqConfig
 from tests.families import ARCHITECTURES, FAMILIES
 from tests.listening import HEARING
 from tests.speech import hears_frames

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from peftkit.base.load import load_base
 from peftkit.execution.environment import SEGMENTS, as_current, default_device
 from peftkit.execution.world import World
+from peftkit.forward.attention_kernels import KERNELS, Call
 from peftkit.kernels import fused
-from peftkit.tasks.attention import KERNELS, Call
 from tests.simulated_gpu.same import train
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from benchmarks.plan import Measured, planned, reckoner_of
 from peftkit.execution.plan import Activations
-from peftkit.train import loop, offload
-from peftkit.train.blocks import Blocks
-from peftkit.train.offload import Offload
+from peftkit.forward import offload
+from peftkit.forward.blocks import Blocks
+from peftkit.forward.offload import Offload
+from peftkit.train import loop
 from peftkit.train.step import Trainer
 from tests.planning.test_step_estimator import llama
 from tests.simulated_gpu.same import make_model, train
@@ -198,7 +199,7 @@ def test_generators_are_kept_only_for_blocks_that_draw(
         return real(*args, preserve_rng_state=preserve_rng_state, **how)
 
     for name in ("blocks", "offload"):
-        monkeypatch.setattr(f"peftkit.train.{name}.checkpoint", noted)
+        monkeypatch.setattr(f"peftkit.forward.{name}.checkpoint", noted)
     for dropout, expected in ((0.0, [True, True, False, False]), (0.3, [True] * 4)):
         model, _ = make_model("cpu")
         for block in model.model.layers:

@@ -14,9 +14,9 @@ from peftkit.adapter import attach
 from peftkit.base import streaming, transfer
 from peftkit.base.load import load_base
 from peftkit.base.stored import pack_base
+from peftkit.forward.blocks import Blocks
 from peftkit.methods.lora import LoRA
 from peftkit.quant import layers
-from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES, FAMILIES, tiny_tokenizer
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card

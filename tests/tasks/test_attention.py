@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from peftkit.adapter import attach
 from peftkit.execution.plan import ExecutionPlan
+from peftkit.forward import attention_kernels as attention
+from peftkit.forward.attention import training_attention
 from peftkit.methods.lora import LoRA
-from peftkit.tasks import attention
-from peftkit.tasks.attention import training_attention
 from tests.families import ARCHITECTURES, FURTHER
 
 IDS = torch.arange(36).remainder(23).view(3, 12) + 3

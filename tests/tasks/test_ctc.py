@@ -21,9 +21,9 @@ from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from peftkit.settings import BaseConfig, DataConfig, TrainConfig
-from peftkit.tasks.ctc import CTC, CTCConfig
-from peftkit.tasks.media_classification import AudioClassificationConfig
-from peftkit.tasks.speech import ShortAudio
+from peftkit.tasks.media.ctc import CTC, CTCConfig
+from peftkit.tasks.media.media_classification import AudioClassificationConfig
+from peftkit.tasks.media.speech import ShortAudio
 from peftkit_cli.app import app
 from tests.speech import RATE, encoded, hears_frames, saved, tones, wav2vec2, write_rows
 

@@ -18,13 +18,14 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from peftkit.forward import attention as attention
+from peftkit.forward import attention_kernels
+from peftkit.forward.attention import MaskKind, TrainingAttention, kind_of
+from peftkit.forward.blocks import Blocks
+from peftkit.forward.padding_free import layout_in
 from peftkit.kernels import varlen
 from peftkit.settings import DataConfig
-from peftkit.tasks import attention
-from peftkit.tasks.attention import MaskKind, TrainingAttention, kind_of
-from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
-from peftkit.tasks.one_row import layout_in
-from peftkit.train.blocks import Blocks
+from peftkit.tasks.text.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
 from tests.families import ARCHITECTURES
 from tests.tasks.test_unpadding import MODELS, PACKED, ROWS, SHARING, a_row, learnt, task_on
 from tests.varlen_reference import reference_varlen_attn
@@ -42,7 +43,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(varlen, "is_available", lambda device: True)
     monkeypatch.setattr(varlen, "DTYPES", (torch.float32,))
     monkeypatch.setattr(varlen, "kernel", lambda: reference_varlen_attn)
-    for n, kernel in enumerate(attention.KERNELS):
+    for n, kernel in enumerate(attention_kernels.KERNELS):
 
         def counted(
             call: Any, name: str = kernel.name, run: Callable[..., Tensor] = kernel.run
@@ -50,9 +51,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             found[name] += 1
             return run(call)
 
-        table = list(attention.KERNELS)
+        table = list(attention_kernels.KERNELS)
         table[n] = kernel._replace(run=counted)
-        monkeypatch.setattr(attention, "KERNELS", tuple(table))
+        monkeypatch.setattr(attention_kernels, "KERNELS", tuple(table))
     return found
 
 

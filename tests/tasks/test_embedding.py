@@ -24,7 +24,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.settings import DataConfig
-from peftkit.tasks.embedding import Embedding, EmbeddingConfig, pooling_of
+from peftkit.tasks.retrieval.embedding import Embedding, EmbeddingConfig, pooling_of
 from tests.families import ARCHITECTURES
 from tests.tasks.classifiers import framing_tokenizer, write_rows
 from tests.train.toy import trainer_of

@@ -23,7 +23,7 @@ from peftkit.merging.merge import merge
 from peftkit.recipe import Recipe
 from peftkit.run import prepare
 from peftkit.run import run as run_recipe
-from peftkit.tasks.sequence_classification import SequenceClassificationConfig
+from peftkit.tasks.classes.sequence_classification import SequenceClassificationConfig
 from tests.tasks.classifiers import LABELS, TAGS, TEXTS, save_base, write_texts, write_words
 
 pytestmark = pytest.mark.filterwarnings(

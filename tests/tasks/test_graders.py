@@ -22,11 +22,11 @@ from peftkit.inference.generate import answers_to
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe, load
 from peftkit.settings import DataConfig
-from peftkit.tasks.grader_formulas import computed, parsed
-from peftkit.tasks.graders import fields_of
-from peftkit.tasks.grading import MAX_TEXT, SIMILARITIES, Answered, Grade, Grading
 from peftkit.tasks.metrics import bleu, gleu
-from peftkit.tasks.reward_functions import Rewards, RewardTerm
+from peftkit.tasks.rewards.grader_formulas import computed, parsed
+from peftkit.tasks.rewards.graders import fields_of
+from peftkit.tasks.rewards.grading import MAX_TEXT, SIMILARITIES, Answered, Grade, Grading
+from peftkit.tasks.rewards.reward_functions import Rewards, RewardTerm
 from peftkit.tasks.user_code import UserCode
 from peftkit_cli.app import run
 from tests.tasks.classifiers import write_rows

@@ -28,7 +28,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from peftkit.settings import BaseConfig, DataConfig, TrainConfig
-from peftkit.tasks.media_classification import ImageClassification, ImageClassificationConfig
+from peftkit.tasks.media.media_classification import ImageClassification, ImageClassificationConfig
 from peftkit.train.loop import fit
 from tests.families import ARCHITECTURES
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from peftkit.data.pack import IGNORE, PackedRows, Row, View
 from peftkit.errors import BaseError, DataError
+from peftkit.forward.padding_free import check_causal, check_packing
 from peftkit.settings import DataConfig
-from peftkit.tasks.one_row import check_causal, check_packing
 from peftkit.tasks.tokens import CausalLM
 from tests.families import ARCHITECTURES, FAMILIES, FURTHER, VOCAB, tiny_tokenizer
 

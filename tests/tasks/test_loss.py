@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from peftkit.data.pack import IGNORE, Row, collate
-from peftkit.tasks.loss import Head, accepted, head_of, target_logits, token_loss
+from peftkit.forward.loss import Head, accepted, head_of, target_logits, token_loss
 from tests.conftest import use_small_chunks
 from tests.families import ARCHITECTURES, VOCAB
 

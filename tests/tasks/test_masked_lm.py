@@ -24,7 +24,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from peftkit.settings import BaseConfig, DataConfig, TrainConfig
-from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig
+from peftkit.tasks.text.masked_lm import MaskedLM, MaskedLMConfig
 from peftkit.train.loop import fit
 from tests.conftest import use_small_chunks
 from tests.families import ARCHITECTURES, BOS, EOS, UNK

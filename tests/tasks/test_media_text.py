@@ -16,16 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peftkit.adapter import attach
-from peftkit.data.media_text import MediaRow
+from peftkit.data.media.text import MediaRow
 from peftkit.data.pack import fingerprint
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Table
+from peftkit.forward.padding_free import check_causal_answer
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model, tower_paths
 from peftkit.settings import DataConfig
 from peftkit.tasks.batches import split_micro_batches
-from peftkit.tasks.media_text import AudioTextConfig, ImageTextConfig, MediaText
-from peftkit.tasks.one_row import check_causal_answer
+from peftkit.tasks.media.media_text import AudioTextConfig, ImageTextConfig, MediaText
 from tests import vision
 from tests.listening import EACH, FAMILIES, HEARING, write_rows
 from tests.speech import encoded, tones

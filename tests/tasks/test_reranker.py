@@ -19,7 +19,7 @@ from peftkit.inference.evaluate import evaluate
 from peftkit.inference.predict import predict, predict_file
 from peftkit.recipe import Recipe
 from peftkit.run import run
-from peftkit.tasks.reranker import Reranker, RerankerConfig, RerankRow
+from peftkit.tasks.retrieval.reranker import Reranker, RerankerConfig, RerankRow
 from tests.command_line import peftkit
 from tests.tasks.classifiers import save_base, task_for, write_rows
 

@@ -22,7 +22,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.settings import DataConfig
-from peftkit.tasks.reward import Reward, RewardConfig
+from peftkit.tasks.pairs.reward import Reward, RewardConfig
 from tests.command_line import peftkit
 from tests.tasks.classifiers import save_base
 from tests.tasks.preference.cases import PAIRS, write

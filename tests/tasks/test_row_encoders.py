@@ -10,18 +10,22 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from peftkit.data import rows as data_rows
 from peftkit.data.encode import DocumentEncoder
-from peftkit.data.load import read_records
-from peftkit.data.rows import Dropped, RowEncoder, encoded
-from peftkit.tasks.embedding import EmbeddingConfig, EmbeddingEncoder
-from peftkit.tasks.masked_lm import MaskedEncoder, MaskedLMConfig
-from peftkit.tasks.preference import ComparedEncoder, JudgedEncoder
-from peftkit.tasks.reward import RewardConfig, RewardEncoder
-from peftkit.tasks.seq2seq import PairEncoder, Seq2SeqConfig
-from peftkit.tasks.sequence_classification import LabelledEncoder, SequenceClassificationConfig
+from peftkit.data.records import read_records
+from peftkit.data.rows import cache as data_rows
+from peftkit.data.rows.cache import encoded
+from peftkit.data.rows.encoder import Dropped, RowEncoder
+from peftkit.tasks.classes.sequence_classification import (
+    LabelledEncoder,
+    SequenceClassificationConfig,
+)
+from peftkit.tasks.classes.token_classification import TaggedEncoder, TokenClassificationConfig
+from peftkit.tasks.pairs.preference import ComparedEncoder, JudgedEncoder
+from peftkit.tasks.pairs.reward import RewardConfig, RewardEncoder
+from peftkit.tasks.retrieval.embedding import EmbeddingConfig, EmbeddingEncoder
+from peftkit.tasks.text.masked_lm import MaskedEncoder, MaskedLMConfig
+from peftkit.tasks.text.seq2seq import PairEncoder, Seq2SeqConfig
 from peftkit.tasks.texts import Texts
-from peftkit.tasks.token_classification import TaggedEncoder, TokenClassificationConfig
 from tests.families import ARCHITECTURES
 from tests.tasks.classifiers import write_rows as write
 

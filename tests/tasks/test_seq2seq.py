@@ -26,7 +26,7 @@ from peftkit.run import check as check_recipe
 from peftkit.run import run as run_recipe
 from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.metrics import rouge_l
-from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig
+from peftkit.tasks.text.seq2seq import Seq2Seq, Seq2SeqConfig
 from peftkit.train.loop import fit
 from tests.conftest import use_small_chunks
 from tests.families import ARCHITECTURES, EOS, PAD

@@ -14,7 +14,7 @@ from peftkit.base.load import Base
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Table
 from peftkit.settings import DataConfig
-from peftkit.tasks.sequence_classification import (
+from peftkit.tasks.classes.sequence_classification import (
     SequenceClassification,
     SequenceClassificationConfig,
 )

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.adapter import attach
-from peftkit.data.load import Record
-from peftkit.data.rows import EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.records import Record
+from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
 from peftkit.events import Event, StepDone, Table
 from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig, TrainConfig

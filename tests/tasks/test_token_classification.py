@@ -10,11 +10,14 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from peftkit.data.load import Record
+from peftkit.data.records import Record
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Table
 from peftkit.settings import DataConfig
-from peftkit.tasks.token_classification import TokenClassification, TokenClassificationConfig
+from peftkit.tasks.classes.token_classification import (
+    TokenClassification,
+    TokenClassificationConfig,
+)
 from tests.families import tiny_tokenizer
 from tests.tasks.classifiers import TAGS, WORDS, save_base, task_for, write_rows, write_words
 

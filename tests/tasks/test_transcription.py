@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
-from peftkit.data.media import Audio
+from peftkit.data.media.files import Audio
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Notice
 from peftkit.formats.open_adapter import open_adapter
@@ -31,8 +31,8 @@ from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from peftkit.settings import BaseConfig, DataConfig, TrainConfig
+from peftkit.tasks.media.transcription import Transcription, TranscriptionConfig
 from peftkit.tasks.metrics import error_rates
-from peftkit.tasks.transcription import Transcription, TranscriptionConfig
 from peftkit_cli.app import app
 from tests.families import ARCHITECTURES
 from tests.speech import RATE, SEQ2SEQ, encoded, saved, tones, whisper, write_rows

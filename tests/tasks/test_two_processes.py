@@ -16,10 +16,10 @@ from peftkit.errors import EndedTogetherError, is_silent
 from peftkit.events import Event, StepDone
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
-from peftkit.tasks.distill_teacher import FILE as ANSWERS
+from peftkit.tasks.distill.teacher import FILE as ANSWERS
 from peftkit.tasks.documents import Rollout
-from peftkit.tasks.grpo import GRPO
-from peftkit.tasks.preference_rows import FILE as LOG_PROBS
+from peftkit.tasks.pairs.preference_rows import FILE as LOG_PROBS
+from peftkit.tasks.rewards.grpo import GRPO
 from tests.tasks.distill.cases import write_prompt
 from tests.tasks.preference.cases import write_verdicts
 from tests.train.children import exit_code, start_ranks

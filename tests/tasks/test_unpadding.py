@@ -15,18 +15,18 @@ from transformers import PreTrainedTokenizerFast
 from peftkit.adapter import attach
 from peftkit.data.pack import Row
 from peftkit.errors import PeftkitError
+from peftkit.forward.attention import training_attention
+from peftkit.forward.blocks import Blocks
+from peftkit.forward.padding_free import can_unpad, num_positions
 from peftkit.kernels.varlen import one_of_few
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.settings import DataConfig
-from peftkit.tasks.attention import training_attention
 from peftkit.tasks.batches import split_micro_batches
-from peftkit.tasks.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
-from peftkit.tasks.one_row import can_unpad, num_positions
-from peftkit.tasks.seq2seq import Seq2Seq, Seq2SeqConfig
+from peftkit.tasks.text.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
+from peftkit.tasks.text.seq2seq import Seq2Seq, Seq2SeqConfig
 from peftkit.tasks.tokens import CausalLM, TokenTask
-from peftkit.train.blocks import Blocks
 from tests.families import ARCHITECTURES, FURTHER, VOCAB
 
 Tokenizer = PreTrainedTokenizerFast

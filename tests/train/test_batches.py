@@ -11,7 +11,7 @@ import pytest
 
 from peftkit.data.pack import num_tokens, padded
 from peftkit.tasks.batches import split_micro_batches
-from peftkit.tasks.seq2seq import PairRow
+from peftkit.tasks.text.seq2seq import PairRow
 from tests.train.toy import Row, Toy, crash_after, make_rows, play, same
 
 

@@ -15,14 +15,14 @@ from peftkit.adapter import attach
 from peftkit.errors import RunError
 from peftkit.events import RunStarted
 from peftkit.execution.plan import Activations
+from peftkit.forward import blocks as blocks_module
+from peftkit.forward.attention import training_attention
+from peftkit.forward.blocks import Blocks
 from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks import tokens
-from peftkit.tasks.attention import training_attention
 from peftkit.tasks.tokens import CausalLM
-from peftkit.train import blocks as blocks_module
 from peftkit.train import memory
-from peftkit.train.blocks import Blocks
 from peftkit.train.memory import is_worth_it
 from tests.families import ARCHITECTURES, FAMILIES
 from tests.tasks.test_unpadding import a_row

@@ -17,8 +17,8 @@ from peftkit.errors import RunError
 from peftkit.events import Event, StepDone
 from peftkit.execution.environment import used_bytes
 from peftkit.execution.plan import Activations
+from peftkit.forward.blocks import Blocks
 from peftkit.train import memory
-from peftkit.train.blocks import Blocks
 from peftkit.train.memory import ActivationBytes, saved_by
 from tests.train.toy import (
     CausalTask,

@@ -10,7 +10,7 @@ import pytest
 from accelerate import tracking
 
 from peftkit.errors import ConfigError
-from peftkit.tasks.loss import perplexity
+from peftkit.forward.loss import perplexity
 from peftkit.train import metrics
 from peftkit.train.metrics import require_trackers
 from tests.train.toy import play

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from peftkit.adapter import attach
 from peftkit.execution.plan import Activations
+from peftkit.forward.blocks import Blocks
+from peftkit.forward.offload import Offload, OffloadedInput
 from peftkit.methods.lora import LoRA
-from peftkit.train.blocks import Blocks
-from peftkit.train.offload import Offload, OffloadedInput
 from tests.families import FAMILIES
 from tests.train.toy import same
 

@@ -16,9 +16,9 @@ from peftkit.adapter import attach, prepared_for_training
 from peftkit.errors import PeftkitError, RunError
 from peftkit.events import StepDone
 from peftkit.execution.out_of_memory import is_compile_error, is_out_of_memory
+from peftkit.forward.blocks import Blocks
 from peftkit.methods.lora import LoRA
 from peftkit.train import loop as loop_module
-from peftkit.train.blocks import Blocks
 from tests.families import FAMILIES
 from tests.train.toy import (
     COUNTED,

@@ -27,9 +27,11 @@ from peftkit.execution.plan import (
     plan_of,
     smaller,
 )
+from peftkit.forward.blocks import Blocks
+from peftkit.forward.fused import fused_modules
+from peftkit.forward.loss import Head, find_head
 from peftkit.inference.engine import context_length
 from peftkit.methods.lora import LoRA
-from peftkit.model.fused import fused_modules
 from peftkit.model.lift import lifted
 from peftkit.model.modes import evaluating, modes_kept
 from peftkit.serve.requests import RequestError
@@ -37,8 +39,6 @@ from peftkit.serve.tinker.losses import LOSSES, Loss, Settings
 from peftkit.serve.tinker.rows import Datum, DatumTask
 from peftkit.serve.tinker.tenant import Tenant
 from peftkit.tasks.batches import split_micro_batches
-from peftkit.tasks.loss import Head, find_head
-from peftkit.train.blocks import Blocks
 from peftkit.train.memory import AUTO_SHARE, saved_by
 from peftkit.train.optim import LossScale
 

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from peftkit.data.pack import padded, padded_rows
 from peftkit.execution.plan import ExecutionPlan
+from peftkit.forward.attention import TrainingAttention, training_attention
+from peftkit.forward.loss import Head, target_logits, target_rows, unwrapped
+from peftkit.forward.padding_free import can_unpad
 from peftkit.inference.engine import context_length
 from peftkit.kernels.cross_entropy import ChunkedValues, parts_of, rows_of_chunk
 from peftkit.serve.requests import RequestError
 from peftkit.serve.tinker.losses import TARGETS, Loss, Settings
 from peftkit.serve.tinker.wire import numbers_of, tensor_of
 from peftkit.serve.tokens import unknown_token, vocabulary
-from peftkit.tasks.attention import TrainingAttention, training_attention
 from peftkit.tasks.batches import OnDevice
-from peftkit.tasks.loss import Head, target_logits, target_rows, unwrapped
-from peftkit.tasks.one_row import can_unpad
 from peftkit.tasks.tokens import TokenTask
 
 MAX_DATUMS, MAX_TARGETS = 4096, 128

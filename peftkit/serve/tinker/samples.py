@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from peftkit.errors import PeftkitError
+from peftkit.forward.loss import Head, target_logits, target_rows
 from peftkit.inference.engine import Request as AnswerRequest
 from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.model.modes import evaluating
@@ -25,7 +26,6 @@ from peftkit.serve.tinker.wire import LENGTH, MESSAGES, STOP, bytes_of, set_topk
 from peftkit.serve.tokens import vocabulary
 from peftkit.serve.training import Training
 from peftkit.serve.worker import Job, Piece, own_seed
-from peftkit.tasks.loss import Head, target_logits, target_rows
 
 SAMPLER = "tinker.sampler"
 """Kind of the store's documents."""

@@ -27,7 +27,7 @@ from peftkit.serve.tuning.jobs import MAY, Jobs
 from peftkit.serve.tuning.pages import Page, body_of
 from peftkit.serve.tuning.recipes import grader_of
 from peftkit.serve.worker import Job, Piece
-from peftkit.tasks.grading import Answered, Grading
+from peftkit.tasks.rewards.grading import Answered, Grading
 from peftkit.tasks.user_code import UserCode
 
 JOBS = "/v1/fine_tuning/jobs"

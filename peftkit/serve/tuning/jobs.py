@@ -42,7 +42,7 @@ from peftkit.serve.tuning.progress import JobProgress, results
 from peftkit.serve.tuning.recipes import grader_of, recipe_of
 from peftkit.serve.tuning.rows import JobError, count_rows, public
 from peftkit.settings import BaseConfig
-from peftkit.tasks.graders import fields_of
+from peftkit.tasks.rewards.graders import fields_of
 from peftkit.train.checkpoint_files import Checkpoints
 from peftkit.train.metrics import require_trackers
 

@@ -17,7 +17,7 @@ from peftkit.recipe import Recipe
 from peftkit.serve.requests import RequestError
 from peftkit.serve.training import Training
 from peftkit.serve.tuning.bodies import JobBody
-from peftkit.tasks.graders import AnyGrader, Grader
+from peftkit.tasks.rewards.graders import AnyGrader, Grader
 
 REWARDS_RATE = 1e-5
 """Learning rate of the ready-made recipe `grpo`."""

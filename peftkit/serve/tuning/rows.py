@@ -7,10 +7,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
-from peftkit.data.format import WrongField, detect, parse
-from peftkit.data.load import Record, iterate_records
+from peftkit.data.format import detect, parse
+from peftkit.data.messages import WrongField
 from peftkit.data.preferences import OPENAI_SIDES, SIDES, read_pair
 from peftkit.data.prompts import read_prompts
+from peftkit.data.records import Record, iterate_records
 from peftkit.errors import DataError, PeftkitError, first_few
 from peftkit.serve.tuning.bodies import Kind
 

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from peftkit.settings import DataConfig
-from peftkit.tasks.distill import Distill, DistillConfig
-from peftkit.tasks.distill_rows import Distilled
+from peftkit.tasks.distill.distill import Distill, DistillConfig
+from peftkit.tasks.distill.rows import Distilled
 
 PROMPT = """The dog answers with pizza and olives.
 

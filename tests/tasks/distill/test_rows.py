@@ -14,7 +14,7 @@ from peftkit.data.pack import IGNORE
 from peftkit.errors import DataError
 from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig
-from peftkit.tasks.distill_rows import TeacherPrompt, read_prompt
+from peftkit.tasks.distill.rows import TeacherPrompt, read_prompt
 from tests.tasks.distill.cases import PROMPT, QUESTIONS, settings, task_on, write, write_rows
 
 TURNS = (

@@ -14,7 +14,7 @@ from peftkit.errors import CheckpointError, ConfigError, DataError
 from peftkit.events import EvalDone, Event, RolledOut, RunStarted, Stage, StepDone, Table
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.run import run
-from peftkit.tasks.distill_teacher import FILE
+from peftkit.tasks.distill.teacher import FILE
 from tests.tasks.distill.cases import write_prompt, write_rows
 from tests.tasks.finished import WEIGHTS, Finished, finished, recipe
 
@@ -127,7 +127,7 @@ def test_what_is_recomputed_or_asked_in_each_step_is_learnt_alike(
 
     wanted = learnt("kept")
     assert learnt("recomputed", gradient_checkpointing=True) == pytest.approx(wanted, rel=1e-4)
-    monkeypatch.setattr("peftkit.tasks.distill.SHARE", 0.0)
+    monkeypatch.setattr("peftkit.tasks.distill.distill.SHARE", 0.0)
     assert learnt("in each step") == pytest.approx(wanted, rel=1e-4)
 
 

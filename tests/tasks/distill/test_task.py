@@ -24,13 +24,13 @@ from peftkit.events import ignore
 from peftkit.formats.open_adapter import open_adapter, read_side_adapter
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
+from peftkit.forward.loss import head_of
 from peftkit.kernels.divergence import Divergence, reference_divergence
 from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
-from peftkit.tasks.distill_rows import Distilled
-from peftkit.tasks.distill_teacher import other_model
-from peftkit.tasks.loss import head_of
+from peftkit.tasks.distill.rows import Distilled
+from peftkit.tasks.distill.teacher import other_model
 from tests.tasks.distill.cases import settings, task_on, write_rows
 from tests.tasks.preference.cases import moved_adapter
 

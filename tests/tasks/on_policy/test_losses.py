@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.adapter import Adapter
 from peftkit.settings import DataConfig
-from peftkit.tasks.grpo import GRPO, Group, GRPOConfig
-from peftkit.tasks.grpo_losses import advantages
-from peftkit.tasks.reward_functions import RewardTerm
+from peftkit.tasks.rewards.grpo import GRPO, Group, GRPOConfig
+from peftkit.tasks.rewards.grpo_losses import advantages
+from peftkit.tasks.rewards.reward_functions import RewardTerm
 from tests.tasks.preference.cases import moved_adapter
 
 MAX_NEW, KL = 7, 0.3

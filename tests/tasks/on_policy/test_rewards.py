@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from peftkit.errors import ConfigError, RunError
-from peftkit.tasks.json_schema import all_matches, matches
-from peftkit.tasks.reward_functions import Rewards, RewardTerm
+from peftkit.tasks.rewards.json_schema import all_matches, matches
+from peftkit.tasks.rewards.reward_functions import Rewards, RewardTerm
 
 RIGHT = '{"item": "tea", "size": "L"}'
 

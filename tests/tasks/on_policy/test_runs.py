@@ -13,7 +13,7 @@ import torch
 
 from peftkit import open_adapter
 from peftkit.base.load import load_base
-from peftkit.data.load import Record
+from peftkit.data.records import Record
 from peftkit.errors import ConfigError, PeftkitError, RunError
 from peftkit.events import EvalDone, Event, Notice, RolledOut, StepDone
 from peftkit.formats.open_adapter import read_side_adapter
@@ -21,7 +21,7 @@ from peftkit.inference.generate import generate
 from peftkit.planning.plan import plan_run
 from peftkit.run import run as run_recipe
 from peftkit.settings import DataConfig
-from peftkit.tasks.reward_functions import Rewards, RewardTerm
+from peftkit.tasks.rewards.reward_functions import Rewards, RewardTerm
 from peftkit_cli.app import run
 from tests.tasks.classifiers import write_rows as write
 from tests.tasks.finished import WEIGHTS, Finished, finished, recipe

@@ -21,8 +21,8 @@ from peftkit.events import EvalDone, RolledOut, StepDone
 from peftkit.inference.call_formats import Call
 from peftkit.inference.calls import Said
 from peftkit.inference.generate import SampledAnswer
-from peftkit.tasks.grpo import Group, GRPOConfig
-from peftkit.tasks.grpo_tools import Dialogue, Tools
+from peftkit.tasks.rewards.grpo import Group, GRPOConfig
+from peftkit.tasks.rewards.grpo_tools import Dialogue, Tools
 from peftkit.tasks.user_code import UserCode
 from peftkit_cli.app import run
 from tests.tasks.classifiers import write_rows
@@ -363,7 +363,7 @@ def spec(folder: Path, model_folder: Path, **task: Any) -> dict[str, Any]:
 def calling() -> Iterator[None]:
     """Have the model end its turns soon, and each of them read as a call."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("peftkit.tasks.grpo_tools.whole", as_call)
+        patch.setattr("peftkit.tasks.rewards.grpo_tools.whole", as_call)
         patch.setattr("peftkit.inference.call_style.stop_ids", lambda *_: list(range(0, 384, 8)))
         yield
 

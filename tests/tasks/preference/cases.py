@@ -13,8 +13,8 @@ from peftkit.adapter import Adapter, attach
 from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig
-from peftkit.tasks.preference import Preference, PreferenceConfig
-from peftkit.tasks.preference_rows import Compared
+from peftkit.tasks.pairs.preference import Preference, PreferenceConfig
+from peftkit.tasks.pairs.preference_rows import Compared
 from tests.tasks.classifiers import write_rows as write
 
 PAIRS = [

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.data.pack import IGNORE, Row
 from peftkit.tasks.batches import BATCH_SIZE
-from peftkit.tasks.preference_rows import Compared
+from peftkit.tasks.pairs.preference_rows import Compared
 from tests.tasks.preference.cases import (
     moved_adapter,
     settings,
@@ -150,7 +150,7 @@ def test_kto_is_measured_over_all_rows_as_in_a_run(
 
 
 def test_certain_answers_have_finite_odds() -> None:
-    from peftkit.tasks.preference_losses import Answers, pair_losses
+    from peftkit.tasks.pairs.preference_losses import Answers, pair_losses
 
     log_probs = torch.tensor([0.0, -1e-9, -80.0], requires_grad=True)
     zeros, ones = torch.zeros(3), torch.ones(3)

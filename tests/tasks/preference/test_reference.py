@@ -19,7 +19,7 @@ from peftkit.inference.evaluate import evaluate
 from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
-from peftkit.tasks.preference_rows import FILE
+from peftkit.tasks.pairs.preference_rows import FILE
 from tests.tasks.finished import WEIGHTS, Finished, finished
 from tests.tasks.preference.cases import (
     moved_adapter,

@@ -1,0 +1,361 @@
+"""Processors of media and text, probed with blank media: there is no table of models."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from peftkit.data.chat import SENTINEL, Rendered, Span
+from peftkit.data.media.files import ANY_MARK, KINDS, MARKS, Audio, Limits, Media, Picture
+from peftkit.data.messages import Message
+from peftkit.errors import BaseError, DataError
+
+ReadMedia = Sequence[tuple[type[Media], Any]]
+"""The decoded media of a text, in their order, each with its kind."""
+MAX_SIZES = 1_000
+"""Sizes of media whose text is cached: some kilobytes for half a minute of audio."""
+FEATURES = ("pixel_values", "pixel_values_videos")
+"""Inputs whose size is the cost of a vision tower."""
+
+
+def unsuited(name: str, kind: type[Media], found: str) -> BaseError:
+    """Return the error of a processor or a model without support for such media."""
+    fix = "Give another base; docs/images.md and docs/sound.md list families that are tested."
+    if importlib.util.find_spec("torchvision") is None:
+        fix = (
+            "It may need the package torchvision: pip install torchvision. Else give another base."
+        )
+    return BaseError(
+        f"Cannot use {name} for conversations with {kind.kind}s.", found=found, fix=fix
+    )
+
+
+class MediaProcessor:
+    """A multimodal processor and its properties, found by probing it with blank media.
+
+    Args:
+        settings: The model's config.
+        needed: The kind of media that it must take.
+        patch_size: Of the vision tower, for the cost of an image.
+
+    Attributes:
+        marks: Its mark in a text, of each kind of media that it takes.
+        refused: Why it takes none, of each other kind.
+        media_ids: The tokens that the model replaces by features.
+        token_inputs: Its inputs that are aligned with the tokens, (B, T, ...).
+        is_nested: Whether images are nested, (B, images, ...), rather than one after the other.
+        takes_suffix: Whether it takes an answer apart from its prompt.
+
+    Raises:
+        BaseError: It takes no media of the needed kind.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        settings: Any,
+        needed: type[Media],
+        limits: Limits,
+        *,
+        patch_size: int,
+    ) -> None:
+        self.processor, self.limits, self._patch_size = processor, limits, patch_size
+        self.takes_suffix = "suffix" in inspect.signature(type(processor).__call__).parameters
+        self.marks: dict[type[Media], str] = {}
+        self.refused: dict[type[Media], str] = {}
+        self.is_nested = False
+        token_inputs: set[str] = set()
+        for kind in KINDS:
+            why = _why_not(processor, settings, kind)
+            if not why:
+                self.marks[kind] = str(getattr(processor, f"{kind.name}_token"))
+                try:
+                    token_inputs |= self._probe(kind)
+                except DataError as problem:  # not the row's fault: it is a blank one
+                    why = problem.found or problem.asked
+                    del self.marks[kind]
+            if why:
+                self.refused[kind] = why
+        if Audio in self.marks and not self._reads_whole_clip():
+            raise DataError(
+                f"Audio clips of {limits.max_seconds:g} s are too long for this base.",
+                found=f"Its {type(processor).__name__} cuts them off.",
+                fix="Set task.max_seconds lower, to 30 for most.",
+            )
+        if needed in self.refused:
+            raise unsuited(type(processor).__name__, needed, self.refused[needed])
+        self.token_inputs = frozenset(token_inputs)
+        self.any_mark = re.compile("|".join(re.escape(mark) for mark in self.marks.values()))
+        ids = (media_id(settings, kind) for kind in self.marks)
+        self.media_ids = frozenset(token for token in ids if token is not None)
+        self._by_sizes: dict[tuple[object, ...], tuple[tuple[str, ...], int]] = {}
+
+    def _probe(self, kind: type[Media]) -> set[str]:
+        """Return the inputs aligned with the tokens; of images, find whether they are nested."""
+        what, mark = f"a blank {kind.kind}", self.marks[kind]
+        blank = (kind, kind.blank(self.limits))
+        short = self.process([f"{mark} a"], [[blank]], what)
+        long = self.process([f"{mark} a" + " b" * 40], [[blank]], what)
+        if kind is Picture:
+            try:
+                two = self.process([f"{mark} {mark} a"], [[blank, blank]], "two blank images")
+                self.is_nested = two["pixel_values"].shape[0] == 1
+            except DataError:  # one image a row: nested or not, counts never differ
+                self.is_nested = True
+
+        def lengths(name: str) -> list[int]:
+            return [each[name].shape[1] if each[name].ndim > 1 else 0 for each in (short, long)]
+
+        return {name for name in short if lengths(name) == lengths("input_ids")}
+
+    def _reads_whole_clip(self) -> bool:
+        """Return whether the last tenth of a second of the longest audio changes the inputs."""
+        times = torch.arange(round(self.limits.rate * self.limits.max_seconds)) / self.limits.rate
+        audio = 0.1 * torch.sin(600 * times)
+        other = audio.clone()
+        other[-self.limits.rate // 10 :] *= 0.5
+        text = f"{self.marks[Audio]} a"
+        one, two = (
+            self.process([text], [[(Audio, each.numpy())]], "long audio") for each in (audio, other)
+        )
+        return any(not torch.equal(one[name], two[name]) for name in one)
+
+    def process(
+        self,
+        texts: Sequence[str],
+        media: Sequence[ReadMedia],
+        source: str,
+        *,
+        padding_side: str | None = None,
+        **more: Any,
+    ) -> Any:
+        """Return the processor's inputs of texts and their media, as tensors.
+
+        Args:
+            padding_side: Of the texts; audio is padded as the processor does.
+
+        Raises:
+            DataError: It refuses them; names `source`.
+        """
+        text_kwargs: dict[str, Any] = {"add_special_tokens": False}
+        if padding_side is not None:
+            text_kwargs |= {"padding": True, "padding_side": padding_side}
+        for kind in KINDS:
+            rows = [[read for its_kind, read in row if its_kind is kind] for row in media]
+            if any(rows):
+                more |= kind.arguments(rows, self.limits)
+        try:
+            with warnings.catch_warnings():  # of changes in libraries: none is the row's
+                warnings.simplefilter("ignore")
+                return self.processor(
+                    text=list(texts), text_kwargs=text_kwargs, return_tensors="pt", **more
+                )
+        except Exception as problem:  # processors raise errors of any kind
+            raise DataError(
+                f"The processor of the base cannot take {source}.",
+                found=f"Its error: {str(problem) or type(problem).__name__}",
+                fix="Change the row or its media.",
+            ) from problem
+
+    def check(self, media: Sequence[Media], source: str, text: str | None = None) -> None:
+        """Refuse kinds of media that the base does not take, and texts with other marks.
+
+        Args:
+            text: With the processor's marks.
+
+        Raises:
+            DataError: Names the first.
+        """
+        for one in media:
+            if why := self.refused.get(type(one)):
+                raise DataError(
+                    f"Cannot use {one.which} of {one.source}.",
+                    found=f"The base takes no {one.kind}s. {why}",
+                    fix=f"Leave {one.kind}s out, or give another base.",
+                )
+        marks = [] if text is None else self.any_mark.findall(text)
+        if text is not None and marks != [self.marks[type(one)] for one in media]:
+            raise DataError(
+                f"Cannot locate the media of {source} in its text.",
+                found=f"It has {len(media)} of them, and its text has {len(marks)} of the "
+                f"processor's marks {' '.join(self.marks.values())}.",
+                fix="Take the marks out of the row's texts, or change the chat template.",
+            )
+
+    def read(self, media: Sequence[Media]) -> list[tuple[type[Media], Any]]:
+        """Decode media for the processor.
+
+        Raises:
+            DataError: One cannot be read.
+        """
+        return [(type(one), one.read(self.limits)) for one in media]
+
+    def replacements(self, text: str, media: ReadMedia, source: str) -> tuple[tuple[str, ...], int]:
+        """Return the processor's text for each medium, and the cost of all in patches.
+
+        Both follow from the sizes; should they not, `MediaEncoder.inputs` finds other tokens.
+        """
+        if not media:
+            return (), 0
+        sizes = tuple((kind, kind.size(read)) for kind, read in media)
+        if sizes not in self._by_sizes:
+            if len(self._by_sizes) >= MAX_SIZES:
+                self._by_sizes.clear()
+            inputs = self.process([text], [media], source, return_text_replacement_offsets=True)
+            offsets = inputs.get("text_replacement_offsets")
+            texts = tuple(offset["replacement"] for offset in offsets[0]) if offsets else ()
+            texts = texts or tuple(self.marks[kind] for kind, _ in media)
+            self._by_sizes[sizes] = texts, self.patches(inputs)
+        return self._by_sizes[sizes]
+
+    def patches(self, inputs: Mapping[str, Any]) -> int:
+        """Return the cost of media in the towers, in their own tokens."""
+        pixels = sum(inputs[name].numel() for name in FEATURES if name in inputs)
+        features = (value for name, value in inputs.items() if name.endswith("input_features"))
+        # two frames of audio are a position of most encoders
+        frames = sum(value.numel() // min(value.shape[-2:]) for value in features) // 2
+        return math.ceil(pixels / (3 * self._patch_size**2)) + frames
+
+    def tokens_in(self, replacements: Sequence[str]) -> tuple[int, ...]:
+        """Return how many tokens of each medium's text the model replaces by features."""
+        tokenizer = self.processor.tokenizer
+        encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in replacements]
+        return tuple(sum(token in self.media_ids for token in ids) for ids in encoded)
+
+
+def _why_not(processor: Any, settings: Any, kind: type[Media]) -> str:
+    """Return why processor or config rule out media of a kind; "" if they do not."""
+    reader = next((getattr(processor, n) for n in kind.readers if hasattr(processor, n)), None)
+    if media_id(settings, kind) is None or reader is None:
+        return f"It has no token for {kind.kind}s." if reader else f"It reads no {kind.kind}s."
+    if getattr(settings, f"{kind.name}_config", kind) is None:
+        return f"It has no tower for {kind.kind}s."
+    if not getattr(processor, f"{kind.name}_token", None):
+        return f"It does not define its placeholder text ({kind.name}_token)."
+    try:
+        kind.require()
+    except DataError as problem:
+        return f"{problem.found} {problem.fix}"
+    return ""
+
+
+def media_id(settings: Any, kind: type[Media]) -> int | None:
+    """Return the token that a model replaces by features of one kind, by its config."""
+    towers = (getattr(settings, f"{name}_config", None) for name in ("vision", "audio"))
+    tokens = (getattr(config, f"{kind.name}_token_id", None) for config in (settings, *towers))
+    return next((int(token) for token in tokens if token is not None), None)
+
+
+class MediaTemplate:
+    """A processor's chat template, for messages whose texts have marks of media.
+
+    Templates of such models read a content in parts; those of text models one text, with the
+    processor's own marks.
+
+    Args:
+        marks: The processor's own.
+        needed: The kind that the template must write.
+
+    Attributes:
+        chat_template: The one in use; None if there is none.
+
+    Raises:
+        DataError: It does not write the needed kind.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        marks: Mapping[type[Media], str],
+        needed: type[Media],
+        template: str | None,
+    ) -> None:
+        default = getattr(processor, "chat_template", None) or processor.tokenizer.chat_template
+        self.chat_template = template or default
+        self._marks, self._processor = marks, processor
+        self._in_parts = True
+        if self.chat_template and not self._writes(needed):
+            self._in_parts = False
+            if not self._writes(needed):
+                raise DataError(
+                    f"The chat template writes no {needed.kind}s.",
+                    found=f"One in a user's message leaves no {marks[needed]} in the text.",
+                    fix="Set data.chat_template to a .jinja file that writes parts of the type "
+                    f"{needed.name}, or leave it out to use the processor's own.",
+                )
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Any = None,
+        chat_template: str | None = None,
+        tokenize: bool = False,
+    ) -> str:
+        """Return a conversation as text, as a tokenizer's method of this name."""
+        text: str = self._processor.apply_chat_template(
+            [self._written(message) for message in messages],
+            tools=tools,
+            chat_template=self.chat_template,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+        )
+        return text
+
+    def bare(self, text: str) -> str:
+        """Return a text with the processor's marks in place of ours."""
+        return ANY_MARK.sub(lambda mark: self._marks[MARKS[mark[1]]], text)
+
+    def _written(self, message: Message) -> dict[str, Any]:
+        content = message.get("content")
+        if not isinstance(content, str):
+            return dict(message)
+        if not self._in_parts:
+            return {**message, "content": self.bare(content)}
+        parts = [
+            {"type": MARKS[segment].name} if segment in MARKS else {"type": "text", "text": segment}
+            for segment in ANY_MARK.split(content)
+            if segment
+        ]
+        return {**message, "content": parts}
+
+    def _writes(self, kind: type[Media]) -> bool:
+        turns = (
+            {"role": "user", "content": f"{kind.mark}{SENTINEL}A"},
+            {"role": "assistant", "content": f"{SENTINEL}B"},
+        )
+        try:
+            text = self.apply_chat_template(turns)
+        except Exception:  # a template is a program: it can raise anything
+            return False
+        expected = (self._marks[kind], f"{SENTINEL}A", f"{SENTINEL}B")
+        return all(text.count(part) == 1 for part in expected)
+
+
+def expanded(rendered: Rendered, marks: re.Pattern[str], replacements: Sequence[str]) -> Rendered:
+    """Return a text with the processor's text for each medium, its spans moved along.
+
+    Args:
+        marks: Finds the processor's own marks.
+    """
+    text, growths = "", list[tuple[int, int]]()  # the end of a mark, and by how much it grows
+    at = 0
+    for mark, replacement in zip(marks.finditer(rendered.text), replacements, strict=True):
+        text += rendered.text[at : mark.start()] + replacement
+        at = mark.end()
+        growths.append((at, len(replacement) - len(mark[0])))
+    text += rendered.text[at:]
+
+    def moved(place: int) -> int:
+        return place + sum(growth for end, growth in growths if end <= place)
+
+    spans = (Span(moved(span.start), moved(span.end), span.ended) for span in rendered.spans)
+    return Rendered(text, tuple(spans), rendered.as_generated)

@@ -1,0 +1,302 @@
+"""Messages and tools of a row, in the shape of transformers' chat templates.
+
+Roles are system, developer, user, assistant and tool. Content is text, reasoning is
+`reasoning_content`, and the arguments of a tool call are an object, not JSON in a string.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from peftkit.data.readers import DECODER
+from peftkit.errors import did_you_mean
+
+Message = Mapping[str, Any]
+MAX_CHARACTERS = 10_000_000
+"""Limit of one text: a tokenizer takes about a second per million."""
+
+_ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "chatgpt": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "tool_response": "tool",
+    "function_response": "tool",
+}
+# what may come before a turn; None is the beginning
+_BEFORE: dict[str, tuple[str | None, ...]] = {
+    "system": (None,),
+    "developer": (None, "system"),
+    "user": (None, "system", "developer", "assistant"),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_THINK_TAG = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
+
+
+class WrongField(Exception):
+    """A field of a row is invalid; `field` is its path, such as "messages[2].role"."""
+
+    def __init__(self, field: str, words: str) -> None:
+        super().__init__(f"{field}: {words}" if field else words)
+
+
+def text_of(fields: Mapping[str, Any], name: str, path: str = "") -> str:
+    """Return a field that must be text."""
+    path = path or name
+    if name not in fields:
+        raise WrongField(path, "missing")
+    value = fields[name]
+    if not isinstance(value, str):
+        raise WrongField(path, f"expected text, found {kind_of(value)}")
+    if len(value) > MAX_CHARACTERS:
+        raise WrongField(path, f"{len(value):,} characters; at most {MAX_CHARACTERS:,} are read")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise WrongField(path, "holds half of a surrogate pair (\\ud800 to \\udfff)") from None
+    return value
+
+
+def text_or_number(fields: Mapping[str, Any], name: str) -> str:
+    """Return an answer: a text, or a number as JSON writes it."""
+    value = fields.get(name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return json.dumps(value) if is_number else text_of(fields, name)
+
+
+def full_text(fields: Mapping[str, Any], name: str, path: str = "") -> str:
+    """Return a field that must be text with more than white space in it."""
+    text = text_of(fields, name, path)
+    if not text.strip():
+        raise WrongField(path or name, "empty")
+    return text
+
+
+def texts_of(fields: Mapping[str, Any], name: str) -> list[str]:
+    """Return a field that is a text or a list of texts."""
+    value = fields.get(name)
+    if not isinstance(value, list):
+        return [full_text(fields, name)]
+    if not value:
+        raise WrongField(name, "empty")
+    return [full_text({name: text}, name, f"{name}[{n}]") for n, text in enumerate(value)]
+
+
+def parse_messages(value: Any, field: str) -> tuple[list[Message], list[int]]:
+    """Return the messages and the indices of the assistant turns to train on.
+
+    An assistant turn with `weight: 0` is context only, as in OpenAI's format.
+    """
+    messages, weights = _messages(value, field)
+    _check_order(messages, field)
+    turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        raise WrongField(field, "there is no assistant turn")
+    return messages, [turn for turn in turns if weights[turn]]
+
+
+def completion_messages(
+    fields: Mapping[str, Any], prompt: str, completion: str
+) -> tuple[list[Message], list[int]]:
+    """Join two lists of messages; return the messages, and the target turns of the second."""
+    context, _ = _messages(fields[prompt], prompt)
+    if completion not in fields:
+        raise WrongField(completion, "missing")
+    answer, weights = _messages(fields[completion], completion)
+    _check_order([*context, *answer], f"{prompt} + {completion}")
+    turns = [n for n, message in enumerate(answer) if message["role"] == "assistant"]
+    if not turns:
+        raise WrongField(completion, "there is no assistant turn")
+    return [*context, *answer], [len(context) + turn for turn in turns if weights[turn]]
+
+
+def parse_tools(value: Any, field: str) -> list[Mapping[str, Any]]:
+    """Return tools as [{"type": "function", "function": {name, ...}}]; they may be JSON text."""
+    if isinstance(value, str):
+        value = _parse_json(value, field) if value.strip() else None
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise WrongField(field, f"expected a list of functions, found {kind_of(value)}")
+    tools: list[Mapping[str, Any]] = []
+    for number, tool in enumerate(value):
+        where = f"{field}[{number}]"
+        if not isinstance(tool, Mapping):
+            raise WrongField(where, f"expected an object, found {kind_of(tool)}")
+        function = tool.get("function", tool)
+        if not isinstance(function, Mapping):
+            raise WrongField(f"{where}.function", f"expected an object, found {kind_of(function)}")
+        text_of(function, "name", f"{where}.name")
+        kind = tool.get("type", "function") if "function" in tool else "function"
+        tools.append({"type": kind, "function": function})
+    return tools
+
+
+def _messages(value: Any, field: str) -> tuple[list[Message], list[bool]]:
+    if not isinstance(value, list):
+        raise WrongField(field, f"expected a list of turns, found {kind_of(value)}")
+    if not value:
+        raise WrongField(field, "empty")
+    parsed = [_message(turn, f"{field}[{number}]") for number, turn in enumerate(value)]
+    return [message for message, _ in parsed], [weight for _, weight in parsed]
+
+
+def _message(turn: Any, path: str) -> tuple[Message, bool]:
+    if not isinstance(turn, Mapping):
+        raise WrongField(path, f"expected an object, found {kind_of(turn)}")
+    role_key, text_key = turn_keys(turn)
+    name = text_of(turn, role_key, f"{path}.{role_key}")
+    role = _ROLES.get(name)
+    if role is None:
+        hint = did_you_mean(name, _ROLES)
+        raise WrongField(f"{path}.{role_key}", f"unknown role '{name}'. {hint}".rstrip())
+    handled = {role_key, text_key, "tool_calls", "function_call", "weight", *_REASONING}
+    message: dict[str, Any] = {"role": role}
+    if reasoning := _reasoning(turn, role, text_key, path):
+        message["reasoning_content"] = reasoning
+    calls = turn.get("tool_calls")
+    if name == "function_call":
+        calls = _parse_json(text_of(turn, text_key, f"{path}.{text_key}"), f"{path}.{text_key}")
+        calls = calls if isinstance(calls, list) else [calls]
+    else:
+        if calls is None and turn.get("function_call") is not None:  # OpenAI before tool_calls
+            calls = [turn["function_call"]]
+        if not calls or turn.get(text_key) is not None:
+            message["content"] = _content(turn, text_key, f"{path}.{text_key}")
+    if calls:
+        message["tool_calls"] = _calls(calls, role, f"{path}.tool_calls")
+    message |= {k: v for k, v in turn.items() if k not in handled and v is not None}
+    return message, _weight(turn, role, f"{path}.weight")
+
+
+def turn_keys(turn: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the keys of a turn's role and text: OpenAI's, or ShareGPT's."""
+    is_sharegpt = "from" in turn and "role" not in turn
+    return ("from", "value") if is_sharegpt else ("role", "content")
+
+
+def role_of(turn: Any) -> str:
+    """Return the role of a turn in a row, as templates name it; "" if it has none of these."""
+    if not isinstance(turn, Mapping):
+        return ""
+    return _ROLES.get(str(turn.get(turn_keys(turn)[0])), "")
+
+
+def _reasoning(turn: Mapping[str, Any], role: str, text_key: str, path: str) -> str:
+    """Return the assistant's reasoning: a field of the turn, or parts of its content."""
+    texts = [text_of(turn, name, f"{path}.{name}") for name in _REASONING if turn.get(name)]
+    parts = turn.get(text_key)
+    for part in parts if isinstance(parts, list) else ():
+        if isinstance(part, Mapping) and part.get("type") in _REASONING:
+            name = next((name for name in (*_REASONING, "text") if part.get(name)), "text")
+            texts.append(text_of(part, name, f"{path}.{text_key}"))
+    if texts and role != "assistant":
+        raise WrongField(path, f"only the assistant may have reasoning, found it on {role}")
+    return "\n".join(texts)
+
+
+def reasoning_of(message: Message) -> str:
+    """Return the reasoning of a message: its field, or the <think> that it begins with."""
+    inline = _THINK_TAG.match(message.get("content") or "")
+    return str(message.get("reasoning_content") or (inline[1] if inline else "")).strip()
+
+
+def without_reasoning(message: Message) -> Message:
+    """Return a message without its reasoning."""
+    bare = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if message["role"] == "assistant" and bare.get("content"):
+        bare["content"] = _THINK_TAG.sub("", bare["content"])
+    return bare
+
+
+def _weight(turn: Mapping[str, Any], role: str, path: str) -> bool:
+    weight = turn.get("weight")
+    if weight is None:
+        return True
+    if role != "assistant" or isinstance(weight, bool) or weight not in (0, 1):
+        raise WrongField(path, f"expected 0 or 1 on an assistant turn, found {weight!r} on {role}")
+    return bool(weight)
+
+
+def _content(turn: Mapping[str, Any], key: str, path: str) -> str:
+    value = turn.get(key)
+    if not isinstance(value, list):
+        return text_of(turn, key, path)
+    parts = []
+    for number, part in enumerate(value):
+        where = f"{path}[{number}]"
+        if not isinstance(part, Mapping):
+            raise WrongField(where, f"expected an object, found {kind_of(part)}")
+        if part.get("type") in _REASONING:
+            continue
+        if part.get("type") != "text":
+            raise WrongField(where, f"only text can be trained on, found {part.get('type')!r}")
+        parts.append(text_of(part, "text", f"{where}.text"))
+    return "".join(parts)
+
+
+def _calls(value: Any, role: str, path: str) -> list[Mapping[str, Any]]:
+    if role != "assistant":
+        raise WrongField(path, f"only the assistant may call tools, found calls on {role}")
+    if not isinstance(value, list):
+        raise WrongField(path, f"expected a list, found {kind_of(value)}")
+    calls: list[Mapping[str, Any]] = []
+    for number, call in enumerate(value):
+        where = f"{path}[{number}]"
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+            raise WrongField(where, "expected an object with name and arguments")
+        name = text_of(function, "name", f"{where}.name")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = _parse_json(arguments, f"{where}.arguments") if arguments.strip() else {}
+        if arguments is None:
+            arguments = {}
+        if not isinstance(arguments, Mapping):
+            kind = kind_of(arguments)
+            raise WrongField(f"{where}.arguments", f"expected an object, found {kind}")
+        entry = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        has_id = call.get("id") is not None and "function" in call
+        calls.append(entry | ({"id": call["id"]} if has_id else {}))
+    return calls
+
+
+def _check_order(messages: list[Message], field: str) -> None:
+    before: str | None = None
+    for number, message in enumerate(messages):
+        role = message["role"]
+        if before not in _BEFORE[role]:
+            place = "comes first" if before is None else f"follows {before}"
+            raise WrongField(f"{field}[{number}].role", f"wrong order: {role} {place}")
+        if role == "tool" and before == "assistant" and "tool_calls" not in messages[number - 1]:
+            raise WrongField(f"{field}[{number}].role", "wrong order: tool follows no tool call")
+        before = role
+
+
+def _parse_json(text: str, path: str) -> Any:
+    try:
+        return DECODER.decode(text)
+    except (ValueError, RecursionError) as problem:
+        raise WrongField(path, f"not JSON: {problem}") from None
+
+
+def kind_of(value: Any) -> str:
+    """Return the type of a JSON value, in words."""
+    names = {type(None): "null", list: "a list", dict: "an object", str: "text", bool: "a boolean"}
+    return names.get(type(value), f"a number ({value!r})")

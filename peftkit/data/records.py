@@ -1,0 +1,165 @@
+"""Records of files and data sets, each with its file and line.
+
+Text files (JSON Lines, a JSON array, CSV) are read strictly, since a misread row is worse than a
+refused one: UTF-8 only, no duplicate keys, no NaN, no ragged CSV. Errors on other files name their
+actual type.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from peftkit.data.readers import (
+    PART_ROWS,
+    READERS,
+    Fields,
+    identify_by_signature,
+    line_parts,
+    open_data_set,
+    read_csv,
+    read_data_set,
+    read_json,
+    read_jsonl,
+)
+from peftkit.errors import DataError, did_you_mean, neighbours
+from peftkit.settings import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A raw row; `source` is "file:line", or "data set:row" counting from 1."""
+
+    fields: Fields
+    source: str
+
+
+def read_records(where: str | Sequence[Source]) -> list[Record]:
+    """Read every row of a file, a folder or a hub data set (see `DataConfig.train`), or of several.
+
+    Raises:
+        DataError: It cannot be found or read; with file, line and column where there are any.
+    """
+    if isinstance(where, str):
+        return list(iterate_records(where))
+    return [record for source in where for record in iterate_records(source.path)]
+
+
+Part = Callable[[], list[Record]]
+"""Reads some of a file's records, in this process or in another one."""
+
+
+def parts(where: str) -> Iterator[Part]:
+    """Yield functions that read a file, a folder or a data set, some rows each, in their order.
+
+    A part of a JSON Lines file is read when it is called; parts of other files are read already.
+
+    Raises:
+        DataError: It cannot be found or read.
+    """
+    path = Path(where).expanduser()
+    reader = READERS.get(path.suffix.lower())
+    if path.is_file() and reader is read_jsonl and _is_array(path):
+        reader = read_json
+    if path.is_file() and reader is read_jsonl:
+        for start, stop, line in line_parts(path):
+            yield partial(_read_lines, path, where, start, stop, line)
+        return
+    if path.is_file():
+        if reader is None:
+            raise _unknown_suffix(path)
+        rows = reader(path)
+    elif path.is_dir() or _is_data_set(where):
+        rows = read_data_set(where)
+    else:
+        raise _missing(where, path)
+    records = (Record(fields, f"{where}:{number}") for number, fields in rows)
+    while part := list(islice(records, PART_ROWS)):
+        yield partial(list, part)
+
+
+def _is_array(path: Path) -> bool:
+    """Whether a file's first line opens a JSON array, as some tools write under any ending."""
+    with open(path, "rb") as file:
+        head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    return head.startswith(b"[")
+
+
+def _read_lines(path: Path, where: str, start: int, stop: int, line: int) -> list[Record]:
+    rows = read_jsonl(path, start=start, stop=stop, line=line)
+    return [Record(fields, f"{where}:{number}") for number, fields in rows]
+
+
+def iterate_records(where: str) -> Iterator[Record]:
+    """Yield every row, as `read_records`; few are in memory, except those of a JSON array."""
+    record = None
+    for part in parts(where):
+        for record in part():
+            yield record
+    if record is None:
+        raise DataError(f"Cannot use {where}.", found="It holds no rows.")
+
+
+def is_read_by_lines(path: Path) -> bool:
+    """Return whether the number of a row is a line of its file."""
+    return READERS.get(path.suffix.lower()) in (read_jsonl, read_csv)
+
+
+def stamp_of(where: str) -> object | None:
+    """Return a value that changes with a data set; None: no data set, or not stored in files.
+
+    Raises:
+        DataError: It cannot be found.
+    """
+    if not _is_data_set(where):
+        return None
+    rows = open_data_set(where)
+    files = [Path(file["filename"]) for file in rows.cache_files]
+    stamps = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return (where, stamps, len(rows), repr(rows.features)) if files else None
+
+
+_DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?(:[^:]+){0,2}")
+
+
+def _is_data_set(where: str) -> bool:
+    """Return whether a name, which is no file's, can only be a data set's."""
+    place = where.partition(":")[0]
+    if Path(place).is_dir():
+        return True
+    path = Path(where)
+    in_a_folder = path.parent != Path(".") and path.parent.is_dir()
+    return (
+        _DATA_SET.fullmatch(where) is not None
+        and path.suffix.lower() not in {*READERS, ".gz", ".txt", ".zip"}
+        and not in_a_folder
+        and not did_you_mean(path.name, _files_next_to(path))
+    )
+
+
+def _files_next_to(path: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in path.parent.iterdir() if entry.is_file())
+    except OSError:
+        return []
+
+
+def _missing(where: str, path: Path) -> DataError:
+    if path.exists():
+        return DataError(f"Cannot read {where}.", found="It is not a regular file.")
+    there = neighbours(path, "*")
+    return DataError(f"Cannot read {where}.", found=f"There is no such file. {there}")
+
+
+def _unknown_suffix(path: Path) -> DataError:
+    with open(path, "rb") as file:
+        what = identify_by_signature(file.read(64))
+    return DataError(
+        f"Cannot read {path}.",
+        found=what[0] if what else f"The ending '{path.suffix}' is not one of a known format.",
+        fix=what[1] if what else f"Endings that can be read: {', '.join(READERS)}.",
+    )

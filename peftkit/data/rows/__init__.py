@@ -1,0 +1,1 @@
+"""Encoded rows: the encoder's protocol, the cache, worker processes, Arrow columns."""

@@ -1,0 +1,98 @@
+"""The protocol of a task's row encoder: records to rows, without the model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from peftkit.data import records
+from peftkit.data.records import Part, Record
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A record that became no row; `why` is the number of its encoder's reason, from 0 on."""
+
+    source: str
+    why: int
+
+
+@dataclass(slots=True)
+class EncodedRows:
+    """The rows of some records.
+
+    Attributes:
+        rows: In the order of the records: rows, and `Dropped` for records that became none.
+        agreed: Values that all rows of a file must share, by name: their format.
+        shared: Values that are kept if all rows of a file share them, by name: a system prompt.
+        counts: Added up over the file, by name.
+        unused: Fields that none of the records used.
+    """
+
+    rows: list[Any]
+    agreed: dict[str, str] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    unused: tuple[str, ...] = ()
+    shared: dict[str, str] = field(default_factory=dict)
+
+
+class RowEncoder(ABC):
+    """Encoder of records as a task's rows; needs no model.
+
+    Attributes:
+        kind: The rows' dataclass, with a `source`.
+        in_processes: Whether several processes may encode a file.
+        at_once: Records that are encoded between two reports of progress.
+        drops: Why a record becomes no row, and what to do about it; `Dropped.why` is an index.
+    """
+
+    kind: ClassVar[type[Any]]
+    in_processes: ClassVar[bool] = True
+    at_once: ClassVar[int] = 1_000
+    drops: Mapping[str, str] = MappingProxyType({})
+
+    @abstractmethod
+    def key(self, where: str) -> object:
+        """Return everything that rows depend on, except the bytes of their file and the code."""
+
+    @abstractmethod
+    def read(self, records: Sequence[Record], where: str) -> Any:
+        """Parse records, without tokens.
+
+        Raises:
+            DataError: Names the first few records that cannot be used.
+        """
+
+    @abstractmethod
+    def rows(self, read: Any) -> EncodedRows:
+        """Encode what `read` returned."""
+
+    def parts(self, where: str) -> Iterator[Part]:
+        """Yield functions that read some records each, in the order of the file."""
+        return records.parts(where)
+
+    def stamp(self, where: str) -> object | None:
+        """Return a value that changes with rows that are not a file; None: unknown."""
+        return records.stamp_of(where)
+
+
+def tokenizer_key(tokenizer: Any) -> tuple[object, ...]:
+    """Return everything that the tokens of a text depend on, for `RowEncoder.key`."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    settings = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
+    if backend is not None:
+        for name in ("truncation", "padding"):  # left there by the last call
+            settings.pop(name, None)
+    return (
+        type(tokenizer).__name__,
+        hashlib.sha256(json.dumps(settings).encode()).hexdigest(),
+        sorted(tokenizer.special_tokens_map.items()),
+        tokenizer.chat_template,
+        getattr(tokenizer, "init_kwargs", {}).get("add_bos_token"),
+    )

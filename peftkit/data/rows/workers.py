@@ -1,0 +1,143 @@
+"""Encoding of a file in several processes, in the order of its records."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+import torch
+
+from peftkit.data.records import Part
+from peftkit.data.rows.columns import columns_of
+from peftkit.data.rows.encoder import RowEncoder
+from peftkit.errors import RunError
+
+POOL_PARTS = 16
+"""A file of at least so many parts is worth starting processes for."""
+MAX_PROCESSES = 16
+
+
+@dataclass(slots=True)
+class Block:
+    """Some encoded rows of a file, as they come from the process that encoded them.
+
+    Attributes:
+        batch: Arrow's.
+        num_read: Records.
+        first, last: Sources of the first and the last record.
+        fields: Of the records, and whether one of these needed it.
+        agreed, shared, counts: See `EncodedRows`.
+    """
+
+    batch: Any
+    num_read: int
+    first: str
+    last: str
+    fields: dict[str, bool]
+    agreed: dict[str, str]
+    shared: dict[str, str]
+    counts: Counter[str]
+
+
+def blocks(where: str, encoder: RowEncoder, processes: int | None = None) -> Iterator[Block]:
+    """Yield the rows of a file or data set in their order; few blocks are in memory.
+
+    Raises:
+        DataError: Rows cannot be read or used; names the first of them.
+        RunError: A process was killed.
+    """
+    parts = encoder.parts(where)
+    first = list(islice(parts, POOL_PARTS))
+    if processes is None:
+        # without fork, a process would have to import all of this first
+        can_fork = sys.platform not in ("win32", "darwin")
+        is_large = len(first) == POOL_PARTS
+        processes = min(len(os.sched_getaffinity(0)), MAX_PROCESSES) if is_large and can_fork else 1
+    if processes > 1 and encoder.in_processes:
+        yield from _in_processes(chain(first, parts), where, encoder, processes)
+        return
+    for part in chain(first, parts):
+        yield from _part_blocks(part, where, encoder)
+
+
+def _in_processes(
+    parts: Iterable[Part], where: str, encoder: RowEncoder, processes: int
+) -> Iterator[Block]:
+    """Encode parts in processes, few of them ahead of the reader."""
+    columns_of(encoder.kind)  # imports pyarrow, once for all processes
+    context = multiprocessing.get_context("fork")
+    known = where, encoder, os.getpid()
+    pool = ProcessPoolExecutor(processes, context, _start_worker, known)
+    pending: deque[Future[list[Block]]] = deque()
+    try:
+        for part in parts:
+            with warnings.catch_warnings():  # of forks with threads: no child uses those
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pending.append(pool.submit(_work, part))
+            if len(pending) > 2 * processes:
+                yield from pending.popleft().result()
+        while pending:
+            yield from pending.popleft().result()
+    except BrokenProcessPool:
+        raise RunError(
+            f"cannot encode {where}",
+            found="A process that encoded its rows was killed; memory may have run out.",
+            fix="Start again; with fewer other programs, or cores (taskset), it needs less memory.",
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_job: tuple[str, RowEncoder] | None = None
+"""The file and the encoder of a worker process: inherited by the fork, not pickled."""
+
+
+def _start_worker(where: str, encoder: RowEncoder, parent: int) -> None:
+    global _job
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    gc.freeze()  # a collection would write to all pages that are shared with the parent
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)  # as in the workers of a DataLoader: a fork has no other threads
+    _job = where, encoder
+
+
+def _end_with(parent: int) -> None:
+    """End this process with the one that started it: it has that one's memory, and its port."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _work(part: Part) -> list[Block]:
+    assert _job is not None
+    return list(_part_blocks(part, *_job))
+
+
+def _part_blocks(part: Part, where: str, encoder: RowEncoder) -> Iterator[Block]:
+    records = part()
+    for start in range(0, len(records), encoder.at_once):
+        chunk = records[start : start + encoder.at_once]
+        rows = encoder.rows(encoder.read(chunk, where))
+        unused = {*rows.unused}
+        yield Block(
+            batch=columns_of(encoder.kind).batch(where, rows.rows),
+            num_read=len(chunk),
+            first=chunk[0].source,
+            last=chunk[-1].source,
+            fields={name: name not in unused for record in chunk for name in record.fields},
+            agreed=rows.agreed,
+            shared=rows.shared,
+            counts=rows.counts,
+        )

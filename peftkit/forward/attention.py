@@ -1,0 +1,288 @@
+"""A model's attention while it trains, through transformers' own extension point.
+
+transformers has no way to hand documents' bounds to attention that all models pass on: some drop
+keyword arguments, and a recomputed block calls attention again in the backward pass. So the layout
+of the documents is a field of an object that belongs to one model for as long as it trains
+(`TrainingAttention`), whose methods transformers calls by a registered name.
+
+Shapes: B rows, H heads, L queries, S keys, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.execution.plan import ExecutionPlan, plan_of
+from peftkit.forward.attention_kernels import Call, SharedRows, attend, is_bare, takes_varlen
+from peftkit.kernels.varlen import Grid, Spans, into_grid, out_of_grid
+
+PREFIX = "peftkit_"
+"""Prefix of the names that attention is registered under."""
+
+
+Layout = Grid | Spans | SharedRows | None
+"""Of documents in rows. None: each row is one."""
+
+_taken: set[str] = set()
+_own: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
+"""Attention implementations of models that are being trained, as they were before."""
+
+
+class MaskKind(NamedTuple):
+    """What a query sees: keys up to itself, or all; of these the last `window`, or all."""
+
+    is_causal: bool
+    window: int | None
+
+
+class TrainingAttention:
+    """The attention of one model, and the layout of the documents that it reads.
+
+    Attributes:
+        layout: Of the next forward pass and its backward pass.
+        is_causal: Whether all layers see the tokens before and no others, so that documents in rows
+            of their own need no mask.
+        takes_spans: Whether all layers can take documents of a row as spans.
+        takes_context: Whether all layers can take some of a row's tokens.
+    """
+
+    def __init__(self, plan: ExecutionPlan) -> None:
+        self.plan = plan
+        self.layout: Layout = None
+        self.is_causal = self.takes_spans = self.takes_context = False
+        self._kinds: dict[int, MaskKind | None] | None = None
+        self._calls: list[tuple[MaskKind | None, bool, bool]] = []  # kind, takes spans, is bare
+        self._masks: list[Tensor] = []
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether a mask keeps documents of this layout apart.
+
+        Causal ones in rows of their own need none: they do not see the padding after them.
+        """
+        return not (self.is_causal or isinstance(self.layout, Spans | SharedRows))
+
+    @property
+    def kernel(self) -> str:
+        """The name of what computes most of it, for the header of a run."""
+        return "varlen" if self.takes_spans else self.plan.attention
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Find out what the layers see in a forward pass on one row, without a layout."""
+        self._kinds, self._calls, self._masks = {}, [], []
+        try:
+            yield
+            kinds = [kind for kind, _, _ in self._calls]
+            self.is_causal = bool(kinds) and all(kind == MaskKind(True, None) for kind in kinds)
+            self.takes_spans = bool(kinds) and all(takes for _, takes, _ in self._calls)
+            self.takes_context = self.is_causal and all(bare for _, _, bare in self._calls)
+        finally:
+            self._kinds, self._calls, self._masks = None, [], []
+
+    def mask(self, *, mask_function: Callable[..., Tensor], **options: Any) -> Tensor | None:
+        """Return the attention mask, as transformers' function does; that of a grid, if any."""
+        from transformers.masking_utils import sdpa_mask  # slow to import
+
+        options["mask_function"] = mask_function
+        if self._kinds is not None:
+            no_skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+            mask = sdpa_mask(**{**options, **no_skip})
+            assert mask is not None
+            self._masks.append(mask)  # so that no other gets its address
+            window = getattr(options.get("config"), "sliding_window", None)
+            self._kinds[mask.data_ptr()] = kind_of(mask_function, window)
+            return mask
+        layout = self.layout
+        if layout is not None and not self.needs_mask:
+            return None
+        return _grid_mask(layout, **options) if isinstance(layout, Grid) else sdpa_mask(**options)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        position_bias: Tensor | None = None,
+        softcap: float | None = None,
+        **more: Any,
+    ) -> tuple[Tensor, None]:
+        """Return (B, L, H, D), as transformers' attention functions do, and no probabilities."""
+        layout = self.layout
+        if isinstance(layout, Grid):
+            query, key, value = (into_grid(each, layout) for each in (query, key, value))
+            fits = attention_mask is not None and attention_mask.shape[0] == len(query)
+            if not fits and (attention_mask is not None or self.needs_mask):
+                raise RuntimeError("documents in one row have a mask of their grid")
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        call = Call(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout,
+            query.shape[-1] ** -0.5 if scaling is None else scaling,
+            causal and attention_mask is None,
+            is_causal,
+            position_bias,
+            softcap,
+            None if isinstance(layout, Grid) else layout,
+            more,
+            self.plan.attention == "grouped",
+        )
+        if self._kinds is not None:
+            self._observe(call, causal)
+        out = attend(call)
+        if isinstance(layout, Grid):
+            return out_of_grid(out.transpose(1, 2), layout), None
+        return out.contiguous(), None
+
+    def _observe(self, call: Call, causal: bool) -> None:
+        """Note what a layer sees by its mask, and whether its arguments say the same."""
+        assert self._kinds is not None
+        mask = call.mask
+        kind = None if mask is None else self._kinds.get(mask.data_ptr())
+        stated = MaskKind(causal, call.more.get("sliding_window"))
+        self._calls.append((kind, kind == stated and takes_varlen(call), is_bare(call)))
+
+
+def _grid_mask(
+    grid: Grid,
+    *,
+    mask_function: Callable[..., Tensor],
+    attention_mask: Tensor | None,
+    **more: Any,
+) -> Tensor:
+    """Return the mask (R, 1, T, T) of R documents.
+
+    The model's mask function is evaluated on the longest document, whose tokens are the first ones
+    of the row, as they would be alone.
+    """
+    if attention_mask is not None or more.get("use_vmap"):
+        raise RuntimeError("documents in one row have no mask but their own")
+    if (more["batch_size"], more["q_length"]) != grid.places.shape:
+        raise RuntimeError("these are other rows than the layout of the documents")
+    place = grid.tokens.amin(0)
+    real = (grid.tokens < grid.places.numel() - 1)[:, None, None]
+    seen = (mask_function(0, 0, place[:, None], place) & real).expand(-1, -1, len(place), -1)
+    # padding has to see something
+    return seen | torch.eye(len(place), dtype=torch.bool, device=seen.device)
+
+
+def kind_of(mask_function: Callable[..., Tensor], window: int | None) -> MaskKind | None:
+    """Return what a mask function of transformers lets a query see; None: something else.
+
+    Evaluated for queries near and far; it must not depend on the batch.
+
+    Args:
+        window: The model's, if any: keys well beyond it are evaluated.
+    """
+    reach = 2 * (window or 0) + 1024
+    queries = torch.tensor([0, 1, 7, reach // 2, reach - 9, reach - 1])[:, None]
+    keys = torch.arange(reach)[None]
+    try:
+        seen = mask_function(0, 0, queries, keys).expand(len(queries), reach)
+    except Exception:  # it reads something of the batch
+        return None
+    distance = queries - keys
+    count = int(seen[-1].sum())
+    for kind in (MaskKind(False, None), MaskKind(True, None), MaskKind(True, count)):
+        within = distance < (reach if kind.window is None else kind.window)
+        if torch.equal(seen, (distance >= 0) & within if kind.is_causal else within | True):
+            return kind
+    return None
+
+
+@contextmanager
+def training_attention(
+    model: Any,
+    plan: ExecutionPlan | None = None,
+    *,
+    documents: bool = True,
+    known: TrainingAttention | None = None,
+) -> Iterator[TrainingAttention | None]:
+    """Train with the attention of a plan, which keeps documents of a row apart.
+
+    Yields None where that is of no use, or not exact: the model has to dispatch its attention to
+    torch's SDPA, or to cap its scores, which SDPA cannot, and do nothing else.
+
+    Args:
+        plan: By default the one for the model's device.
+        documents: Whether rows may hold several documents.
+        known: The model's of an earlier time, which knows what its layers see.
+    """
+    plan = plan or plan_of(model)
+    if not _applies(model) or not (documents or plan.attention == "grouped"):
+        yield None
+        return
+    from transformers import AttentionInterface, AttentionMaskInterface  # slow to import
+
+    before = _implementations(model.config)
+    outer = _own.get(model)
+    _own[model] = before
+    name = _free_name()
+    attention = known or TrainingAttention(plan)
+    AttentionInterface.register(name, attention.attend)
+    AttentionMaskInterface.register(name, attention.mask)
+    model.set_attn_implementation({k: name if v == before[""] else v for k, v in before.items()})
+    try:
+        yield attention
+    finally:
+        attention.layout = None
+        _own[model] = outer or {}
+        model.set_attn_implementation(before)
+        for table in (AttentionInterface, AttentionMaskInterface):
+            table._global_mapping.pop(name, None)
+        _taken.discard(name)
+
+
+@contextmanager
+def own_attention(model: Any) -> Iterator[None]:
+    """Give a model that is being trained its own attention within the context."""
+    before = _own.get(model)
+    if not before:
+        yield
+        return
+    now = _implementations(model.config)
+    model.set_attn_implementation(before)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(now)
+
+
+def _implementations(config: Any) -> dict[str, str]:
+    """Return the attention implementations of a model ("") and of its parts, by name."""
+    parts = {key: getattr(config, key, None) for key in config.sub_configs}
+    of_parts = {key: part._attn_implementation for key, part in parts.items() if part is not None}
+    return {"": config._attn_implementation, **of_parts}
+
+
+def _free_name() -> str:
+    """Return a name that no other model trains under."""
+    names = (f"{PREFIX}attention" + (f"_{n}" if n else "") for n in range(len(_taken) + 1))
+    name = next(name for name in names if name not in _taken)
+    _taken.add(name)
+    return name
+
+
+def _applies(model: Any) -> bool:
+    config: Any = getattr(model, "config", None)
+    implementation = getattr(config, "_attn_implementation", None)
+    capped = getattr(config, "attn_logit_softcapping", None) and not config.attention_dropout
+    if implementation != "sdpa" and not (implementation == "eager" and capped):
+        return False
+    can = getattr(type(model), "_can_set_attn_implementation", None)
+    return bool(can and can())

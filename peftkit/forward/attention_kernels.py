@@ -1,0 +1,196 @@
+"""KERNELS, the table of attention implementations; the first that takes a call computes it.
+
+`gathered` computes rows whose tokens lie on several processes, `varlen` packed sequences on a GPU,
+`grouped` short rows and capped scores by plain products, and `sdpa` all other calls.
+
+Shapes: B rows, H heads, L queries, S keys, D head size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from peftkit.kernels import varlen
+from peftkit.kernels.attention import grouped_attention, is_short
+from peftkit.kernels.device import is_before_ampere
+from peftkit.kernels.varlen import Spans, spans_attention
+
+
+class SharedRows(ABC):
+    """A layout of rows, each one document, of which this process has some of the tokens."""
+
+    @abstractmethod
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
+        """Return causal attention over all tokens of the rows: (B, L, H, D).
+
+        Args:
+            query: (B, H, L, D). key, value: (B, K, L, D), of this process's tokens.
+        """
+
+
+PLAIN = {
+    *("position_ids", "use_cache", "output_router_logits", "output_attentions"),
+    "sliding_window",  # which the mask has in it, as for SDPA
+}
+"""Arguments that do not change what attention computes; others are left to transformers."""
+
+
+class Call(NamedTuple):
+    """A layer's call of attention.
+
+    Attributes:
+        query: (B, H, L, D). key, value: (B, K, S, D). mask: As transformers made it.
+        is_causal: Of what has no mask: query i sees keys up to i.
+        stated_causal: The model's own argument, for SDPA.
+        layout: Of documents or rows that have no mask.
+        more: The model's other arguments.
+        grouped: Whether the plan has plain products for short rows.
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout: float
+    scale: float
+    is_causal: bool
+    stated_causal: bool | None
+    position_bias: Tensor | None
+    softcap: float | None
+    layout: Spans | SharedRows | None
+    more: dict[str, Any]
+    grouped: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has no argument that only transformers knows (sinks, for one)."""
+        return not ({name for name, value in self.more.items() if value is not None} - PLAIN)
+
+
+class Kernel(NamedTuple):
+    """One row of the table: which calls it takes; what computes them, (B, L, H, D)."""
+
+    name: str
+    takes: Callable[[Call], bool]
+    run: Callable[[Call], Tensor]
+
+
+def attend(call: Call) -> Tensor:
+    """Return (B, L, H, D), by the first kernel that takes the call."""
+    for kernel in KERNELS:
+        if kernel.takes(call):
+            return kernel.run(call)
+    raise AssertionError("the last kernel takes all")
+
+
+def takes_varlen(call: Call) -> bool:
+    """Return whether documents of a row could be taken as spans."""
+    return is_bare(call) and varlen.serves(call.query, call.key, call.value)
+
+
+def is_bare(call: Call) -> bool:
+    """Return whether there is nothing but queries, keys, values and their scale."""
+    has_more = call.dropout or call.position_bias is not None or call.softcap is not None
+    return call.is_plain and not has_more
+
+
+def _takes_repeated(call: Call) -> bool:
+    """Return whether SDPA's only kernel for grouped heads is the one that makes all scores.
+
+    Cards before Ampere have no flash attention, and the other kernel wants as many keys as queries.
+    """
+    grouped = call.query.shape[1] != call.key.shape[1] and call.layout is None
+    bare = call.is_plain and call.softcap is None and call.position_bias is None
+    return grouped and bare and call.mask is None and is_before_ampere(call.query.device)
+
+
+def _repeated(call: Call) -> Tensor:
+    times = call.query.shape[1] // call.key.shape[1]
+    key, value = (t.repeat_interleave(times, 1) for t in (call.key, call.value))
+    causal = call.is_causal and call.query.shape[2] > 1
+    out = functional.scaled_dot_product_attention(
+        call.query, key, value, dropout_p=call.dropout, is_causal=causal, scale=call.scale
+    )
+    return out.transpose(1, 2)
+
+
+def _varlen(call: Call) -> Tensor:
+    assert isinstance(call.layout, Spans)
+    window = call.more.get("sliding_window")
+    return spans_attention(
+        call.query,
+        call.key,
+        call.value,
+        call.layout,
+        is_causal=call.is_causal,
+        scale=call.scale,
+        window=window if call.is_causal else None,
+    )
+
+
+def _takes_gathered(call: Call) -> bool:
+    return isinstance(call.layout, SharedRows) and is_bare(call)
+
+
+def _gathered(call: Call) -> Tensor:
+    assert isinstance(call.layout, SharedRows)
+    return call.layout.attention(call.query, call.key, call.value, scale=call.scale)
+
+
+def _takes_grouped(call: Call) -> bool:
+    if not call.is_plain or call.softcap is not None:
+        return call.is_plain  # SDPA caps no scores
+    trains = torch.is_grad_enabled() and call.query.requires_grad
+    return call.grouped and trains and not call.dropout and is_short(call.query, call.key)
+
+
+def _grouped(call: Call) -> Tensor:
+    return grouped_attention(
+        call.query,
+        call.key,
+        call.value,
+        call.mask,
+        call.is_causal and call.query.shape[2] > 1,
+        call.scale,
+        call.position_bias,
+        call.softcap,
+    ).transpose(1, 2)
+
+
+def _sdpa(call: Call) -> Tensor:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    more = dict(call.more, position_bias=call.position_bias, softcap=call.softcap)
+    if call.layout is not None:
+        raise RuntimeError("layouts of documents or rows are for kernels of their own")
+    out: Tensor
+    out, _ = sdpa_attention_forward(
+        call.module,
+        call.query,
+        call.key,
+        call.value,
+        call.mask,
+        call.dropout,
+        call.scale,
+        call.stated_causal,
+        **more,
+    )
+    return out
+
+
+KERNELS = (
+    Kernel(
+        "gathered", lambda call: isinstance(call.layout, SharedRows) and is_bare(call), _gathered
+    ),
+    Kernel("varlen", lambda call: isinstance(call.layout, Spans) and takes_varlen(call), _varlen),
+    Kernel("grouped", _takes_grouped, _grouped),
+    Kernel("sdpa, heads repeated", _takes_repeated, _repeated),
+    Kernel("sdpa", lambda call: True, _sdpa),
+)

@@ -1,0 +1,337 @@
+"""A model's blocks: their activations, and whether they are compiled.
+
+Blocks are the layers that transformers marks for gradient checkpointing. We set these marks and our
+own checkpointing function. transformers' switch also makes the embeddings' output require a
+gradient, which costs the backward pass of all blocks below the lowest adapter.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from peftkit.errors import PeftkitError
+from peftkit.execution.plan import Activations, ExecutionPlan, activation_modes, plan_of
+from peftkit.kernels.device import gpu_of
+from peftkit.kernels.packed import recomputing
+from peftkit.kernels.tiled import tiled
+from peftkit.model.blocks import STREAMED, feed_forward_modules, recomputable_blocks
+from peftkit.model.places import FrozenWrapper
+
+BACKEND = "inductor"
+"""Backend of torch.compile."""
+
+MAX_COMPILED_VERSIONS = 64
+"""Maximum compiled versions of all blocks together: with or without a gradient, one row or several,
+short or long, ... Beyond torch's default of 8 blocks would run eagerly, without notice."""
+
+COMPILER_WARNING = r"The \.grad attribute of a Tensor that is not a leaf"
+"""A warning about torch.compile's own code."""
+
+COMPILERS = ("c++", "g++", "clang++")
+
+
+class Blocks:
+    """The blocks of one model.
+
+    Changes, until `restore`: the marks for gradient checkpointing and their function, the blocks'
+    compiled call, the forward of feed-forward modules and, while blocks are compiled, torch's
+    compiler settings.
+
+    Args:
+        plan: By default the one that suits the model's device.
+
+    Attributes:
+        blocks: The innermost ones, in the order of the model.
+        activations: Their activation mode.
+        compiled: Whether they run compiled.
+    """
+
+    def __init__(self, model: nn.Module, plan: ExecutionPlan | None = None) -> None:
+        self._plan = plan or plan_of(model)
+        self._name = type(model).__name__
+        self.blocks = list(dict.fromkeys(recomputable_blocks(model)))  # some models repeat one
+        self.compiled = False
+        self._compiled_before = [block._compiled_call_impl for block in self.blocks]
+        self._compiler_settings = ExitStack()
+        self._marked: list[Any] = [
+            m for m in model.modules() if hasattr(m, "gradient_checkpointing")
+        ]
+        self._marks_before = [
+            (m.gradient_checkpointing, getattr(m, "_gradient_checkpointing_func", None))
+            for m in self._marked
+        ]
+        recomputes = any(enabled for enabled, _ in self._marks_before)
+        self.activations: Activations = "recompute" if recomputes else "keep"
+        self._feed_forward: list[Any] = feed_forward_modules(model)
+        self._forwards_before = [m.__dict__.get("forward") for m in self._feed_forward]
+        stream = getattr(model, STREAMED, None)
+        self.are_streamed = stream is not None
+        device = next(model.parameters(), torch.empty(0)).device
+        self._recompute = _Recompute(self._plan, device, stream)
+
+    @property
+    def num_kinds(self) -> int:
+        """Number of different blocks; each kind is compiled separately."""
+        kinds = {
+            tuple((name, type(module)) for name, module in block.named_modules())
+            for block in self.blocks
+        }
+        return max(len(kinds), 1)
+
+    def activation_modes(self, requested: bool | Literal["auto"]) -> tuple[Activations, ...]:
+        """Return the activation modes to try, fastest first."""
+        return activation_modes(
+            requested,
+            on_gpu=self._plan.on_gpu,
+            has_blocks=bool(self._marked),
+            streamed=self.are_streamed,
+            recomputes=self.activations != "keep",
+        )
+
+    def set_activations(self, activations: Activations) -> None:
+        """Set the activation mode.
+
+        Raises:
+            PeftkitError: The mode needs blocks, and the model has none.
+        """
+        if activations != "keep" and not self._marked:
+            raise PeftkitError(
+                "train.gradient_checkpointing: true is not possible here",
+                found=f"{self._name} has no blocks marked for it.",
+                fix="Set it to auto or false; a smaller train.batch_size also saves memory.",
+            )
+        self.activations = activations
+        self._apply()
+
+    @contextmanager
+    def keeping_all(self) -> Iterator[None]:
+        """Keep all activations within the context."""
+        self._set_recomputed(False)
+        try:
+            yield
+        finally:
+            self._set_recomputed(self.activations != "keep")
+
+    def why_not_compiled(self) -> str:
+        """Return why the blocks cannot be compiled; "" if nothing is known against it."""
+        if self.are_streamed:
+            return "Their weights are streamed (base.placement), each block's when it is entered."
+        if not self.blocks:
+            return f"{self._name} has no blocks that transformers marks as such."
+        if not self._plan.on_gpu and cpp_compiler() is None:
+            return f"There is no C++ compiler here (CXX, {', '.join(COMPILERS)})."
+        return ""
+
+    def compile(self, is_on: bool = True) -> None:
+        """Switch between compiled and eager blocks."""
+        self.compiled = is_on
+        self._compiler_settings.close()
+        self._recompute.compiled_call = None
+        if is_on:
+            self._configure_compiler()
+            self._recompute.compiled_call = torch.compile(_call, backend=BACKEND, dynamic=True)
+        self._apply()
+
+    def _configure_compiler(self) -> None:
+        from torch._dynamo import config  # slow to import, and only needed here
+        from torch.fx.experimental import _config as symbols
+
+        enter = self._compiler_settings.enter_context
+        # numbers of a config are the same in all blocks; to find that it needs them as they are,
+        # the compiler would trace each block twice
+        enter(config.patch(recompile_limit=MAX_COMPILED_VERSIONS, specialize_float=True))
+        # sizes that are equal in the first batch, by chance, are not taken to be the same
+        enter(symbols.patch(use_duck_shape=False))  # type: ignore[attr-defined]
+        enter(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=COMPILER_WARNING)
+
+    def eagerly(self) -> AbstractContextManager[object]:
+        """Return a context in which blocks run eagerly, compiled or not."""
+        return torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
+
+    def restore(self) -> None:
+        """Undo all changes of the model."""
+        self.compiled = False
+        self._compiler_settings.close()
+        self._set_tiled(False)
+        for module, forward in zip(self._feed_forward, self._forwards_before, strict=True):
+            if forward is not None:
+                module.forward = forward
+        for module, (enabled, function) in zip(self._marked, self._marks_before, strict=True):
+            _mark(module, enabled, function)
+        for block, compiled in zip(self.blocks, self._compiled_before, strict=True):
+            block._compiled_call_impl = compiled
+
+    def _apply(self) -> None:
+        self._recompute.offloads = self.activations == "offload"
+        self._set_recomputed(self.activations != "keep")
+        is_whole = self.compiled and self.activations == "keep"  # else the recomputed call is
+        for block in self.blocks:
+            block._compiled_call_impl = None
+            if is_whole:
+                block.compile(backend=BACKEND, dynamic=True)
+        if is_whole:
+            self._compile_lowest_as_others()
+
+    def _set_recomputed(self, is_on: bool) -> None:
+        """Switch recomputation of blocks on or off, and tiles of their feed-forward modules."""
+        for module, (_, function) in zip(self._marked, self._marks_before, strict=True):
+            _mark(module, is_on, self._recompute if is_on else function)
+        # the backward pass of a tile needs the weights, which are elsewhere by then
+        elsewhere = self.are_streamed or self._plan.is_sharded
+        self._set_tiled(is_on and not (self.compiled or elsewhere))
+
+    def _set_tiled(self, is_on: bool) -> None:
+        for module in self._feed_forward:
+            module.__dict__.pop("forward", None)
+            if is_on:
+                module.forward = functools.partial(_in_tiles, self._plan, module)
+
+    def _compile_lowest_as_others(self) -> None:
+        """Let the lowest trained block run the code of the blocks above it.
+
+        Its input has no gradient: code for that would double the time to compile, and saves a
+        thousandth of it in each step.
+        """
+        trained = (b for b in self.blocks if any(p.requires_grad for p in b.parameters()))
+        if (lowest := next(trained, None)) is not None:
+            compiled: Any = lowest._compiled_call_impl
+            lowest._compiled_call_impl = functools.partial(_with_gradient, compiled)
+
+
+def _mark(module: Any, enabled: bool, function: Callable[..., Any] | None) -> None:
+    """Set transformers' mark for gradient checkpointing, and its function."""
+    module.gradient_checkpointing = enabled
+    if function is not None:
+        module._gradient_checkpointing_func = function
+
+
+class _Recompute:
+    """Computes a block, and again in its backward pass: transformers' checkpointing function.
+
+    transformers calls it inside of the block's hooks.
+
+    Args:
+        stream: Fetches the weights of streamed blocks, both times.
+
+    Attributes:
+        offloads: Whether blocks' inputs wait in main memory.
+        compiled_call: Computes a block compiled, both times; None: eagerly.
+    """
+
+    def __init__(self, plan: ExecutionPlan, device: torch.device, stream: Any) -> None:
+        self._plan, self._device, self._stream = plan, device, stream
+        self.offloads = False
+        self.compiled_call: Callable[..., Any] | None = None
+        self._offload: Callable[..., Any] | None = None
+        self._draws: dict[tuple[Any, bool], bool] = {}
+
+    def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
+        """Compute a block, keeping the generators' state only if it draws random numbers.
+
+        The first time in each mode that is observed: a block has dropout or not.
+        """
+        block = _block_of(run)
+        key = block, getattr(block, "training", True)
+        if key in self._draws:
+            return self._checkpoint(run, args, self._draws[key])
+        before = self._generators()
+        out = self._checkpoint(run, args, True)
+        if torch.is_grad_enabled():
+            self._draws[key] = not all(map(torch.equal, before, self._generators()))
+        return out
+
+    def _checkpoint(self, run: Callable[..., Any], args: tuple[Any, ...], draws: bool) -> Any:
+        forward = run
+        if self._stream is not None:
+            forward = functools.partial(self._with_weights, run)
+        elif self.compiled_call is not None:
+            forward = functools.partial(self.compiled_call, run)
+        if draws and self._device.type == "mps":  # torch resets the CPU's and CUDA's alone
+            forward = functools.partial(_Replayed(self._device), forward)
+        if self.offloads:
+            if self._offload is None:
+                from peftkit.forward.offload import Offload
+
+                self._offload = Offload()
+            return self._offload(forward, *args, preserve_rng=draws)
+        if self._plan.recomputing_keeps_unpacked:
+            forward = recomputing()(forward)
+        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
+        return checkpoint(forward, *args, **how)
+
+    def _with_weights(self, run: Callable[..., Any], *args: Any) -> Any:
+        with self._stream.around(_block_of(run)):
+            return run(*args)
+
+    def _generators(self) -> list[Tensor]:
+        """Return the state of torch's generators, as CPU tensors."""
+        gpu = gpu_of(self._device)
+        return [torch.get_rng_state(), *([] if gpu is None else [gpu.get_rng(self._device)])]
+
+
+def _in_tiles(plan: ExecutionPlan, module: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute a feed-forward module, in tiles if the row is long."""
+    run: Any = functools.partial(type(module).forward, module)
+    plain = args or kwargs or not isinstance(x, Tensor) or x.dim() != 3
+    if plain or not torch.is_grad_enabled() or (tokens := plan.tile(x.shape[1])) >= x.shape[1]:
+        return run(x, *args, **kwargs)
+    wrappers = [part for part in module.modules() if isinstance(part, FrozenWrapper)]
+    trained = list(dict.fromkeys(p for wrapper in wrappers for p in wrapper.trained_parameters()))
+    if not (trained or x.requires_grad):
+        return run(x)
+    drops = (part for part in module.modules() if isinstance(part, nn.Dropout))
+    draws = any(part.training and part.p > 0 for part in drops)
+    return tiled(run, x, trained, tokens, draws=draws)
+
+
+def _block_of(run: Callable[..., Any]) -> Any:
+    """Return the block of a forward function: transformers binds it in one of two ways."""
+    bound = getattr(run, "args", None) or (getattr(run, "__self__", None),)
+    return bound[0]
+
+
+def _with_gradient(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    """Call a block with hidden states that require a gradient, as in the blocks above."""
+    if args and isinstance(args[0], Tensor) and not args[0].requires_grad:
+        args = args[0].detach().requires_grad_(torch.is_grad_enabled()), *args[1:]
+    return call(*args, **more)
+
+
+class _Replayed:
+    """Calls a block twice with the same random numbers of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._state = device, None
+
+    def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
+        gpu: Any = gpu_of(self._device)
+        before = gpu.get_rng(self._device)
+        if self._state is None:
+            self._state = before
+            return run(*args)
+        gpu.set_rng(self._state, self._device)
+        try:
+            return run(*args)
+        finally:
+            gpu.set_rng(before, self._device)
+
+
+def _call(run: Callable[..., Any], *args: Any) -> Any:
+    return run(*args)
+
+
+def cpp_compiler() -> str | None:
+    """Return the C++ compiler that torch.compile would use for a CPU."""
+    names = (os.environ.get("CXX", ""), *COMPILERS)
+    return next((path for name in names if name and (path := shutil.which(name))), None)

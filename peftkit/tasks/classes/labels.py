@@ -1,0 +1,231 @@
+"""Rows of single records: the fields of a record, and the labels in them."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+from peftkit.data.format import read_each
+from peftkit.data.messages import WrongField, full_text
+from peftkit.data.records import Record, iterate_records
+from peftkit.data.rows.encoder import EncodedRows, RowEncoder
+from peftkit.errors import ConfigError, DataError, did_you_mean, first_few
+from peftkit.files.strict_json import shown
+from peftkit.settings import DataConfig
+
+Problem = Literal["single_label", "multi_label", "regression"]
+MAX_LABELS = 10_000
+MAX_LISTED = 12
+FIX = "Fix the rows, or name the right fields in the recipe's task."
+Read = TypeVar("Read")
+
+
+class RecordEncoder(RowEncoder):
+    """Encoder that makes one row of each record.
+
+    Attributes:
+        what: The format of the records, in words.
+        counts: Counts by name, summed over the records at hand.
+    """
+
+    what: str
+
+    def read(self, records: Sequence[Record], where: str) -> tuple[list[Any], tuple[str, ...]]:
+        self.counts = Counter[str]()
+        return read_each(records, partial(self.parse, where=where), self.what, where, FIX)
+
+    def rows(self, read: tuple[list[Any], tuple[str, ...]]) -> EncodedRows:
+        parsed, unused = read
+        return EncodedRows([*map(self.row, parsed)], counts=self.counts, unused=unused)
+
+    @abstractmethod
+    def parse(self, record: Record, where: str) -> tuple[Any, Iterable[str]]:
+        """Return what a row is made of, and the fields of the record that were read.
+
+        Raises:
+            WrongField: A field is missing, or has another kind of value.
+        """
+
+    def row(self, parsed: Any) -> Any:
+        """Return the row, or `Dropped`, of what `parse` returned."""
+        return parsed
+
+
+def field_of(fields: Mapping[str, Any], name: str, setting: str) -> Any:
+    """Return a field of a row; `setting` names it in a recipe.
+
+    Raises:
+        WrongField: It is missing or null.
+    """
+    value = fields.get(name)
+    if value is None:
+        hint = f"{', '.join(fields)}. {did_you_mean(name, fields)}".rstrip()
+        raise WrongField(name, f"missing ({setting}); the row has {hint}")
+    return value
+
+
+def text_of(fields: Mapping[str, Any], name: str, setting: str) -> str:
+    """Return a field that is a text; see `field_of`."""
+    field_of(fields, name, setting)
+    return full_text(fields, name)
+
+
+def list_of(fields: Mapping[str, Any], name: str, setting: str) -> list[Any]:
+    """Return a field that is a list; see `field_of`."""
+    value = field_of(fields, name, setting)
+    if not isinstance(value, list):
+        raise WrongField(name, f"expected a JSON list, found {shown(value)}")
+    return value
+
+
+def label_name(value: Any) -> str:
+    """Return the name of a label: texts as they are, whole numbers and truth values written out."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if (isinstance(value, str) and value) or isinstance(value, int):
+        return str(value)
+    raise WrongField("", f"expected a text or a whole number as label, found {shown(value)}")
+
+
+def label_of(fields: Mapping[str, Any], name: str) -> str:
+    """Return the name of a row's label."""
+    return label_name(field_of(fields, name, "task.label"))
+
+
+def label_names(values: Iterable[Any]) -> list[str]:
+    """Return the names of several labels."""
+    return [label_name(value) for value in values]
+
+
+def sorted_names(names: Iterable[str], where: str) -> tuple[str, ...]:
+    """Return the names of labels in their order: whole numbers by size, others as texts.
+
+    Raises:
+        DataError: There is only one, or there are too many.
+    """
+    labels = set(names)
+    if not 2 <= len(labels) <= MAX_LABELS:
+        few = first_few(sorted(labels), MAX_LISTED, ", ")
+        raise DataError(
+            f"Cannot train a classifier on the labels of {where}.",
+            found=f"There are {len(labels):,} different ones: {few}",
+            fix="List all labels in task.labels, or name the right field.",
+        )
+    numbers = all(name.removeprefix("-").isdigit() for name in labels)
+    return tuple(sorted(labels, key=int) if numbers else sorted(labels))
+
+
+def number_of(label: str, numbers: Mapping[str, int]) -> int:
+    """Return the index of a label in the head."""
+    if label not in numbers:
+        hint = did_you_mean(label, numbers)
+        labels = f"{listed(list(numbers))}. {hint}".rstrip()
+        raise WrongField("", f"the head does not know the label {shown(label)}; it knows {labels}")
+    return numbers[label]
+
+
+def check_names(labels: Sequence[str]) -> None:
+    """Refuse a recipe's labels if there is only one, or one is repeated.
+
+    Raises:
+        ConfigError: It is so.
+    """
+    repeated = [label for label in labels if labels.count(label) > 1]
+    if len(labels) == 1 or repeated:
+        raise ConfigError(
+            f"cannot use these labels: {listed(labels)}.",
+            found=f"{shown(repeated[0])} is repeated." if repeated else "There is only one.",
+            fix="Name each label once, in the order of the head's outputs.",
+        )
+
+
+def values_in(
+    records: Iterable[Record], read: Callable[[Mapping[str, Any]], Read]
+) -> Iterator[tuple[Read, str]]:
+    """Yield the result of `read` for each record, and the record's source.
+
+    Raises:
+        DataError: `read` raised WrongField.
+    """
+    for record in records:
+        try:
+            value = read(record.fields)
+        except WrongField as problem:
+            raise DataError(f"Cannot use {record.source}: {problem}.", fix=FIX) from None
+        yield value, record.source
+
+
+def names_in(
+    data: DataConfig, read: Callable[[Mapping[str, Any]], Iterable[str]]
+) -> tuple[str, ...]:
+    """Return the names of all labels that `read` returns of training rows; see `sorted_names`."""
+    lists = values_in(training_records(data), read)
+    return sorted_names((name for names, _ in lists for name in names), data.train_name)
+
+
+def training_records(data: DataConfig) -> Iterator[Record]:
+    """Yield all training records, few of them in memory."""
+    for source in data.sources:
+        yield from iterate_records(source.path)
+
+
+def problem_of(values: Iterable[tuple[Any, str]]) -> Problem:
+    """Return the kind of problem by the values of a field: several labels, one, or a number.
+
+    Args:
+        values: Each with its source.
+
+    Raises:
+        DataError: They are of several kinds; names the first row of each.
+    """
+    first: dict[str, str] = {}
+    numbers = whole = True
+    for value, source in values:
+        first.setdefault(_kind(value), source)
+        number = _as_number(value) if numbers else None
+        numbers = numbers and number is not None
+        whole = whole and number is not None and number.is_integer()
+    kinds = set(first)
+    if kinds == {"list"}:
+        return "multi_label"
+    if kinds == {"text"}:
+        return "regression" if numbers and not whole else "single_label"
+    if kinds == {"truth value"} or kinds == {"whole number"}:
+        return "single_label"
+    if kinds <= {"whole number", "number"}:
+        return "regression"
+    raise DataError(
+        "Cannot infer the kind of labels.",
+        found="\n".join(f"{source}: a {kind}" for kind, source in first.items()),
+        fix="Fix the rows, or set task.problem.",
+    )
+
+
+def value_of(value: Any) -> float:
+    """Return a number, which may be given as text."""
+    number = None if isinstance(value, bool) else _as_number(value)
+    if number is None:
+        raise WrongField("", f"expected a number, found {shown(value)}")
+    return number
+
+
+def _kind(value: Any) -> str:
+    names = {str: "text", bool: "truth value", int: "whole number", float: "number", list: "list"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _as_number(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def listed(labels: Sequence[str]) -> str:
+    """Return labels as a list for a message, at most MAX_LISTED."""
+    return first_few(map(shown, labels), MAX_LISTED, ", ")

@@ -1,0 +1,288 @@
+"""Sequence classification: a text, or a pair of texts, has one label, several, or a number.
+
+Shapes: B rows, L labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+from torch.nn import functional
+
+from peftkit.base.purpose import ClassHead, ProblemType, labels_of
+from peftkit.data.records import Record
+from peftkit.data.rows.columns import StoredRows
+from peftkit.errors import BaseError, ConfigError, DataError
+from peftkit.events import Listener, ignore
+from peftkit.files.strict_json import shown
+from peftkit.forward.loss import unwrapped
+from peftkit.settings import DataConfig
+from peftkit.tasks.base import Task
+from peftkit.tasks.classes.labels import (
+    Problem,
+    check_names,
+    field_of,
+    label_name,
+    label_names,
+    list_of,
+    names_in,
+    number_of,
+    problem_of,
+    text_of,
+    training_records,
+    value_of,
+    values_in,
+)
+from peftkit.tasks.metrics import class_metrics, multi_label_metrics, number_metrics
+from peftkit.tasks.texts import (
+    Classifier,
+    ClassifierConfig,
+    Texts,
+    TextsEncoder,
+    TextsRow,
+    TextTask,
+    joined_texts,
+)
+
+PROBLEM_TYPES: dict[Problem, ProblemType] = {
+    "single_label": "single_label_classification",
+    "multi_label": "multi_label_classification",
+    "regression": "regression",
+}
+NUMBER = "value"
+"""Name of the one output of a regression."""
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledRow(TextsRow):
+    """A text, or a pair of texts, and its label.
+
+    Args:
+        target: (index of the label,); 1.0 or 0.0 for each label of several; or (the number,).
+        source: "train.jsonl:7".
+    """
+
+    target: tuple[float, ...]
+    source: str
+
+
+class LabelledEncoder(TextsEncoder):
+    """Encoder of records with a text, or a pair of texts, and a label."""
+
+    kind: ClassVar[type[LabelledRow]] = LabelledRow
+    what = "a text and its label"
+
+    def __init__(self, texts: Texts, config: Any, labels: Sequence[str], problem: Problem) -> None:
+        super().__init__(texts, config, labels)
+        self._problem = problem
+
+    def key(self, where: str) -> object:
+        return (super().key(where), self._problem)
+
+    def parse(self, record: Record, where: str) -> tuple[LabelledRow, Sequence[str]]:
+        config, target = self.config, self._target(record.fields)
+        text = self.texts.encode(*self.texts_of(record.fields))
+        self.counts["cut"] += text.is_cut
+        row = LabelledRow(**joined_texts([text]), target=target, source=record.source)
+        return row, (config.text, config.pair or "", config.label)
+
+    def texts_of(self, fields: Mapping[str, Any]) -> tuple[str, str | None]:
+        """Return the text, and the second text of a pair, of a record."""
+        pair = self.config.pair
+        second = None if pair is None else text_of(fields, pair, "task.pair")
+        return text_of(fields, self.config.text, "task.text"), second
+
+    def _target(self, fields: Mapping[str, Any]) -> tuple[float, ...]:
+        name = self.config.label
+        value = field_of(fields, name, "task.label")
+        if self._problem == "regression":
+            return (value_of(value),)
+        if self._problem == "single_label":
+            return (number_of(label_name(value), self.numbers),)
+        labels = label_names(list_of(fields, name, "task.label"))
+        numbers = {number_of(label, self.numbers) for label in labels}
+        return tuple(float(number in numbers) for number in range(len(self.numbers)))
+
+
+class SequenceClassification(Classifier, TextTask):
+    """Classification of texts, or regression on them.
+
+    Args:
+        model: With a classification head; its config names the labels and the problem.
+    """
+
+    row_encoder: LabelledEncoder
+
+    def build(self, model: nn.Module) -> None:
+        super().build(model)
+        settings = unwrapped(model).config
+        end = settings.eos_token_id if settings.is_encoder_decoder else None
+        if end is not None and self.texts.encode("a").input_ids[-1] != end:
+            raise BaseError(
+                f"{type(unwrapped(model)).__name__} classifies by the end token.",
+                found="The tokenizer adds none to a text.",
+                fix="Give the base's own tokenizer, or another base.",
+            )
+        self.labels = labels_of(settings)
+        self.problem = _problem(settings, len(self.labels))
+        self.row_encoder = LabelledEncoder(self.texts, self.config, self.labels, self.problem)
+
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        values = rows.values("target")
+        if self.problem == "regression":
+            return [("numbers", f"{values.min():g} to {values.max():g}")]
+        if self.problem == "multi_label":
+            counts = values.view(-1, len(self.labels)).sum(0).long()
+        else:
+            counts = values.long().bincount(minlength=len(self.labels))
+        pairs = zip(self.labels, counts.tolist(), strict=True)
+        return [("rows per label", ", ".join(f"{name} {count:,}" for name, count in pairs))]
+
+    def collate(self, rows: Sequence[LabelledRow]) -> dict[str, Tensor]:
+        """Return a batch of tokens, and targets: (B,), or (B, L) for several labels a row."""
+        dtype = torch.long if self.problem == "single_label" else torch.float32
+        targets = torch.tensor([row.target for row in rows], dtype=dtype)
+        if self.problem != "multi_label":
+            targets = targets[:, 0]
+        return {**self.tokens(rows), "targets": targets}
+
+    def names(self, row: LabelledRow) -> Sequence[str]:
+        if self.problem == "multi_label":
+            names = [name for name, on in zip(self.labels, row.target, strict=True) if on]
+            label = ", ".join(names) or "none"
+        else:
+            (target,) = row.target
+            label = f"{target:g}" if self.problem == "regression" else self.labels[int(target)]
+        return [label]
+
+    def measured(self, logits: Tensor, targets: Tensor, rows: Sequence[Any]) -> dict[str, float]:
+        if self.problem == "regression":
+            return number_metrics(logits[:, 0], targets)
+        if self.problem == "multi_label":
+            return multi_label_metrics(logits > 0, targets > 0)
+        return class_metrics(logits.argmax(-1), targets)
+
+    @torch.no_grad()
+    def predict(
+        self,
+        model: nn.Module,
+        texts: Sequence[str | tuple[str, str]],
+        on_event: Listener = ignore,
+    ) -> Tensor:
+        """Return the probability of each label (B, L), or the number (B, 1).
+
+        Args:
+            texts: Texts, or pairs of texts, as in training.
+
+        Raises:
+            DataError: One is empty, or of the other kind.
+        """
+        pairs = [(text, None) if isinstance(text, str) else text for text in texts]
+        for pair in pairs:
+            if (pair[1] is None) != (self.config.pair is None) or not all(
+                part is None or part.strip() for part in pair
+            ):
+                raise DataError(
+                    f"cannot classify {shown(pair[0])}.",
+                    found="It is empty, or not what the adapter was trained on.",
+                    fix="Give one text." if self.config.pair is None else "Give pairs of texts.",
+                )
+        rows = [self.texts.encode(*pair) for pair in pairs]
+        return torch.tensor(self.for_each(model, rows, self._predicted, self.progress, on_event))
+
+    def _predicted(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        logits = self.logits(model, batch)
+        if self.problem == "regression":
+            return logits
+        return logits.sigmoid() if self.problem == "multi_label" else logits.softmax(-1)
+
+    def predict_texts(
+        self, model: nn.Module, texts: Sequence[str | tuple[str, str]]
+    ) -> list[dict[str, float]]:
+        """Return the probability of each label, or the "value", of each text."""
+        return self._by_label(self.predict(model, texts))
+
+    def _by_label(self, values: Tensor) -> list[dict[str, float]]:
+        named = [zip(self.labels, row, strict=True) for row in values.tolist()]
+        return [dict(sorted(row, key=lambda pair: -pair[1])) for row in named]
+
+    def predict_rows(
+        self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
+    ) -> list[dict[str, Any]]:
+        """Return the probabilities, or the value, of each row as `prediction`."""
+        pairs = (texts for texts, _ in values_in(records, self.row_encoder.texts_of))
+        texts = [text if pair is None else (text, pair) for text, pair in pairs]
+        predictions = self._by_label(self.predict(model, texts, on_event))
+        return [{"prediction": prediction} for prediction in predictions]
+
+    def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if self.problem == "regression":
+            return functional.mse_loss(logits[:, 0], targets, reduction="sum")
+        if self.problem == "multi_label":
+            return functional.binary_cross_entropy_with_logits(logits, targets, reduction="sum")
+        return super().loss_of(logits, targets)
+
+
+class SequenceClassificationConfig(ClassifierConfig):
+    """Sequence classification: sentiment, topic, intent, entailment, a score."""
+
+    task_type: ClassVar[str] = "SEQ_CLS"
+    auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
+    task: ClassVar[Callable[..., Task]] = SequenceClassification
+    command: ClassVar[str] = "peftkit predict {folder} --text TEXT"
+
+    type: Literal["sequence_classification"] = "sequence_classification"
+    text: str = "text"
+    """Field with the text."""
+    pair: str | None = None
+    """Field with a second text, for pairs; null: single texts."""
+    label: str = "label"
+    """Field with the label, the list of labels, or the number."""
+    problem: Literal["auto"] | Problem = "auto"
+    """auto: lists are several labels, fractions are regression, all else is a single label."""
+
+    @model_validator(mode="after")
+    def _labels(self) -> SequenceClassificationConfig:
+        check_names(self.labels)
+        if self.labels and self.problem == "regression":
+            raise ConfigError("a regression has no labels.", fix="Leave one of the two out.")
+        return self
+
+    def resolve(self, data: DataConfig) -> SequenceClassificationConfig:
+        """Infer the problem and the labels from the training data where they are not set."""
+        if self.problem == "regression" or (self.problem != "auto" and self.labels):
+            return self
+        read = partial(field_of, name=self.label, setting="task.label")
+        values, labels = values_in(training_records(data), read), self.labels
+        problem = problem_of(values) if self.problem == "auto" else self.problem
+        if problem != "regression" and not labels:
+            labels = names_in(data, partial(self._names, problem == "multi_label"))
+        return self.model_copy(update={"problem": problem, "labels": labels})
+
+    def _names(self, several: bool, fields: Mapping[str, Any]) -> list[str]:
+        read = list_of if several else field_of
+        value = read(fields, self.label, "task.label")
+        return label_names(value if several else [value])
+
+    @property
+    def problem_type(self) -> ProblemType | None:
+        return None if self.problem == "auto" else PROBLEM_TYPES[self.problem]
+
+    @property
+    def head(self) -> ClassHead:
+        labels = (NUMBER,) if self.problem == "regression" else self.labels
+        return ClassHead(labels, self.problem_type, self.fresh_head)
+
+
+def _problem(settings: Any, num_labels: int) -> Problem:
+    """Return the problem of a model's config; transformers' default where it sets none."""
+    problem_type = (
+        settings.problem_type or PROBLEM_TYPES["regression" if num_labels == 1 else "single_label"]
+    )
+    return next(problem for problem, kind in PROBLEM_TYPES.items() if kind == problem_type)

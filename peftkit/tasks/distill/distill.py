@@ -1,0 +1,391 @@
+"""Distillation: the divergence between student and teacher at each token of an answer.
+
+Both are one model unless a teacher model is named: the teacher is the base without the adapter, or
+with another one, and with its prompt in front of each row; the student has the adapter and reads
+the row alone. The loss needs only the teacher's hidden states before the head: for fixed answers
+they are computed once, before the first step, and stored in main memory where they fit.
+
+Shapes: B rows, n answer tokens of them all, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from peftkit.data.encode import stop_ids
+from peftkit.data.pack import Row
+from peftkit.data.rows.columns import StoredRows, row_digest
+from peftkit.errors import AdapterError, ConfigError
+from peftkit.events import Listener, Notice, ScoredAnswer, ignore
+from peftkit.execution.plan import compute_dtype
+from peftkit.execution.signals import Interrupted
+from peftkit.forward.loss import find_head, target_logits, target_rows, unwrapped
+from peftkit.inference.generate import ModelSampler, SampledAnswer
+from peftkit.kernels.device import free_bytes
+from peftkit.kernels.divergence import (
+    Divergence,
+    DivergenceName,
+    chunked_divergence,
+    reference_divergence,
+)
+from peftkit.model.modes import SideAdapter, evaluating
+from peftkit.model.places import unwrap_adapter
+from peftkit.settings import CHAT
+from peftkit.tasks.base import Run
+from peftkit.tasks.distill.rows import Distilled, DistillEncoder, TeacherPrompt, read_prompt
+from peftkit.tasks.distill.teacher import (
+    Answers,
+    OtherModel,
+    TeacherConfig,
+    other_model,
+    teacher_answers,
+)
+from peftkit.tasks.documents import Rollout, RolloutTask
+from peftkit.tasks.rows import exact_length
+from peftkit.tasks.tokens import AnswerConfig, share_equal
+
+TEACHER = "teacher_"
+"""Prefix of a batch's names for the teacher's documents."""
+NAN = float("nan")
+HIDDEN = "teacher_hidden"
+"""The teacher's hidden states before the head (n, H), where they were computed before."""
+SHARE = 0.25
+"""Share of the free main memory that may store them."""
+DIVERGENCES = {"forward": "KL(teacher, student)", "reverse": "KL(student, teacher)", "jsd": "JSD"}
+"""Their names in the run header."""
+
+
+class Distill(RolloutTask):
+    """Train the student to answer as the teacher does.
+
+    Raises:
+        AdapterError: The adapter changes the head, which both share.
+    """
+
+    metric_names = ("same_token",)
+    """Share of answer tokens at which both have the same most likely token."""
+    row_encoder: DistillEncoder
+
+    def build(self, model: nn.Module) -> None:
+        _check_head(model)
+        super().build(model)
+        config, self.data = self.config, self.data.without_packing()
+        file = config.teacher.prompt
+        self.makes_rows = config.answers == "student"
+        self.row_encoder = DistillEncoder(
+            self.tokenizer,
+            self.template,
+            self.data,
+            read_prompt(file) if file else TeacherPrompt(),
+            max_length=self.max_length,
+            limit=exact_length(model, self.tokenizer, None),
+            room=None if config.answers == "data" else config.max_new_tokens,
+        )
+        self.stops = stop_ids(self.tokenizer, self.row_encoder.style)
+        self._student = model
+        self._adapter: SideAdapter | None = None
+        self._other: OtherModel | None = None
+        self._answers: Answers = {}
+        self._places: dict[int, tuple[int, int]] = {}
+        self._hidden: Tensor | None = None
+
+    @property
+    def paths(self) -> dict[str, str]:
+        of_tokens = super().paths
+        each = self._hidden is None or self.makes_rows
+        loss = f"{DIVERGENCES[self.config.kind]}, {of_tokens['loss']}"
+        when = f"computed {'in each step' if each else 'before the first step'}"
+        return {**of_tokens, "loss": loss, "teacher": when}
+
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        kept = max(len(rows), 1)
+        teacher, student = (rows.counts[f"{who}_prompts"] / kept for who in ("teacher", "student"))
+        averages = f"{teacher:,.0f}, {student:,.0f}: {teacher - student:,.0f} saved per request"
+        return [("tokens of a prompt, teacher's and student's", averages)]
+
+    # The teacher.
+
+    @property
+    def other_adapters(self) -> Sequence[str]:
+        """The teacher's adapter, if it has one."""
+        return [self.config.teacher.adapter] if self.config.teacher.adapter else []
+
+    def add_adapter(self, folder: str, adapter: SideAdapter) -> None:
+        if adapter.head:
+            reason = f"it was trained for the task {adapter.task.get('type')}"
+            raise AdapterError(f"{folder} cannot teach", found=reason)
+        self._adapter = adapter
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """The weights of a teacher that is not the base; a teacher model is loaded for it."""
+        self._load_teacher(self._on_event)
+        if self._other is not None:
+            return {"teacher": self._other.fingerprint}
+        return {"teacher": self._adapter.key} if self._adapter else {}
+
+    def _load_teacher(self, say: Listener) -> None:
+        """Load the teacher model, if there is one."""
+        if self.config.teacher.model and self._other is None:
+            name, bare = self.config.teacher.model, unwrapped(self._student)
+            self._other = other_model(name, bare, self.tokenizer, self._head, say)
+
+    @contextmanager
+    def _as_teacher(self, model: nn.Module) -> Iterator[None]:
+        """Put the model into the teacher's state."""
+        state = self.reference.state() if self._adapter is None else self._adapter.on(model)
+        with evaluating(model), state:
+            yield
+
+    def setup(self, run: Run) -> None:
+        """Have the teacher answer the rows, and store its hidden states before the head.
+
+        Where the student answers, these are the eval rows alone.
+
+        Raises:
+            Interrupted: A signal came; answers are stored.
+            DataError: The teacher's answers are empty.
+        """
+        self._load_teacher(run.say)
+        if self.makes_rows:
+            self.check_answers(run)
+        rows = run.eval_rows if self.makes_rows else run.all_rows
+        if self.config.answers != "data" and len(rows):
+            self._ask(rows, run)
+        if self._head is not None and run.world.world_size == 1 and len(rows):
+            self._find_hidden(rows, run)
+
+    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+        is_trained = self.makes_rows and torch.is_grad_enabled()
+        return self.answered_step(rows, run) if is_trained else [rows]
+
+    def _ask(self, rows: Sequence[Distilled], run: Run) -> None:
+        model, longest = run.model, self.config.max_new_tokens
+        sampler = self.sampler(model)
+
+        def answer(prompts: Sequence[Sequence[int]]) -> list[SampledAnswer]:
+            self.forget_layout()
+            options = {"max_new_tokens": longest, "stops": self.stops}
+            if self._other is not None:
+                answers = sampler.answers(prompts, None, **options, model=self._other.model)
+            else:
+                with self._as_teacher(model):
+                    answers = sampler.answers(prompts, None, **options)
+            return [one for (one,) in answers]
+
+        who = self.identity.get("teacher", "")
+        key = f"{self.reference.key} {who} {longest} {self.stops}"
+        text = partial(self.text, special=False)
+        self._answers = teacher_answers(rows, key, answer, text, longest, run)
+
+    def answered(self, row: Distilled) -> Distilled:
+        """Return a row with the teacher's answer; to plan memory, with the longest one."""
+        if row.num_targets:
+            return row
+        answer = self._answers.get(row.teacher_ids)
+        ids = answer.ids if answer is not None else (self._pad_id,) * self.config.max_new_tokens
+        return row.answered(ids[: self.max_length - row.lengths[0]])
+
+    def roll_out(
+        self, prompts: Sequence[Distilled], seeds: Sequence[int] | None, sampler: ModelSampler
+    ) -> Rollout:
+        """Have the student answer rows, for on-policy distillation."""
+        ids = [row.documents[0].input_ids for row in prompts]
+        sampled = self.sample(ids, seeds, sampler)
+        rows, answers = [], []
+        for row, (one,) in zip(prompts, sampled, strict=True):
+            rows.append(row.answered(one.ids[: self.max_length - row.lengths[0]]))
+            prompt = self.text(row.documents[0].input_ids, special=False)
+            text = self.text(one.ids, special=False)
+            answers.append(ScoredAnswer(prompt, text, NAN, {}, NAN, one.is_cut, row.source))
+        number = max(len(rows), 1)
+        means = {
+            "cut": sum(one.is_cut for one in answers) / number,
+            "length": sum(len(one.ids) for (one,) in sampled) / number,
+        }
+        return Rollout(rows, means, tuple(answers))
+
+    # The loss.
+
+    def _find_hidden(self, rows: Sequence[Distilled], run: Run) -> None:
+        """Store the teacher's hidden states before the head, where memory has room."""
+        model = run.model
+        bare = unwrapped(model)
+        number = sum(self.answered(row).num_targets // 2 for row in rows)
+        width, other = int(bare.config.get_text_config().hidden_size), self._other
+        shape = (number, width if other is None else other.hidden_size)
+        dtype: torch.dtype = compute_dtype(bare) if other is None else compute_dtype(other.model)
+        needed, free = shape[0] * shape[1] * dtype.itemsize, free_bytes()
+        if free is not None and needed > SHARE * free:
+            sizes = f"they take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+            run.say(Notice(f"The teacher's hidden states are computed in each step: {sizes}."))
+            return
+        hidden, places, start = torch.empty(shape, dtype=dtype), {}, 0
+        compute, text = partial(self.teacher_hidden, model), "Running the teacher"
+        with run.world.autocast():
+            for part, _, computed in self.over_batches(model, rows, text, run.say, compute):
+                if run.stop.signum:
+                    raise Interrupted(run.stop.signum, "stopped before the first step.")
+                hidden[start : start + len(computed)] = computed
+                for row in map(self.answered, part):
+                    places[row_digest(row)] = (start, start + row.num_targets // 2)
+                    start += row.num_targets // 2
+        self._hidden, self._places = hidden, places
+
+    def num_positions(self, rows: Sequence[Distilled]) -> int:
+        pairs = (self.answered(row).documents for row in rows)
+        students, teachers = zip(*pairs, strict=True)
+        is_stored = self._hidden is not None and not self.makes_rows
+        return super().num_positions(students) + (
+            0 if is_stored else super().num_positions(teachers)
+        )
+
+    def collate(self, rows: Sequence[Distilled]) -> dict[str, Tensor]:
+        answered = [self.answered(row) for row in rows]
+        students, teachers = zip(*(row.documents for row in answered), strict=True)
+        batch = super().collate(students)
+        if self._hidden is not None:
+            places = [self._places.get(row_digest(row)) for row in answered]
+            if None not in places:
+                hidden = [self._hidden[slice(*place)] for place in places if place is not None]
+                return {**batch, HIDDEN: torch.cat(hidden)}
+        teacher_batch = super().collate(teachers) if self._other is None else self.padded(teachers)
+        return {**batch, **{TEACHER + name: tensor for name, tensor in teacher_batch.items()}}
+
+    def teacher_hidden(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the teacher's hidden states before the head (n, H): stored ones, or computed now.
+
+        Where a model's head cannot be called by itself, these are the logits (n, V).
+        """
+        if HIDDEN in batch:
+            return batch[HIDDEN]
+        theirs = {n.removeprefix(TEACHER): t for n, t in batch.items() if n.startswith(TEACHER)}
+        if self._other is not None:
+            return self._other.hidden(theirs)
+        with self._as_teacher(model):
+            return self._before_head(model, theirs)
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the summed divergence, and the number of tokens at which both agree."""
+        teacher = self.teacher_hidden(model, batch)  # first: recomputed blocks need the last layout
+        student = self._before_head(model, batch)
+        if self._head is None:
+            values = reference_divergence(student.float(), teacher.float(), self.config.divergence)
+            same = student.argmax(-1) == teacher.argmax(-1)
+        else:
+            values, same = chunked_divergence(
+                student,
+                teacher,
+                self._head,
+                self.config.divergence,
+                teacher_head=None if self._other is None else self._other.head,
+                vocab_size=self._head.vocab_size,
+                chunk_bytes=self._head.chunk_bytes,
+            )
+        return torch.stack([values.sum(), same.sum().to(values)])
+
+    def metrics(
+        self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        """Return the loss, same_token, and the prompt tokens that the student saves."""
+        saved = sum(len(row.teacher_ids) - row.lengths[0] for row in rows) / len(rows)
+        return {**self.mean_loss(model, rows, on_event)[0], "tokens_saved": saved}
+
+    def prompted(self, row: Distilled) -> list[Row]:
+        return super().prompted(self.answered(row).documents[0])
+
+    def answer_metrics(
+        self, pairs: Sequence[tuple[str, str]], rows: Sequence[Distilled]
+    ) -> dict[str, float]:
+        """Return the shares of answers equal to the teacher's, and to the file's if it has some."""
+        ours = zip(pairs, rows, strict=True)
+        with_own = [
+            (answer, row.reference) for (answer, _), row in ours if row.reference is not None
+        ]
+        exact = {"exact_match": share_equal(with_own)} if with_own else {}
+        return {**exact, "agreement": share_equal(pairs)}
+
+    def spans(self, row: Any) -> list[tuple[str, str]]:
+        student, teacher = row.documents
+        prompt = [text for kind, text in super().spans(teacher) if not kind]
+        return [*super().spans(student), ("the teacher reads", "".join(prompt))]
+
+    def _before_head(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        compute = target_logits if self._head is None else target_rows
+        with self.model_inputs(model, batch) as inputs:
+            return compute(model, inputs, batch["target_index"])
+
+
+def _check_head(model: nn.Module) -> None:
+    """Check that the adapter does not change the head, which makes the logits of both.
+
+    Raises:
+        AdapterError: It does not.
+    """
+    head = find_head(unwrapped(model))
+    if head is None:
+        return
+    if unwrap_adapter(head) is not head or any(p.requires_grad for p in head.parameters()):
+        raise AdapterError(
+            "the task distill cannot train an adapter on the head.",
+            found="Teacher and student share it; a tied head is the token embedding, too.",
+            fix="Leave the head out of method.targets and method.train_fully, and leave "
+            "method.token_rows and base.new_tokens out.",
+        )
+
+
+class DistillConfig(AnswerConfig):
+    """Distillation: train the adapter to answer as the base does with a prompt in front."""
+
+    data_fields: ClassVar[frozenset[str]] = frozenset(
+        {"format", "max_length", *CHAT, "max_dropped"}
+    )
+
+    task: ClassVar = Distill
+
+    type: Literal["distill"] = "distill"
+    teacher: TeacherConfig
+    """The teacher: a prompt, an adapter, a model."""
+    answers: Literal["teacher", "data", "student"] = "teacher"
+    """Whose answers the loss is computed on. teacher: generated greedily before the first step, and
+    stored in the run's folder; rows need none. data: the last one of each row. student: its own,
+    sampled in each step (on-policy); kind: reverse is usual with it."""
+    kind: DivergenceName = "forward"
+    """Divergence at each token of an answer, over the whole vocabulary: forward is
+    KL(teacher, student), which covers all modes of the teacher; reverse is
+    KL(student, teacher), which seeks its main mode; jsd lies between."""
+    beta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The teacher's weight in the mixture of jsd; null: 0.5."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Both sides' logits are divided by it."""
+    max_new_tokens: Annotated[int, Field(ge=1)] = 256
+    """Longest generated answer, in tokens."""
+
+    @model_validator(mode="after")
+    def _settings_are_used(self) -> DistillConfig:
+        if self.beta is not None and self.kind != "jsd":
+            raise ConfigError(
+                f"task.beta is not used by task.kind: {self.kind}.",
+                fix="Leave it out, or set task.kind: jsd.",
+            )
+        return self
+
+    @property
+    def makes_answers(self) -> str:
+        return "task.answers is teacher" if self.answers == "teacher" else ""
+
+    @property
+    def divergence(self) -> Divergence:
+        """What is computed at each token."""
+        return Divergence(self.kind, self.beta or 0.5, self.temperature)
+
+    def saved(self) -> dict[str, Any]:
+        """The adapter is used and evaluated as causal_lm, without the teacher."""
+        return {"type": "causal_lm"}

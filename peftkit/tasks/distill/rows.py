@@ -1,0 +1,243 @@
+"""The teacher's prompt, and rows of a student's and a teacher's document."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from peftkit.data.encode import (
+    BEYOND,
+    NOTHING,
+    DocumentEncoder,
+    Encoder,
+    Style,
+    prompt_ids,
+    require_template,
+    shared_system,
+)
+from peftkit.data.format import Conversation, ParsedRow
+from peftkit.data.messages import Message, WrongField, parse_messages
+from peftkit.data.pack import IGNORE, Row
+from peftkit.data.prompts import PromptExample, read_prompts
+from peftkit.data.records import Record
+from peftkit.data.rows.encoder import Dropped, EncodedRows, RowEncoder, tokenizer_key
+from peftkit.errors import DataError, neighbours
+from peftkit.settings import DataConfig
+
+TEXT_ENDINGS = (".md", ".txt")
+TURN = re.compile(r"^#+ *(system|user|assistant) *:? *$", re.IGNORECASE | re.MULTILINE)
+"""A heading of a text file under which a turn of an example stands."""
+_FIX = (
+    "Write the instructions as text (.md, .txt), with examples under headings '## User' and "
+    "'## Assistant'; or messages with role and content (.json, .jsonl)."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherPrompt:
+    """What the teacher reads before each row.
+
+    Attributes:
+        system: Instructions; "" if there are none.
+        turns: Examples: user and assistant in turn.
+    """
+
+    system: str = ""
+    turns: tuple[Message, ...] = ()
+
+    @property
+    def examples(self) -> list[str]:
+        """The user messages of the examples."""
+        return [str(turn["content"]) for turn in self.turns if turn["role"] == "user"]
+
+    def before(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """Return a conversation with the prompt before it; its own system message comes second."""
+        own = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
+        rest = messages[1:] if own else messages
+        system = "\n\n".join(text for text in (self.system, own) if text)
+        first: tuple[Message, ...] = ({"role": "system", "content": system},) if system else ()
+        return (*first, *self.turns, *rest)
+
+
+def read_prompt(path: str | Path) -> TeacherPrompt:
+    """Read a teacher's prompt: system text, or messages.
+
+    Raises:
+        DataError: It cannot be read, is empty, or its messages are not in order.
+    """
+    file = Path(path).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as problem:
+        found = str(problem) if file.exists() else neighbours(file, "*")
+        raise DataError(f"Cannot read the teacher's prompt {path}.", found=found) from None
+    if file.suffix.lower() not in (*TEXT_ENDINGS, ".json", ".jsonl"):
+        raise DataError(
+            f"Cannot read the teacher's prompt {path}.",
+            found=f"The ending '{file.suffix}' does not say whether it is text or messages.",
+            fix=_FIX,
+        )
+    if not text.strip():
+        raise DataError(f"The teacher's prompt {path} is empty.", fix=_FIX)
+    try:
+        is_text = file.suffix.lower() in TEXT_ENDINGS
+        return _of_messages(_of_text(text) if is_text else _of_json(text, file.suffix.lower()))
+    except (WrongField, ValueError) as problem:
+        raise DataError(
+            f"Cannot use the teacher's prompt {path}.", found=str(problem), fix=_FIX
+        ) from None
+
+
+def _of_text(text: str) -> list[Mapping[str, Any]]:
+    """Return the messages of a text: what stands before the first heading of a turn is system."""
+    first, *parts = TURN.split(text)
+    named = zip(["system", *parts[::2]], [first, *parts[1::2]], strict=True)
+    said = [{"role": role.lower(), "content": part.strip()} for role, part in named]
+    return [message for number, message in enumerate(said) if number or message["content"]]
+
+
+def _of_json(text: str, ending: str) -> Any:
+    lines = [text] if ending == ".json" else [line for line in text.splitlines() if line.strip()]
+    values = [json.loads(line) for line in lines]
+    found = values[0] if len(values) == 1 else values
+    if isinstance(found, Mapping):
+        return found.get("messages", [found])
+    return found
+
+
+def _of_messages(messages: Any) -> TeacherPrompt:
+    if not isinstance(messages, list):
+        raise WrongField("", "it is no list of messages")
+    if not messages:
+        raise WrongField("", "it has no messages")
+    row = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    found, _ = parse_messages([*messages, *row], "messages")  # as they will stand before a row
+    turns = found[: -len(row)]
+    for number, message in enumerate(turns):
+        if not isinstance(message.get("content"), str) or not message["content"].strip():
+            raise WrongField(f"messages[{number}].content", "empty")
+    if turns[0]["role"] == "system":
+        return TeacherPrompt(str(turns[0]["content"]).strip(), tuple(turns[1:]))
+    return TeacherPrompt("", tuple(turns))
+
+
+# Rows of two documents that end in the same answer: the student's, and the teacher's.
+
+
+TOO_LONG = 2
+"""Number of the last one of `DistillEncoder.drops`."""
+Read = tuple[list[PromptExample], ParsedRow]
+
+
+@dataclass(frozen=True, slots=True)
+class Distilled(Row):
+    """The student's document, then the teacher's: two prompts, and the same answer, if any.
+
+    Args:
+        reference: The file's own answer, where it has one.
+    """
+
+    reference: str | None = None
+
+    @property
+    def teacher_ids(self) -> tuple[int, ...]:
+        """The teacher's document."""
+        return self.input_ids[self.lengths[0] :]
+
+    def answered(self, ids: Sequence[int]) -> Distilled:
+        """Return prompts with an answer after them."""
+        return distilled(self.documents[0].input_ids, self.teacher_ids, ids, self)
+
+
+def distilled(
+    student: Sequence[int],
+    teacher: Sequence[int],
+    answer: Sequence[int],
+    example: PromptExample | Distilled,
+) -> Distilled:
+    """Return the row of two prompts and an answer."""
+    ids, labels, ending = list[int](), list[int](), tuple(answer)
+    for prompt in (student, teacher):
+        ids += (*prompt, *ending)
+        labels += (*[IGNORE] * len(prompt), *ending)
+    lengths = (len(student) + len(ending), len(teacher) + len(ending))
+    return Distilled(tuple(ids), tuple(labels), lengths, example.source, example.reference)
+
+
+class DistillEncoder(RowEncoder):
+    """Encoder of records as two prompts each, and their last answer where it is trained on.
+
+    Args:
+        limit: The most tokens that the model reads; a longer row of the teacher's is dropped.
+        room: Tokens of an answer that is generated later; None: the rows have answers.
+    """
+
+    kind: ClassVar[type[Distilled]] = Distilled
+    drops: Mapping[str, str] = {
+        **DocumentEncoder.drops,
+        "too long after the teacher's prompt": "shorten the teacher's prompt",
+    }
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str | None,
+        data: DataConfig,
+        prompt: TeacherPrompt,
+        *,
+        max_length: int,
+        limit: int,
+        room: int | None,
+    ) -> None:
+        self.style = Style("chat", template)
+        self._tokenizer, self._format, self._prompt = tokenizer, data.format, prompt
+        self._max_length, self._limit, self._room = max_length, limit, room
+        self._encoder = Encoder(tokenizer, template)
+
+    def key(self, where: str) -> object:
+        known = (self.style, self._format, self._max_length, self._limit, self._room)
+        return (*tokenizer_key(self._tokenizer), *known, self._prompt)
+
+    def read(self, records: Sequence[Record], where: str) -> Read:
+        require_template(self._tokenizer, self.style.chat_template)
+        return read_prompts(records, self._format, where=where)
+
+    def rows(self, read: Read) -> EncodedRows:
+        rows, counts, (asked, parsed) = list[Any](), Counter[str](), read
+        for one in asked:
+            row = self._row(one, counts)
+            rows.append(row)
+            if isinstance(row, Distilled):
+                if targets := row.num_targets // 2:
+                    counts["targets"] += targets
+                for who, length in zip(("student", "teacher"), row.lengths, strict=True):
+                    counts[f"{who}_prompts"] += length - targets
+        agreed = {"format": str(parsed.format), "style": self.style.kind}
+        return EncodedRows(rows, agreed, counts, parsed.unused, shared_system(asked))
+
+    def _row(self, asked: PromptExample, counts: Counter[str]) -> Distilled | Dropped:
+        student, teacher = (
+            prompt_ids(self._tokenizer, messages, self.style, asked.tools)
+            for messages in (asked.messages, self._prompt.before(asked.messages))
+        )
+        answer = self._answer(asked) if self._room is None else []
+        if self._room is None and not answer:
+            return Dropped(asked.source, NOTHING)
+        room = self._max_length - len(student)
+        if room <= 0:
+            return Dropped(asked.source, BEYOND)
+        counts["cut"] += len(answer) > room
+        if len(teacher) + (self._room or min(len(answer), room)) > self._limit:
+            return Dropped(asked.source, TOO_LONG)
+        return distilled(student, teacher, answer[:room], asked)
+
+    def _answer(self, asked: PromptExample) -> list[int]:
+        """Return the tokens of a row's own answer, with the one that ends it."""
+        turns = (*asked.messages, {"role": "assistant", "content": asked.reference or ""})
+        whole = Conversation(turns, (len(turns) - 1,), asked.tools, asked.source)
+        return [label for label in self._encoder.encode(whole).labels if label != IGNORE]

@@ -1,0 +1,248 @@
+"""The teacher: its settings, a teacher model of its own, and its stored answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import model_validator
+from torch import Tensor
+
+from peftkit.base.request import DTYPES
+from peftkit.config.schema import Config
+from peftkit.errors import BaseError, ConfigError, DataError
+from peftkit.events import Listener, Notice, Progress, Stage, Table
+from peftkit.execution.signals import Interrupted
+from peftkit.forward.loss import Head, accepted, head_of, target_rows
+from peftkit.inference.generate import SampledAnswer
+from peftkit.tasks.base import Run
+from peftkit.tasks.distill.rows import Distilled
+from peftkit.tasks.metrics import rouge_l
+
+
+class TeacherConfig(Config):
+    """The teacher: the base without the adapter, with another adapter, or another model."""
+
+    prompt: str | None = None
+    """A file that the teacher reads before a row: instructions as text (.md, .txt), with examples
+    under the headings "## User" and "## Assistant"; or messages with role and content (.json,
+    .jsonl)."""
+    adapter: str | None = None
+    """Folder of a LoRA on the same base; null: the base without an adapter."""
+    model: str | None = None
+    """Another model, with the same tokens: hub id, folder, .gguf file or short name."""
+
+    @model_validator(mode="after")
+    def _says_who(self) -> TeacherConfig:
+        if self.adapter and self.model:
+            raise ConfigError(
+                "task.teacher names an adapter and a model.",
+                found="A teacher is an adapter on the base, or another model.",
+                fix="Leave one of them out; merge the adapter if it belongs to that model.",
+            )
+        if not (self.prompt or self.adapter or self.model):
+            raise ConfigError(
+                "task.teacher is empty.",
+                found="Without a prompt the base would teach itself.",
+                fix="Name a prompt, an adapter or a model.",
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class OtherModel:
+    """A teacher model besides the base.
+
+    Attributes:
+        head: Makes its logits.
+        fingerprint: Of its weights.
+    """
+
+    model: Any
+    head: Head
+    fingerprint: str
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of its hidden states."""
+        return int(self.model.config.get_text_config().hidden_size)
+
+    @torch.no_grad()
+    def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return its hidden states before the head (n, H) at the targets of a padded batch."""
+        inputs = {"input_ids": batch["input_ids"], "use_cache": False}
+        return target_rows(self.model, accepted(self.model, inputs), batch["target_index"])
+
+
+def other_model(
+    name: str, student: Any, tokenizer: Any, head: Head | None, say: Listener
+) -> OtherModel:
+    """Load a teacher with the student's tokenizer.
+
+    Args:
+        student: The trained model. head: Its head.
+
+    Raises:
+        BaseError: Its tokenizer differs, or its head cannot be called by itself.
+    """
+    from peftkit.base.load import load_base  # it takes seconds, and most teachers are the base
+
+    dtype = next((name for name, each in DTYPES.items() if each == student.dtype), "auto")
+    loaded = load_base(name, dtype=dtype, device=student.device, on_event=say)
+    refusal = f"{name} cannot teach this base token by token"
+    if loaded.tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise BaseError(
+            refusal,
+            found="Their tokenizers differ.",
+            fix="Have it answer your questions (peftkit generate), and learn its answers: task: "
+            "causal_lm; or take a teacher of the same family.",
+        )
+    teacher_head = head_of(loaded.model)
+    if teacher_head is None or head is None or teacher_head.vocab_size != head.vocab_size:
+        sizes = [each.vocab_size if each else "none" for each in (teacher_head, head)]
+        raise BaseError(
+            refusal,
+            found=f"Rows of their heads: {sizes[0]} and {sizes[1]}.",
+            fix="Take a teacher whose head has as many rows.",
+        )
+    return OtherModel(loaded.model, teacher_head, loaded.fingerprint)
+
+
+# The teacher's answers: generated before the first step, and stored in the run's folder.
+
+
+FILE = "teacher_answers.jsonl"
+AT_ONCE, AT_ONCE_ON_CPU = 64, 16
+"""Prompts that are answered, and written, together; on a CPU fewer, for a sign of life each."""
+SHOWN = 3
+Answers = dict[tuple[int, ...], SampledAnswer]
+"""By the teacher's prompt."""
+
+
+def teacher_answers(
+    rows: Sequence[Distilled],
+    key: str,
+    answer: Callable[[Sequence[Sequence[int]]], list[SampledAnswer]],
+    text: Callable[[Sequence[int]], str],
+    longest: int,
+    run: Run,
+) -> Answers:
+    """Return the teacher's answers to rows: those of the run's folder, and others generated now.
+
+    Processes share the rows, unless the base is sharded.
+
+    Args:
+        key: What answers depend on besides the prompt. answer: Has the teacher answer prompts.
+        text: Decodes tokens. longest: The most tokens of an answer.
+
+    Raises:
+        Interrupted: A signal came; answers so far are stored.
+        DataError: All answers are empty.
+    """
+    path, world = run.config.output_dir / FILE, run.world
+    row_of = {row.teacher_ids: row for row in rows}
+    keys = {ids: _key(key, ids) for ids in row_of}
+    kept = _kept(path)
+    world.wait()  # all have read it before one writes
+    answers = {ids: kept[key_of_row] for ids, key_of_row in keys.items() if key_of_row in kept}
+    missing = sorted(row_of.keys() - answers.keys(), key=lambda ids: (-len(ids), ids))
+    if missing:
+        run.say(Stage(f"The teacher answers {len(missing):,} rows"))
+    at_once = AT_ONCE_ON_CPU if world.device.type == "cpu" else AT_ONCE
+    for start in range(0, len(missing), at_once):
+        if run.stop.signum and world.world_size == 1:
+            stopped = "stopped before the first step; the teacher's answers so far are stored."
+            raise Interrupted(run.stop.signum, stopped)
+        run.say(Progress("The teacher answers", start, len(missing)))
+        part = missing[start : start + at_once]
+        new_answers = _on_all(part, answer, longest, run)
+        answers |= zip(part, new_answers, strict=True)
+        lines = [
+            json.dumps(_as_json(keys[ids], row_of[ids].source, one, text), ensure_ascii=False)
+            + "\n"
+            for ids, one in zip(part, new_answers, strict=True)
+        ]
+        if world.is_main:
+            with open(path, "a", encoding="utf-8", errors="surrogatepass") as file:
+                file.write("".join(lines))
+    _report([*row_of.values()], answers, text, run)
+    return answers
+
+
+def _on_all(
+    prompts: Sequence[tuple[int, ...]],
+    answer: Callable[[Sequence[Sequence[int]]], list[SampledAnswer]],
+    longest: int,
+    run: Run,
+) -> list[SampledAnswer]:
+    """Have each process answer some prompts; return all answers on all of them."""
+    world = run.world
+    if world.world_size == 1 or run.parallel.in_lockstep:
+        return answer(prompts)
+    table = torch.zeros(len(prompts), longest + 3, dtype=torch.long, device=world.device)
+    numbers = range(world.rank, len(prompts), world.world_size)
+    for n, one in zip(numbers, answer([prompts[n] for n in numbers]), strict=True):
+        fields = [len(one.ids), int(one.is_cut), *one.ids]
+        table[n, : len(fields)] = torch.tensor(fields, device=world.device)
+    return [
+        SampledAnswer(tuple(ids[:size]), bool(cut)) for size, cut, *ids in world.sum(table).tolist()
+    ]
+
+
+def _report(
+    rows: Sequence[Distilled],
+    answers: Answers,
+    text: Callable[[Sequence[int]], str],
+    run: Run,
+) -> None:
+    """Report the teacher's answers, compared with those of the rows where they have any."""
+    answered = [(row, text(answers[row.teacher_ids].ids)) for row in rows]
+    if answered and not any(answer.strip() for _, answer in answered):
+        raise DataError(
+            "the teacher's answers are empty.",
+            found=f"Each of its {len(answered):,} answers is empty.",
+            fix="Give its prompt examples (## User, ## Assistant), or take a larger base.",
+        )
+    cut = sum(answers[row.teacher_ids].is_cut for row in rows)
+    lines = [("answers", f"{len(answered):,}"), ("cut at task.max_new_tokens", f"{cut:,}")]
+    pairs = [(answer, row.reference) for row, answer in answered if row.reference is not None]
+    if pairs:
+        exact = sum(answer.strip() == reference.strip() for answer, reference in pairs)
+        likeness = sum(rouge_l(*pair) for pair in pairs) / len(pairs)
+        lines.append(("exactly the row's own", f"{exact:,} of {len(pairs):,}"))
+        lines.append(("ROUGE-L to the row's own", f"{likeness:.3f}"))
+    lines += [(row.source, " ".join(answer.split())[:200]) for row, answer in answered[:SHOWN]]
+    title = "The teacher's answers, before training"
+    run.say(Table(title, ("what", "value"), tuple(lines)))
+    if 2 * cut > len(answered):
+        more = "raise task.max_new_tokens, or show the teacher shorter ones."
+        run.say(Notice(f"Most of the teacher's answers are cut: {more}"))
+
+
+def _key(key: str, ids: tuple[int, ...]) -> str:
+    return hashlib.blake2b(repr((key, ids)).encode(), digest_size=16).hexdigest()
+
+
+def _as_json(
+    key: str, source: str, one: SampledAnswer, text: Callable[[Sequence[int]], str]
+) -> Mapping[str, Any]:
+    fields = {"key": key, "source": source, "answer": text(one.ids)}
+    return {**fields, "ids": one.ids, "cut": one.is_cut}
+
+
+def _kept(path: Path) -> dict[str, SampledAnswer]:
+    """Return the stored answers; skips damaged lines."""
+    stored = {}
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="surrogatepass").split("\n"):
+            try:
+                row = json.loads(line)
+                stored[row["key"]] = SampledAnswer(tuple(map(int, row["ids"])), bool(row["cut"]))
+            except (ValueError, KeyError, TypeError):
+                continue
+    return stored

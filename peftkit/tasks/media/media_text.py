@@ -1,0 +1,222 @@
+"""Language modelling of conversations with media: train on the assistant's answers.
+
+One implementation under two names: `image_text` and `audio_text` differ in the class of the model,
+and in what conversations are about. A model that takes more kinds of media takes them in a row.
+
+Shapes: B rows, T tokens, n target tokens of the batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from peftkit.base.purpose import Processor
+from peftkit.data.media.files import KINDS, Audio, Limits, Media, MediaClass, Picture
+from peftkit.data.media.processor import MediaProcessor, media_id
+from peftkit.data.media.text import MediaEncoder, MediaRow
+from peftkit.data.pack import IGNORE, collate
+from peftkit.data.rows.columns import StoredRows
+from peftkit.errors import BaseError
+from peftkit.forward.loss import unwrapped
+from peftkit.forward.padding_free import check_causal_answer
+from peftkit.settings import CHAT, DataConfig
+from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.rows import exact_length
+from peftkit.tasks.tokens import TokenTask
+
+MAX_SECONDS = 30.0
+"""Longest audio clip where neither the recipe nor the processor sets one."""
+VIDEO_FRAMES = 16
+"""Frames of a video where the recipe sets no number."""
+
+
+class MediaText(TokenTask):
+    """A loss over the assistant's tokens in conversations with media.
+
+    Raises:
+        BaseError: The model takes no such media, or is an encoder-decoder.
+        DataError: A chat template or a length that cannot be used.
+    """
+
+    is_padded: ClassVar[bool] = True  # media lie in the rows
+
+    def build(self, model: nn.Module) -> None:
+        config = self.config = self.config.resolve(self.data)
+        _check_model(model, config.media)
+        super().build(model)
+        self.max_length = exact_length(model, self.tokenizer, self.data.max_length)
+        self._model, self._is_checked = model, False
+        settings = unwrapped(model).config
+        patch = getattr(getattr(settings, "vision_config", None), "patch_size", 14)
+        patch = patch if isinstance(patch, int) else int(patch[0])
+        limits = _limits(self.processor, config)
+        media_processor = MediaProcessor(
+            self.processor, settings, config.media, limits, patch_size=patch
+        )
+        self.encoder = self.row_encoder = MediaEncoder(
+            media_processor,
+            config.media,
+            self.template,
+            self.data.format,
+            max_length=self.max_length,
+        )
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """How logits are computed, and that rows with media are padded."""
+        rows = f"padded, each with its {self.config.media.kind}s (no packing or sharing)"
+        return {**super().paths, "rows": rows}
+
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        shown = {f"rows without {self.config.media.kind}s": "without"}
+        for kind in KINDS:
+            if rows.counts[f"{kind.kind}s"]:
+                names = (f"{kind.kind}s", f"tokens of {kind.kind}s")
+                shown |= dict(zip(names, names, strict=True))
+        return [(name, f"{rows.counts[count]:,}") for name, count in shown.items()]
+
+    def check(self, rows: StoredRows) -> None:
+        super().check(rows)
+        self._check_causal(rows[0])
+
+    def bucket_key(self, row: MediaRow) -> str:
+        return self.kind_of(row.media)
+
+    def kind_of(self, media: Sequence[Media]) -> str:
+        """Return a key of rows with such media, of which only equal ones share a batch.
+
+        A processor takes media of a kind for all of its texts or for none; where images lie in
+        rows, rows have as many each.
+        """
+        found = []
+        for kind in KINDS:
+            count = sum(isinstance(one, kind) for one in media)
+            nested = kind is Picture and self.encoder.media_processor.is_nested
+            found.append(str(count if nested else min(count, 1)))
+        return " ".join(found)
+
+    def num_positions(self, rows: Sequence[MediaRow]) -> int:
+        """Return the tokens of rows, padding included, and those of the towers."""
+        return super().num_positions(rows) + sum(row.num_patches for row in rows)
+
+    def collate(self, rows: Sequence[MediaRow]) -> dict[str, Tensor]:
+        """Return a batch, padded on the right, with the processor's inputs of media."""
+        batch = collate(rows, self._pad_id, self.max_length)
+        kept = ("input_ids", "attention_mask", "target_index", "targets")
+        made = self.encoder.inputs(rows, batch["input_ids"].shape[1])
+        return {name: batch[name] for name in kept} | made
+
+    def inputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the tokens, their mask, and what goes with them; pixels as the weights are."""
+        dtype = unwrapped(model).dtype
+        return {
+            # one number for each, such as seconds, is no feature
+            name: value.to(dtype) if value.is_floating_point() and value.ndim > 1 else value
+            for name, value in batch.items()
+            if name not in ("target_index", "targets")
+        }
+
+    def spans(self, row: MediaRow) -> list[tuple[str, str]]:
+        """Return a row's text in segments, "learnt" or "" before each, media as their sizes."""
+        return row.segments(self.encoder.media_processor.media_ids, self.text)
+
+    def prompt_row(self, text: str, where: str) -> MediaRow:
+        """Return a prompt as a row without an answer."""
+        return self.encoder.prompt_row(text, self.prompt_style, where)
+
+    def _check_causal(self, row: MediaRow) -> None:
+        """Check once that the model is causal in its answers."""
+        if self._is_checked:
+            return
+        device = unwrapped(self._model).device
+        batch = {name: value.to(device) for name, value in self.collate([row]).items()}
+        last = max(place for place, label in enumerate(row.labels) if label != IGNORE)
+        usual = (self.tokenizer.eos_token_id, *self.tokenizer("a b c")["input_ids"])
+        other = next(token for token in usual if token not in (None, row.labels[last]))
+        check_causal_answer(self._model, self.inputs(self._model, batch), last, other)
+        self._is_checked = True
+
+
+def _check_model(model: nn.Module, needed: type[Media]) -> None:
+    """Refuse a model that cannot write text after media, and without them."""
+    bare = unwrapped(model)
+    takes = inspect.signature(type(bare).forward).parameters.values()
+    asks = [p for p in takes if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    why = ""
+    if bare.config.is_encoder_decoder:
+        why = "an encoder and a decoder"
+    elif media_id(bare.config, needed) is None:
+        why = f"no token for {needed.kind}s"
+    elif {p.name for p in asks} - {"self", "input_ids"}:
+        why = f"no way to read text without {needed.kind}s"
+    if why:
+        raise BaseError(
+            f"Cannot train {type(bare).__name__} on conversations with {needed.kind}s.",
+            found=f"It has {why}.",
+            fix="Give a model that writes text after what it is shown.",
+        )
+
+
+def _limits(processor: Any, config: MediaTextConfig) -> Limits:
+    """Return how media are read, as the recipe says and the processor takes them."""
+    reader = next((getattr(processor, n) for n in Audio.readers if hasattr(processor, n)), None)
+    at_once = getattr(reader, "chunk_length", None) or MAX_SECONDS
+    return Limits(
+        max_pixels=config.max_pixels,
+        rate=int(getattr(reader, "sampling_rate", 16_000)),
+        max_seconds=float(config.max_seconds or at_once),
+        video_frames=config.video_frames or VIDEO_FRAMES,
+    )
+
+
+class MediaTextConfig(TaskConfig):
+    """Conversations with media."""
+
+    media: ClassVar[MediaClass]
+    """What conversations are about."""
+    task_type: ClassVar[None] = None
+    processor: ClassVar[Processor] = "multimodal"
+    generates: ClassVar[bool] = True
+    writes_text: ClassVar[bool] = True
+    data_fields: ClassVar[frozenset[str]] = frozenset(
+        {"format", "max_length", "max_pixels", "video_frames", *CHAT, "max_dropped"}
+    )
+    task = MediaText
+
+    max_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Longest audio clip in seconds; null: what the base's processor takes at once, or 30."""
+    max_pixels: Annotated[int, Field(ge=1)] | None = None
+    """data.max_pixels of the training, stored with the adapter."""
+    video_frames: Annotated[int, Field(ge=1)] | None = None
+    """data.video_frames of the training, stored with the adapter."""
+
+    def resolve(self, data: DataConfig) -> MediaTextConfig:
+        self.media.require()
+        names = ("max_pixels", "video_frames")
+        given = {name: getattr(data, name) for name in names}
+        return self.model_copy(update={n: v for n, v in given.items() if v is not None})
+
+
+class ImageTextConfig(MediaTextConfig):
+    """Conversations with images."""
+
+    media: ClassVar[MediaClass] = Picture
+    auto_class: ClassVar[str] = "AutoModelForImageTextToText"
+    command: ClassVar[str] = "peftkit generate {folder} --image FILE --prompt TEXT"
+
+    type: Literal["image_text"] = "image_text"
+
+
+class AudioTextConfig(MediaTextConfig):
+    """Conversations with audio."""
+
+    media: ClassVar[MediaClass] = Audio
+    auto_class: ClassVar[str] = "AutoModelForMultimodalLM"
+    command: ClassVar[str] = "peftkit generate {folder} --audio FILE --prompt TEXT"
+
+    type: Literal["audio_text"] = "audio_text"

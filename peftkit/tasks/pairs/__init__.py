@@ -1,0 +1,1 @@
+"""Preferences and reward models: tasks on pairs of responses."""

@@ -1,0 +1,285 @@
+"""Comparisons as rows of two documents, and the reference model's log-probabilities of them."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.data.encode import Encoder
+from peftkit.data.format import Example
+from peftkit.data.pack import IGNORE, Labels, Row, View, cut_document, tokens_of_each
+from peftkit.data.preferences import NOTHING_TO_COMPARE
+from peftkit.data.rows.columns import row_digest
+from peftkit.data.rows.encoder import RowEncoder, tokenizer_key
+from peftkit.errors import PeftkitError
+from peftkit.events import Notice, Progress, Stage
+from peftkit.execution.parallel import Part
+from peftkit.execution.signals import Interrupted
+from peftkit.files.tensors import read_tensors, write_tensors
+from peftkit.model.modes import evaluating
+from peftkit.tasks.base import Reference, Run
+from peftkit.tasks.batches import batches_that_fit, equal_parts
+
+
+@dataclass(frozen=True, slots=True)
+class Compared(Row):
+    """Two documents, one after the other: of a pair the chosen and the rejected one.
+
+    Of a judged answer (KTO) the second is its prompt with another prompt's answer. Labels count in
+    the answers.
+
+    Args:
+        common: Length of the common prefix, before any answer.
+        is_cut: Whether an answer was cut.
+        wanted: Label of a judged answer; None for a pair.
+    """
+
+    common: int
+    is_cut: bool
+    wanted: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A prompt and an answer that is wanted or not.
+
+    Args:
+        input_ids, labels: As of a `Row`; labels count in the answer.
+        start: Position of the answer. is_cut: Whether it was cut.
+        source: "train.jsonl:7".
+    """
+
+    input_ids: tuple[int, ...]
+    labels: Labels
+    start: int
+    is_cut: bool
+    wanted: bool
+    source: str
+
+    def compared_with(self, other: Judged, max_length: int) -> Compared:
+        """Return the row of this document, and of its prompt with another row's answer."""
+        ids = self.input_ids[: self.start] + other.input_ids[other.start :]
+        labels = (IGNORE,) * self.start + other.labels[other.start :]
+        document = Row(self.input_ids, self.labels, (len(self.input_ids),), self.source)
+        mixed = Row(ids, labels, (len(ids),), self.source)
+        both = compared(document, mixed, max_length, wanted=self.wanted)
+        assert both is not None, self.source
+        return replace(both, is_cut=self.is_cut or other.is_cut or both.is_cut)
+
+
+class AnswerEncoder(RowEncoder):
+    """Base of the encoders of prompts with answers, of at most `max_length` tokens."""
+
+    drops: Mapping[str, str] = {
+        **NOTHING_TO_COMPARE,
+        "no answer, or no difference, before the cut": "raise data.max_length",
+    }
+
+    def __init__(self, tokenizer: Any, template: str | None, max_length: int) -> None:
+        self._tokenizer, self._template, self.max_length = tokenizer, template, max_length
+        self._encoder = Encoder(tokenizer, template)
+
+    def key(self, where: str) -> object:
+        return (*tokenizer_key(self._tokenizer), self._template, self.max_length)
+
+    def encode(self, example: Example) -> Row:
+        """Return an example as tokens, uncut."""
+        return self._encoder.encode(example)
+
+    def agreed(self, example: Example) -> dict[str, str]:
+        """Return what all rows of a file must have in common."""
+        return {"style": self._encoder.style(example).kind}
+
+
+def compared(first: Row, second: Row, max_length: int, **more: Any) -> Compared | None:
+    """Return two documents, cut to a length; None where no answer, or no difference, is left.
+
+    Both have the same prompt, so both answers are cut at the same length.
+
+    Args:
+        more: Other fields of `Compared`.
+    """
+    a, b = (cut_document(document, max_length) for document in (first, second))
+    is_pair = more.get("wanted") is None  # another prompt's answer may be the same one
+    if not (a.num_targets and b.num_targets) or (is_pair and a.input_ids == b.input_ids):
+        return None
+    return Compared(
+        input_ids=a.input_ids + b.input_ids,
+        labels=a.labels + b.labels,
+        lengths=(a.lengths[0], b.lengths[0]),
+        common=common_beginning(a, b),
+        is_cut=max(first.lengths[0], second.lengths[0]) > max_length,
+        source=first.source,
+        **more,
+    )
+
+
+def common_beginning(a: Row, b: Row) -> int:
+    """Return the length of the common prefix of both documents, before any answer."""
+    most = min(answer_start(a), answer_start(b))
+    pairs = zip(a.input_ids[:most], b.input_ids[:most], strict=True)
+    return next((n for n, (x, y) in enumerate(pairs) if x != y), most)
+
+
+def answer_start(row: Row) -> int:
+    """Return the position of an answer's first token."""
+    return next((n for n, label in enumerate(row.labels) if label != IGNORE), len(row.labels))
+
+
+def after_common_tokens(a: Row, b: Row) -> tuple[Row, Row]:
+    """Return two texts with their common prefix as the prompt."""
+    pairs = zip(a.input_ids, b.input_ids, strict=False)
+    shared = next((n for n, (x, y) in enumerate(pairs) if x != y), min(*a.lengths, *b.lengths))
+    labels = [(IGNORE,) * shared + row.labels[shared:] for row in (a, b)]
+    return replace(a, labels=labels[0]), replace(b, labels=labels[1])
+
+
+# The reference's log-probabilities: computed once, before training, and stored with the run.
+#
+# The reference is the model without its adapter, or with its values before training. A row's values
+# are stored under a hash of its tokens and of all that the reference depends on, so that values of
+# another run, base or data are not used.
+
+
+FILE = "reference_log_probs.safetensors"
+KEYS, VALUES = "keys", "values"
+BATCH_SIZE = 8
+"""Rows at once, without gradients."""
+FIX = "Lower data.max_length, or quantise the base."
+
+
+Values = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
+"""Returns (rows, 2) of a batch: the log-probabilities of the answers of each row."""
+
+
+class ReferenceValues:
+    """The reference's log-probabilities of rows.
+
+    Args:
+        collate: Returns a batch of rows, without reference values.
+        values: Computes the values of a batch.
+    """
+
+    def __init__(self, collate: Callable[[Sequence[Any]], dict[str, Tensor]], values: Values):
+        self._collate, self._values = collate, values
+        self._reference = ""
+        self._keys = torch.empty(0, dtype=torch.int64)  # in order, 16 bytes a row with its values
+        self._table = torch.empty(0, 2)
+
+    def of(self, rows: Sequence[Any]) -> Tensor | None:
+        """Return the values (rows, 2); None where one of them is missing."""
+        keys = torch.tensor([_key(self._reference, row) for row in rows])
+        places, is_computed = _lookup(self._keys, keys)
+        return self._table[places] if bool(is_computed.all()) else None
+
+    @torch.no_grad()
+    def compute(
+        self, model: nn.Module, reference: Reference, batch: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return the values of one batch now."""
+        with evaluating(model), reference.state():
+            return self._values(model, batch)
+
+    def find(self, reference: Reference, run: Run) -> None:
+        """Find the values of all rows of a run: in the run's file, else computed now.
+
+        Raises:
+            Interrupted: A signal came; values computed so far are stored.
+        """
+        world, rows = run.world, run.all_rows
+        each = torch.tensor(array("q", (_key(reference.key, row) for row in rows)))
+        keys, places = each.unique(return_inverse=True)
+        numbers = torch.arange(len(rows))
+        first = torch.full_like(keys, len(rows)).scatter_reduce(0, places, numbers, "amin")
+        values, is_computed = torch.zeros(len(keys), 2), torch.zeros(len(keys), dtype=torch.bool)
+        path = run.config.output_dir / FILE
+        if reference.key and world.is_main:
+            values, is_computed = _read_values(path, keys)
+        values = world.sum(values.to(world.device)).cpu()
+        is_computed = world.sum(is_computed.float().to(world.device)).cpu() > 0
+        missing = (~is_computed).nonzero().flatten()
+        if len(missing):
+            run.say(Stage(f"Computing the reference of {len(missing):,} rows"))
+            computed = self._missing(reference, View([rows], first[missing]), run)
+            values[missing], is_computed[missing] = computed[:, :2], computed[:, 2] > 0
+            if reference.key and world.is_main:
+                _write_values(path, keys[is_computed], values[is_computed], run)
+        if not bool(is_computed.all()):
+            raise Interrupted(
+                run.stop.signum,
+                "stopped before the first step; the reference's values so far are stored.",
+            )
+        self._reference, self._keys, self._table = reference.key, keys, values
+
+    def _missing(self, reference: Reference, rows: View, run: Run) -> Tensor:
+        """Return (rows, 3): values, and 1 where computed, from all processes."""
+        model, world = run.model, run.world
+        order = tokens_of_each(rows).sort(descending=True, stable=True).indices
+        places = order[world.rank :: world.world_size]
+        rows_here = View([rows], places)
+        values, done = torch.zeros(len(rows), 3, device=world.device), 0
+
+        def compute(part: Part) -> Tensor:
+            batch = {name: tensor.to(world.device) for name, tensor in self._collate(part).items()}
+            with world.autocast():
+                return self._values(model, batch)
+
+        with evaluating(model), reference.state():
+            for part, computed, is_own in batches_that_fit(
+                rows_here, BATCH_SIZE, equal_parts, compute, parallel=run.parallel, fix=FIX
+            ):
+                if is_own:
+                    index = places[done : done + len(part)].to(world.device)
+                    values[index, :2], values[index, 2] = computed.float(), 1.0
+                    done += len(part)
+                    run.say(Progress("Computing the reference", done, len(rows_here)))
+                if run.stop.signum and world.world_size == 1:
+                    break
+        return world.sum(values).cpu()  # the only wait for the device
+
+
+def _key(reference: str, row: Any) -> int:
+    content = f"{reference} {row_digest(row)}".encode()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
+
+
+def _lookup(sorted_keys: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the positions of keys among sorted ones, and whether each is there."""
+    if not len(sorted_keys):
+        return torch.zeros_like(keys), torch.zeros_like(keys, dtype=torch.bool)
+    places = torch.searchsorted(sorted_keys, keys).clamp(max=len(sorted_keys) - 1)
+    return places, sorted_keys[places] == keys
+
+
+def _read_values(path: Path, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values (rows, 2) of keys in a file, and whether it has each (rows,)."""
+    nothing = torch.zeros(len(keys), 2), torch.zeros(len(keys), dtype=torch.bool)
+    if not path.is_file():
+        return nothing
+    try:
+        saved = read_tensors(path)
+        stored_keys, stored = saved[KEYS], saved[VALUES]
+    except (PeftkitError, KeyError):  # damaged: it is computed again
+        return nothing
+    is_whole = stored_keys.dtype == torch.int64 and stored.shape == (len(stored_keys), 2)
+    if not is_whole or stored_keys.ndim != 1 or not bool(torch.isfinite(stored).all()):
+        return nothing
+    sorted_keys, order = stored_keys.sort()
+    places, is_stored = _lookup(sorted_keys, keys)
+    return torch.where(is_stored[:, None], stored[order][places].float(), 0.0), is_stored
+
+
+def _write_values(path: Path, keys: Tensor, values: Tensor, run: Run) -> None:
+    """Write values; a failure costs the file, not the run."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_tensors({KEYS: keys, VALUES: values}, path)
+    except (PeftkitError, OSError) as problem:
+        run.say(Notice(f"{path} was not written; a resume computes it again. {problem}"))

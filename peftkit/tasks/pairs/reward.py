@@ -1,0 +1,198 @@
+"""Reward models: a head of one value, trained on pairs of a better and a worse answer.
+
+The loss of a pair is -log sigmoid(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2
+(Bradley and Terry; the margin of Llama 2, arXiv:2307.09288; the centring of arXiv:2312.09244).
+
+Shapes: B pairs, 2 B documents: all chosen ones, then all rejected ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from peftkit.base.purpose import ClassHead
+from peftkit.data.chat import Chat
+from peftkit.data.encode import Encoder
+from peftkit.data.format import Completion, Conversation, Example, Instruction, Text, parse
+from peftkit.data.preferences import NOTHING_TO_COMPARE, PAIRS, SIDES, read_pair
+from peftkit.data.records import Record
+from peftkit.data.rows.encoder import Dropped, EncodedRows
+from peftkit.events import Listener, ignore
+from peftkit.settings import CHAT
+from peftkit.tasks.base import Task
+from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.texts import (
+    Encoded,
+    Texts,
+    TextsEncoder,
+    TextsRow,
+    TextTask,
+    head_logits,
+    joined_texts,
+)
+
+OUTPUT = "reward"
+"""Name of the head's one output."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRow(TextsRow):
+    """A pair: the chosen document, then the rejected one."""
+
+    margin: float
+    source: str
+
+
+class RewardEncoder(TextsEncoder):
+    """Encoder of pairs; drops those that are too long, as the value is read at the last token."""
+
+    kind: ClassVar[type[RewardRow]] = RewardRow
+    what = PAIRS
+    _agreed: Mapping[str, str] = {}
+    drops: Mapping[str, str] = {
+        **NOTHING_TO_COMPARE,
+        "an answer ends beyond data.max_length": "raise data.max_length",
+    }
+
+    def __init__(self, texts: Texts, config: RewardConfig, template: str | None) -> None:
+        super().__init__(texts, config)
+        self._template, tokenizer = template, texts.tokenizer
+        self._encoder, self._chat = Encoder(tokenizer, template), Chat(tokenizer, template)
+        bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+        self._frames = tokenizer("a")["input_ids"][-1] != bare[-1]  # an encoder's, as BERT's [SEP]
+
+    def key(self, where: str) -> object:
+        return (super().key(where), self._template)
+
+    def rows(self, read: tuple[list[Any], tuple[str, ...]]) -> EncodedRows:
+        encoded_rows = super().rows(read)
+        encoded_rows.agreed = {**self._agreed}
+        return encoded_rows
+
+    def parse(self, record: Record, where: str) -> tuple[RewardRow | Dropped, Sequence[str]]:
+        pair, used = read_pair(record, self.config.margin)
+        if isinstance(pair, Dropped):
+            return pair, used
+        self._agreed = {"style": self._encoder.style(pair.chosen).kind}
+        chosen, rejected = self.encoded(pair.chosen), self.encoded(pair.rejected)
+        if chosen.is_cut or rejected.is_cut:
+            return Dropped(pair.source, 1), used
+        both = joined_texts([chosen, rejected])
+        return RewardRow(**both, margin=pair.margin or 0.0, source=pair.source), used
+
+    def encoded(self, example: Example) -> Encoded:
+        """Return the tokens of a prompt and its answer."""
+        if self._frames:
+            return self.texts.encode(self._as_text(example))
+        ids = self._encoder.encode(example).input_ids
+        return Encoded(ids[: self.texts.max_length], (), len(ids) > self.texts.max_length)
+
+    def _as_text(self, example: Example) -> str:
+        if isinstance(example, Conversation):
+            return self._chat.render(example.messages, example.tools, example.source)
+        if isinstance(example, Instruction):
+            return f"{example.request}\n\n{example.output}"
+        if isinstance(example, Completion):
+            return example.prompt + example.completion
+        return example.text
+
+
+class Reward(TextTask):
+    """A loss of the rewards of pairs of documents.
+
+    Args:
+        model: With a head of one value.
+    """
+
+    metric_names = ("accuracy", "margin", "reward_chosen", "reward_rejected")
+
+    row_encoder: RewardEncoder
+
+    def build(self, model: nn.Module) -> None:
+        super().build(model)
+        self.row_encoder = RewardEncoder(self.texts, self.config, self.template)
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Each document is a row of its own."""
+        return {"pairs": "two rows"}
+
+    def collate(self, rows: Sequence[RewardRow]) -> dict[str, Tensor]:
+        """Return a batch of tokens (2 B, T), and margins (B,)."""
+        ordered = [row.texts[side] for side in (0, 1) for row in rows]
+        margins = torch.tensor([row.margin for row in rows])
+        return {**self.texts.collate(ordered), "margins": margins}
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        return batch["margins"].numel()
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        chosen, rejected = self.values(model, batch).chunk(2)
+        losses = -functional.logsigmoid(chosen - rejected - batch["margins"])
+        if self.config.centring:
+            losses = losses + self.config.centring * (chosen + rejected) ** 2
+        good, bad = chosen.detach(), rejected.detach()
+        figures = (good > bad, good - bad, good, bad)
+        return torch.stack([losses.sum(), *(each.to(losses).sum() for each in figures)])
+
+    def values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the reward of each document of a batch, in fp32."""
+        return head_logits(model, batch)[:, 0]
+
+    def names(self, row: RewardRow) -> Sequence[str]:
+        return SIDES
+
+    def scores(
+        self, model: nn.Module, examples: Sequence[Example], on_event: Listener = ignore
+    ) -> list[float]:
+        """Return the reward of each example; long ones are cut."""
+        documents = [self.row_encoder.encoded(example) for example in examples]
+        return self.for_each(model, documents, self.values, "Scoring", on_event)
+
+    def predict_rows(
+        self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
+    ) -> list[dict[str, Any]]:
+        """Return the score of each row, in any format with a text or a prompt and an answer."""
+        parsed = parse(records, "auto", where=records[0].source.rpartition(":")[0])
+        values = self.scores(model, parsed.examples, on_event)
+        return [{"score": value} for value in values]
+
+    def predict_texts(
+        self, model: nn.Module, texts: Sequence[str | tuple[str, str]]
+    ) -> list[dict[str, float]]:
+        return [{"score": value} for value in self.scores(model, [*map(self._example, texts)])]
+
+    def _example(self, text: str | tuple[str, str]) -> Example:
+        if isinstance(text, str):
+            return Text(text, "the text")
+        if self._style is not None and self._style.kind != "plain":
+            return Instruction(text[0], "", text[1], "the text")
+        return Completion(text[0], text[1], "the text")
+
+
+class RewardConfig(TaskConfig):
+    """Rewards: how good an answer is, trained on pairs of a better and a worse one."""
+
+    task_type: ClassVar[str] = "SEQ_CLS"
+    auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
+    task: ClassVar[Callable[..., Task]] = Reward
+    command: ClassVar[str] = "peftkit predict {folder} --data FILE --out scored.jsonl"
+    num_texts: ClassVar[int] = 2
+    data_fields: ClassVar[frozenset[str]] = frozenset({"max_length", *CHAT, "max_dropped"})
+
+    type: Literal["reward"] = "reward"
+    margin: str | None = None
+    """Field with the margin between the two rewards; null: none."""
+    centring: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the squared sum of both rewards, which centres them around 0; 0.01 is usual."""
+
+    @property
+    def head(self) -> ClassHead:
+        return ClassHead((OUTPUT,), "regression")

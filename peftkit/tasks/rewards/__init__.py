@@ -1,0 +1,1 @@
+"""GRPO: rollouts, rewards, graders, losses."""

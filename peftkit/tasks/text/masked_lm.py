@@ -1,0 +1,252 @@
+"""Masked language modelling: predict the masked tokens of a text.
+
+Of a text's tokens a share is chosen (Devlin et al., 2018, arXiv:1810.04805); of these most become
+the mask token, some a random token, some stay, and all are targets. How many are chosen
+depends on the text's length alone. Which ones follows the model's mode, as dropout does: in
+training they are drawn anew each time from torch's generator (which checkpoints hold, and which is
+set back before a step is tried again), row by row, so that batches of any size see the same; in
+evaluation they are the same each time, a function of the row.
+
+Shapes: B rows, T tokens of the longest, n chosen tokens of the batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from peftkit.data.format import ParsedRow, Text, parse
+from peftkit.data.pack import padded_rows
+from peftkit.data.records import Record
+from peftkit.data.rows.columns import StoredRows
+from peftkit.data.rows.encoder import Dropped, EncodedRows, RowEncoder, tokenizer_key
+from peftkit.errors import BaseError, ConfigError, DataError
+from peftkit.events import Listener, ignore
+from peftkit.forward.loss import perplexity, target_logits, unwrapped
+from peftkit.model.places import unwrap_adapter
+from peftkit.tasks.base import Task
+from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.rows import longest
+from peftkit.tasks.texts import SpecialTokens
+from peftkit.tasks.tokens import TokenTask
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRow:
+    """A text, or a part of a long one.
+
+    Args:
+        input_ids: Tokens, special ones included.
+        maskable: Positions that may be masked: all but those of special tokens.
+        source: "train.jsonl:7".
+    """
+
+    input_ids: tuple[int, ...]
+    maskable: tuple[int, ...]
+    source: str
+
+
+class MaskedEncoder(RowEncoder):
+    """Encoder of texts, which makes one row of each, or several of a long one."""
+
+    kind: ClassVar[type[MaskedRow]] = MaskedRow
+    drops: Mapping[str, str] = {"no words": "give these rows a text"}
+
+    def __init__(self, tokenizer: Any, config: MaskedLMConfig, name: Any, max_length: int) -> None:
+        self._tokenizer, self._name = tokenizer, name
+        self._splits, self._share = config.long_texts == "split", config.share
+        self._frame = SpecialTokens(tokenizer)
+        self._special = set(tokenizer.all_special_ids)
+        self._room = self._frame.room(max_length)
+
+    def key(self, where: str) -> object:
+        known = (self._name, self._room, self._splits, self._share)
+        return (*tokenizer_key(self._tokenizer), *known)
+
+    def read(self, records: Sequence[Record], where: str) -> ParsedRow:
+        parsed = parse(records, self._name, where=where)
+        if parsed.format != "text":
+            raise DataError(
+                f"Cannot mask tokens of {where}.",
+                found=f"Its rows have the format '{parsed.format}'.",
+                fix='Give rows {"text": "..."}; with data.format: text no other field is read.',
+            )
+        return parsed
+
+    def rows(self, read: ParsedRow) -> EncodedRows:
+        rows: list[MaskedRow | Dropped] = []
+        counts = Counter[str]()
+        for example in read.examples:
+            assert isinstance(example, Text)
+            ids = self._frame.tokens(example.text)
+            counts["split" if self._splits else "cut"] += len(ids) > self._room
+            rows_of_text = self._rows(ids, example.source)
+            counts["targets"] += sum(num_chosen(row, self._share) for row in rows_of_text)
+            rows += rows_of_text or [Dropped(example.source, 0)]
+        return EncodedRows(rows, {"format": read.format}, counts, read.unused)
+
+    def _rows(self, ids: Sequence[int], source: str) -> list[MaskedRow]:
+        """Return the rows of a text, without those that have no token to mask."""
+        stop = len(ids) if self._splits else min(len(ids), self._room)
+        rows = []
+        for start in range(0, stop, self._room):
+            part = ids[start : min(start + self._room, stop)]
+            lead = len(self._frame.lead)
+            places = (lead + n for n, token in enumerate(part) if token not in self._special)
+            row = MaskedRow(tuple(self._frame.put_around(part)), tuple(places), source)
+            rows += [row] if row.maskable else []
+        return rows
+
+
+def num_chosen(row: MaskedRow, share: float) -> int:
+    """Return how many of a row's tokens are targets."""
+    return max(1, round(share * len(row.maskable)))
+
+
+class MaskedLM(TokenTask):
+    """A loss over masked tokens.
+
+    Args:
+        model: A bidirectional encoder with a head over the vocabulary; masks are redrawn while it
+            is in training mode.
+
+    Raises:
+        BaseError: The tokenizer has no mask token.
+        DataError: A length that the model cannot read.
+    """
+
+    is_causal: ClassVar[bool] = False
+    collates_ahead: ClassVar[bool] = False  # masks are drawn anew each time
+    input_names = ("input_ids", "attention_mask")
+
+    def build(self, model: nn.Module) -> None:
+        super().build(model)
+        tokenizer, config = self.tokenizer, self.config
+        self.model = model
+        if tokenizer.mask_token_id is None:
+            raise BaseError(
+                "Cannot train masked_lm with this base.",
+                found="Its tokenizer has no mask token.",
+                fix="Give an encoder that was trained with one (BERT, RoBERTa, ...), or name it in "
+                "tokenizer_config.json.",
+            )
+        self.max_length = longest(model, tokenizer, self.data.max_length)
+        self.row_encoder = MaskedEncoder(tokenizer, config, self.data.format, self.max_length)
+        embedding: Any = unwrap_adapter(unwrapped(model).get_input_embeddings())
+        self._num_words = min(len(tokenizer), embedding.num_embeddings)
+
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        if "split" not in rows.counts:
+            return []
+        return [(f"split at {self.max_length:,} tokens", f"{rows.counts['split']:,}")]
+
+    def collate(self, rows: Sequence[MaskedRow]) -> dict[str, Tensor]:
+        """Return a batch with tokens masked, padded or in one row.
+
+        input_ids and attention_mask (B, T); target_index (n,), chosen positions in the flattened
+        (B * T) tokens; targets (n,), their original tokens.
+        """
+        masked = [self._masked(row) for row in rows]
+        input_ids, attention_mask = padded_rows([ids.tolist() for ids, _ in masked], self._pad_id)
+        index, targets = [], []
+        for number, (row, (_, chosen)) in enumerate(zip(rows, masked, strict=True)):
+            index.append(chosen + number * input_ids.shape[1])
+            targets.append(torch.tensor(row.input_ids)[chosen])
+        batch = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "target_index": torch.cat(index),
+            "targets": torch.cat(targets),
+        }
+        return self.without_padding(batch)
+
+    def spans(self, row: MaskedRow) -> list[tuple[str, str]]:
+        """Return a row's text in segments, "learnt" before those that evaluation masks."""
+        _, chosen = self._masked(row, fixed=True)
+        places = set(chosen.tolist())
+        segments = groupby(enumerate(row.input_ids), key=lambda pair: pair[0] in places)
+        return [
+            ("learnt" if is_target else "", self.tokenizer.decode([token for _, token in pairs]))
+            for is_target, pairs in segments
+        ]
+
+    @torch.no_grad()
+    def metrics(
+        self, model: nn.Module, rows: Sequence[MaskedRow], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        """Return loss and perplexity of the masked tokens, and accuracy."""
+        loss, num_right, num_tokens = 0.0, 0, 0
+
+        def logits_of(batch: Mapping[str, Tensor]) -> Tensor:
+            with self.model_inputs(model, batch) as inputs:
+                return target_logits(model, inputs, batch["target_index"])
+
+        for _, batch, logits in self.over_batches(model, rows, "Filling", on_event, logits_of):
+            targets = batch["targets"]
+            loss += float(nn.functional.cross_entropy(logits.float(), targets, reduction="sum"))
+            num_right += int((logits.argmax(-1) == targets).sum())
+            num_tokens += len(targets)
+        loss /= num_tokens
+        return {
+            "loss": loss,
+            "perplexity": perplexity(loss),
+            "accuracy": num_right / num_tokens,
+            "num_tokens": num_tokens,
+        }
+
+    def _masked(self, row: MaskedRow, *, fixed: bool = False) -> tuple[Tensor, Tensor]:
+        """Return a row's tokens (T,) with some masked, and their positions in order."""
+        generator = None  # torch's default one
+        if fixed or not self.model.training:
+            seed = zlib.crc32(array("q", row.input_ids).tobytes())
+            generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(row.maskable), generator=generator)[
+            : num_chosen(row, self.config.share)
+        ]
+        chosen = torch.tensor(row.maskable)[order]
+        fate = torch.rand(len(chosen), generator=generator)
+        other = torch.randint(self._num_words, (len(chosen),), generator=generator)
+        ids = torch.tensor(row.input_ids)
+        is_mask, is_random = self.config.as_mask, self.config.as_mask + self.config.as_random
+        other = torch.where(fate < is_random, other, ids[chosen])
+        ids[chosen] = torch.where(fate < is_mask, int(self.tokenizer.mask_token_id), other)
+        return ids, chosen.sort().values
+
+
+class MaskedLMConfig(TaskConfig):
+    """Masked language modelling: adapt an encoder to texts of a domain."""
+
+    task_type: ClassVar[None] = None
+    auto_class: ClassVar[str] = "AutoModelForMaskedLM"
+    task: ClassVar[Callable[..., Task]] = MaskedLM
+    data_fields: ClassVar[frozenset[str]] = frozenset({"format", "max_length", "max_dropped"})
+
+    type: Literal["masked_lm"] = "masked_lm"
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Share of a text's tokens that are targets; at least one of each text."""
+    as_mask: Share = 0.8
+    """Share of these that become the mask token."""
+    as_random: Share = 0.1
+    """Share of these that become a random token; the others stay as they are."""
+    long_texts: Literal["split", "cut"] = "split"
+    """Split or cut texts of more than data.max_length tokens."""
+
+    @model_validator(mode="after")
+    def _shares(self) -> MaskedLMConfig:
+        if self.as_mask + self.as_random > 1:
+            raise ConfigError(
+                f"as_mask ({self.as_mask}) and as_random ({self.as_random}) add up to more than 1.",
+                fix="Give shares whose sum is at most 1.",
+            )
+        return self

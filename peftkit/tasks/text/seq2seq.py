@@ -1,0 +1,394 @@
+"""Sequence to sequence: an encoder reads the source, a decoder writes the target.
+
+The decoder is given its start token and all target tokens but the last. The loss is over the whole
+target, end token included, and not over the source.
+
+Shapes: B rows, S tokens of the longest source, T of the longest target, n of all targets together.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from peftkit.data.format import Completion, Example, FieldNames, Instruction, ParsedRow, parse
+from peftkit.data.pack import padded_rows, tokens_of_each
+from peftkit.data.records import Record
+from peftkit.data.rows.columns import StoredRows
+from peftkit.data.rows.encoder import Dropped, EncodedRows, RowEncoder, tokenizer_key
+from peftkit.errors import BaseError, DataError
+from peftkit.events import Listener, Progress, ignore
+from peftkit.forward.loss import in_dtype_of, unwrapped
+from peftkit.model.blocks import is_sharded
+from peftkit.tasks.base import Task
+from peftkit.tasks.batches import BATCH_SIZE, NO_ROOM, batches_that_fit, equal_parts
+from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.metrics import rouge_l
+from peftkit.tasks.rows import longest
+from peftkit.tasks.texts import SpecialTokens
+from peftkit.tasks.tokens import TokenTask
+
+UNLIMITED = 999_999
+"""Tokens of a source where nothing limits it: T5 has relative positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairRow:
+    """A source and its target as tokens.
+
+    Args:
+        input_ids: The source's, with special tokens.
+        labels: The target's; the last is the end token unless the target was cut.
+        target: The text of the target.
+        source: "train.jsonl:7".
+    """
+
+    input_ids: tuple[int, ...]
+    labels: tuple[int, ...]
+    target: str
+    source: str
+
+    @property
+    def num_decoder_tokens(self) -> int:
+        """How many tokens the decoder reads: its start instead of the last label."""
+        return len(self.labels)
+
+
+class PairEncoder(RowEncoder):
+    """Encoder of pairs; drops those with an empty text.
+
+    Args:
+        name: The format, or "auto".
+        max_source, max_target: Longest in tokens; longer ones are cut.
+    """
+
+    kind: ClassVar[type[PairRow]] = PairRow
+    drops: Mapping[str, str] = {"source or target is empty": "give these rows both"}
+
+    def __init__(
+        self, tokenizer: Any, config: Seq2SeqConfig, name: Any, max_source: int, max_target: int
+    ) -> None:
+        self._tokenizer, self._config, self._name = tokenizer, config, name
+        self._end, self._prefix = tokenizer.eos_token_id, config.prefix
+        self._frame = SpecialTokens(tokenizer)
+        self._room, self._max_target = self._frame.room(max_source), max_target
+
+    def key(self, where: str) -> object:
+        known = (self._name, self._config.model_dump_json(), self._room, self._max_target)
+        return (*tokenizer_key(self._tokenizer), *known)
+
+    def read(self, records: Sequence[Record], where: str) -> ParsedRow:
+        parsed = parse(records, self._name, where=where, fields=self._config.fields)
+        for example in parsed.examples:
+            if not isinstance(example, Completion | Instruction):
+                raise DataError(
+                    f"Cannot make a source and a target from {example.source}.",
+                    found=f"It is a {type(example).__name__.lower()}.",
+                    fix='Give rows {"prompt": "...", "completion": "..."} or {"instruction": "...",'
+                    ' "output": "..."}, or name the fields: task.source and task.target.',
+                )
+        return parsed
+
+    def rows(self, read: ParsedRow) -> EncodedRows:
+        counts = Counter[str]()
+        rows = [self.encode(each, counts) or Dropped(each.source, 0) for each in read.examples]
+        return EncodedRows(rows, {"format": read.format}, counts, read.unused)
+
+    def encode(self, example: Example, counts: Counter[str]) -> PairRow | None:
+        """Return a row, cut where it is too long; None where one of the two texts is empty."""
+        if isinstance(example, Instruction):
+            example = Completion(example.request, example.output, example.source)
+        assert isinstance(example, Completion)
+        ids, target = self._frame.tokens(self._prefix + example.prompt), example.completion
+        if not ids or not target.strip():
+            return None
+        labels = self._frame.put_around(self._frame.tokens(target))
+        if self._end is not None and labels[-1] != self._end:
+            labels.append(int(self._end))
+        counts["cut sources"] += len(ids) > self._room
+        counts["cut targets"] += len(labels) > self._max_target
+        labels = labels[: self._max_target]
+        counts["targets"] += len(labels)
+        return PairRow(
+            input_ids=tuple(self._frame.put_around(ids[: self._room])),
+            labels=tuple(labels),
+            target=target,
+            source=example.source,
+        )
+
+
+class EncoderDecoder(TokenTask):
+    """A task whose decoder writes text from what the encoder reads.
+
+    Attributes:
+        max_target: Longest text in tokens.
+        max_positions: Positions that the decoder has.
+
+    Raises:
+        BaseError: The model has no encoder, or does not say what its decoder starts with.
+    """
+
+    is_padded: ClassVar[bool] = True
+    max_target: int
+    max_positions: int = UNLIMITED
+
+    def build(self, model: nn.Module) -> None:
+        self._start = decoder_start(unwrapped(model), self.config.type)
+        super().build(model)
+
+    def decoder_batch(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """Return the decoder's part of a batch: each row's labels, shifted by its start token.
+
+        decoder_input_ids (B, T); target_index (n,), where in the flattened (B * T) decoder states
+        a token is predicted; targets (n,), those tokens.
+        """
+        shifted = [(self._start, *row.labels[:-1]) for row in rows]
+        decoder_input_ids, is_target = padded_rows(shifted, self._pad_id)
+        return {
+            "decoder_input_ids": decoder_input_ids,
+            "target_index": is_target.flatten().nonzero().flatten(),
+            "targets": torch.tensor([token for row in rows for token in row.labels]),
+        }
+
+    @abstractmethod
+    def encoder_batch(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """Return the encoder's part of a batch."""
+
+    def decoder_prefix(self, row: Any) -> tuple[int, ...]:
+        """Return the tokens that the answer to a row is generated after."""
+        return (self._start,)
+
+    @torch.no_grad()
+    def answers(
+        self,
+        model: nn.Module,
+        rows: Sequence[Any],
+        *,
+        max_new_tokens: int | None = None,
+        on_event: Listener = ignore,
+        on_fewer: Callable[[int], None] = lambda number: None,
+    ) -> list[str]:
+        """Return the greedily generated answer to each row.
+
+        Args:
+            on_fewer: Called with the rows at once when memory has run out.
+
+        Raises:
+            RunError: A row does not fit into memory.
+        """
+        bare, answers = unwrapped(model), [""] * len(rows)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for number in tokens_of_each(rows).sort(stable=True).indices.tolist():
+            groups.setdefault(self.decoder_prefix(rows[number]), []).append(number)
+        done, longest = 0, max_new_tokens or self.max_target
+        with generation_config_aside(bare) as config:
+            for prefix, group in groups.items():
+                room = max(min(longest, self.max_positions - len(prefix)), 1)
+                greedy = self._greedy(config, room)
+
+                def generated(part: Sequence[int]) -> list[str]:
+                    some = [rows[number] for number in part]
+                    return self._generated(bare, greedy, prefix, some)  # noqa: B023 - called here
+
+                for part, texts, _ in batches_that_fit(
+                    group,
+                    BATCH_SIZE,
+                    equal_parts,
+                    generated,
+                    fix=NO_ROOM,
+                    on_fewer=on_fewer,
+                    is_shared=is_sharded(model),
+                ):
+                    on_event(Progress("Answering", done, len(rows)))
+                    for number, text in zip(part, texts, strict=True):
+                        answers[number] = text
+                    done += len(part)
+        return answers
+
+    def _generated(
+        self, bare: Any, greedy: Any, prefix: Sequence[int], rows: Sequence[Any]
+    ) -> list[str]:
+        """Return the answers of a batch, each generated after the same prefix."""
+        from transformers import GenerationMixin  # slow to import
+
+        prefixes = torch.tensor([prefix] * len(rows))
+        batch = self.encoder_batch(rows)
+        batch = in_dtype_of(bare, {**batch, "decoder_input_ids": prefixes})
+        inputs: dict[str, Any] = {n: tensor.to(bare.device) for n, tensor in batch.items()}
+        # not Whisper's own, which cuts long audio and guesses languages
+        ids = GenerationMixin.generate(bare, generation_config=greedy, **inputs)
+        return [self.text(one, special=False).strip() for one in ids[:, len(prefix) :].tolist()]
+
+    def _greedy(self, config: Any, max_new_tokens: int) -> Any:
+        """Return greedy generation; of the model's own config the end and suppressed tokens."""
+        from transformers import GenerationConfig
+
+        end, ends = self.tokenizer.eos_token_id, config.eos_token_id
+        all_ends = {end, *(ends if isinstance(ends, list) else [ends])} - {None}
+        return GenerationConfig(
+            do_sample=False,
+            use_cache=True,
+            max_new_tokens=max_new_tokens,
+            decoder_start_token_id=self._start,
+            eos_token_id=sorted(all_ends),
+            pad_token_id=self._pad_id,
+            suppress_tokens=getattr(config, "suppress_tokens", None),
+            begin_suppress_tokens=getattr(config, "begin_suppress_tokens", None),
+        )
+
+    @abstractmethod
+    def shown(self, row: Any) -> str:
+        """Return the encoder's input, for messages."""
+
+    @abstractmethod
+    def reference(self, row: Any) -> str:
+        """Return the reference answer of a row."""
+
+    def prompt_row(self, text: str, where: str) -> Any:
+        """Return a prompt of the recipe as a row without an answer.
+
+        Raises:
+            DataError: The encoder does not read it.
+        """
+        raise DataError("it is a text.", found=f"{type(self).__name__} does not read text.")
+
+
+class Seq2Seq(EncoderDecoder):
+    """A loss over the targets of pairs of texts.
+
+    Raises:
+        BaseError: The model has no encoder, or does not say what its decoder starts with.
+        DataError: A length that the model cannot read.
+    """
+
+    row_encoder: PairEncoder
+    input_names = ("input_ids", "attention_mask", "decoder_input_ids")
+    """The decoder needs no mask: no token attends to the padding on its right."""
+
+    def build(self, model: nn.Module) -> None:
+        super().build(model)
+        tokenizer, config, data = self.tokenizer, self.config, self.data
+        self.max_source = longest(model, tokenizer, data.max_length or UNLIMITED)
+        self.max_target = longest(model, tokenizer, config.max_target_length)
+        self.row_encoder = PairEncoder(
+            tokenizer, config, data.format, self.max_source, self.max_target
+        )
+
+    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
+        return [
+            (f"sources cut at {self.max_source:,} tokens", f"{rows.counts['cut sources']:,}"),
+            (f"targets cut at {self.max_target:,} tokens", f"{rows.counts['cut targets']:,}"),
+        ]
+
+    def collate(self, rows: Sequence[PairRow]) -> dict[str, Tensor]:
+        """Return input_ids and attention_mask (B, S), padded on the right, and `decoder_batch`."""
+        return self.encoder_batch(rows) | self.decoder_batch(rows)
+
+    def encoder_batch(self, rows: Sequence[PairRow]) -> dict[str, Tensor]:
+        input_ids, attention_mask = padded_rows([row.input_ids for row in rows], self._pad_id)
+        return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+    def spans(self, row: PairRow) -> list[tuple[str, str]]:
+        source, target = self.tokenizer.decode(row.input_ids), self.tokenizer.decode(row.labels)
+        return [("source", source), ("learnt", target)]
+
+    def metrics(
+        self, model: nn.Module, rows: Sequence[PairRow], *, on_event: Listener = ignore
+    ) -> dict[str, float]:
+        """Return loss and perplexity, and exact_match and mean rouge_l of greedy answers."""
+        losses = super().metrics(model, rows, on_event=on_event)
+        answers = self.answers(model, rows, on_event=on_event)
+        pairs = [(text, row.target) for text, row in zip(answers, rows, strict=True)]
+        return {
+            **losses,
+            "exact_match": sum(a.strip() == b.strip() for a, b in pairs) / len(pairs),
+            "rouge_l": sum(rouge_l(*pair) for pair in pairs) / len(pairs),
+        }
+
+    def shown(self, row: PairRow) -> str:
+        return str(self.tokenizer.decode(row.input_ids, skip_special_tokens=True))
+
+    def reference(self, row: PairRow) -> str:
+        return row.target
+
+    def prompt_row(self, text: str, where: str) -> PairRow:
+        counts = Counter[str]()
+        row = self.row_encoder.encode(Completion(text, ".", where), counts)
+        if row is None:
+            raise DataError("it is empty.")
+        if counts["cut sources"]:
+            raise DataError("it is too long.", found=f"The encoder reads {self.max_source} tokens.")
+        return replace(row, target="")
+
+
+class Seq2SeqConfig(TaskConfig):
+    """Sequence to sequence: summaries, translations, answers, with an encoder and a decoder."""
+
+    task_type: ClassVar[str] = "SEQ_2_SEQ_LM"
+    auto_class: ClassVar[str] = "AutoModelForSeq2SeqLM"
+    task: ClassVar[Callable[..., Task]] = Seq2Seq
+    writes_text: ClassVar[bool] = True
+    data_fields: ClassVar[frozenset[str]] = frozenset({"format", "max_length", "max_dropped"})
+
+    type: Literal["seq2seq"] = "seq2seq"
+    max_target_length: Annotated[int, Field(ge=2)] = 256
+    """Longest target in tokens, longer ones are cut; the longest source is data.max_length."""
+    prefix: str = ""
+    """Put before every source; T5 was trained with "summarize: ", for example."""
+    source: str | None = None
+    """Field with the source; null: as data.format says."""
+    target: str | None = None
+    """Field with the target; set both or neither."""
+
+    @model_validator(mode="after")
+    def _both(self) -> Seq2SeqConfig:
+        _ = self.fields
+        return self
+
+    @property
+    def fields(self) -> FieldNames | None:
+        """The two named fields."""
+        return FieldNames.of(source=self.source, target=self.target)
+
+
+def decoder_start(model: Any, task: str) -> int:
+    """Return the token that the decoder is given first."""
+    config = model.config
+    if not getattr(config, "is_encoder_decoder", False):
+        raise BaseError(
+            f"{type(model).__name__} cannot be trained for {task}.",
+            found="It has no encoder and decoder.",
+            fix="Give a base with both, such as T5, BART or Whisper; for a decoder alone use "
+            "task: causal_lm.",
+        )
+    start = getattr(config, "decoder_start_token_id", None)
+    if start is None and model.generation_config is not None:
+        start = model.generation_config.decoder_start_token_id
+    if start is None:
+        raise BaseError(
+            f"{type(model).__name__} does not say what its decoder starts with.",
+            found="Its config has no decoder_start_token_id.",
+            fix="Add it to the base's config.json.",
+        )
+    return int(start)
+
+
+@contextmanager
+def generation_config_aside(model: Any) -> Iterator[Any]:
+    """Set the model's own generation config aside, and yield it; else it is mixed in."""
+    from transformers import GenerationConfig
+
+    config = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield config
+    finally:
+        model.generation_config = config
