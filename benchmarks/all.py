@@ -39,7 +39,7 @@ SUMMED = re.compile(r"(<!-- summary: ([\w -]+) -->\n\n)(?:\|.*\n)*")
 SHOWN = ("torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate")
 STALE = "†"
 MEANING = f"{STALE} The code that it measures has changed since."
-SUMMARY = ("what", f"figure ({STALE}: the code has changed since)", "measured on", "command")
+SUMMARY = ("benchmark", f"result ({STALE}: the code has changed since)", "machine", "command")
 
 
 def digest(measures: tuple[str, ...]) -> str:

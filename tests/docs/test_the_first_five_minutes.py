@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from peftkit_cli.about import SCHEMA
 from peftkit_cli.app import run
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -61,6 +62,11 @@ def test_the_start_page_from_train_to_eval(
         assert run(call) == 0, (call, capsys.readouterr().err)
     assert (here / "runs/demo/adapter_model.safetensors").is_file()
     assert (here / "runs/demo/report.html").is_file()
+
+
+def test_the_start_page_names_the_line_by_which_editors_find_the_schema() -> None:
+    text = (DOCS / "index.md").read_text(encoding="utf-8")
+    assert f"`# yaml-language-server: $schema={SCHEMA}`" in text
 
 
 def test_the_adapter_is_used_as_the_guide_says(
