@@ -73,7 +73,7 @@ def test_the_adapter_is_used_as_the_guide_says(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (anew,) = [call for call in commands("continue.md", "train") if "--from" in call]
-    (merge, _, _, again) = commands("use.md", "merge")
+    (merge, _, again, _) = commands("use.md", "merge")
     assert merge == again
     ask = commands("use.md", "generate")[0]
     exports = commands("use.md", "export")
