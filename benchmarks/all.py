@@ -38,8 +38,8 @@ FULL = re.compile(r"(?s)(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures --
 SUMMED = re.compile(r"(<!-- summary: ([\w -]+) -->\n\n)(?:\|.*\n)*")
 SHOWN = ("torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate")
 STALE = "†"
-MEANING = f"{STALE} The measured code has changed since this run."
-SUMMARY = ("benchmark", f"result ({STALE}: the code has changed since)", "measured on", "command")
+MEANING = f"{STALE} The code that it measures has changed since."
+SUMMARY = ("benchmark", f"result ({STALE}: the code has changed since)", "machine", "command")
 
 
 def digest(measures: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""The benchmarks whose figures stand in README.md and docs/: commands, and what they measure."""
+"""The benchmarks behind the figures in README.md and docs/: commands, and the code they measure."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ ENTRIES: Mapping[str, Benchmark] = {
     "quickstart": Benchmark(
         ("python recipes/quickstart.py",),
         (*RECIPE, "inference"),
-        "quickstart: exact answers on 64 held-out orders",
-        "{before} before, {after} after, {minutes} minutes",
+        "Quickstart: exact match on 64 held-out orders",
+        "{before} before training, {after} after; {minutes} minutes in total",
         {
             "before": r"Before: (\S+) exact",
             "after": r"After: (\S+) exact",
@@ -91,10 +91,10 @@ ENTRIES: Mapping[str, Benchmark] = {
     "preferences-recipe": Benchmark(
         ("python recipes/preferences.py",),
         (*RECIPE, "inference", *PAIRS),
-        "DPO after the quickstart: 144 pairs, whose chosen answers omit empty fields; 16 held-out "
-        "pairs, 32 held-out orders",
-        "chosen answer more probable: {pairs}; exact answers without extras: {without}, with "
-        "extras: {extras}; valid JSON: {valid}; {minutes} minutes",
+        "DPO on the quickstart's adapter to omit empty fields: 144 training pairs; 16 pairs and 32 "
+        "orders held out",
+        "pairs with the chosen answer more likely: {pairs}; exact match on orders without extras: "
+        "{without}, with extras: {extras}; valid JSON: {valid}; {minutes} minutes",
         {
             "pairs": r"more probable: (.+)",
             "valid": r"valid JSON: (.+)",
@@ -106,14 +106,15 @@ ENTRIES: Mapping[str, Benchmark] = {
     "hear-digits": Benchmark(
         tuple(f"python recipes/hear_digits.py --seed {seed}" for seed in range(3)),
         (*CLASSES, *_tasks("media/ctc", "media/speech")),
-        "CTC speech model adapted to a new voice by 6,704 parameters, 80 held-out sentences",
-        "WER of the new voice, seeds 0, 1, 2: {before} -> {after}",
+        "CTC model adapted from one voice to another: 6,704 trained parameters, 80 held-out "
+        "sentences",
+        "WER on the new voice for seeds 0, 1, 2: {before} before, {after} after",
         {"before": r"other voice: WER (\S+) ->", "after": r"other voice: WER \S+ -> ([^\s,]+)"},
     ),
     "calculator": Benchmark(
         ("python recipes/calculator.py",),
         (*RECIPE, *REWARDS, *_tasks("rewards/grpo_tools", "user_code")),
-        "GRPO with a calculator tool, SmolLM2-135M, after SFT on six example calls; 32 held-out "
+        "GRPO with a calculator tool, SmolLM2-135M, after SFT on six plain products: 32 held-out "
         "word problems",
         "correct answers {right}; correct calls {called}; truncated {cut}; {minutes} minutes",
         {
@@ -127,8 +128,8 @@ ENTRIES: Mapping[str, Benchmark] = {
     "parity": Benchmark(
         ("python -m benchmarks.parity", "python -m benchmarks.parity --quantize nf4 --steps 10"),
         (*CAUSAL, *LOADING),
-        "loss over 30 steps (NF4: 10), SmolLM2-135M, compared with a plain PEFT loop",
-        "largest difference: fp32 {fp32}, NF4 {nf4}",
+        "Loss compared with PEFT in a plain training loop, SmolLM2-135M: 30 steps (NF4: 10)",
+        "maximum difference {fp32} in fp32, {nf4} in NF4",
         {
             "fp32": r"difference (\S+), allowed \S+ \(none\)",
             "nf4": r"difference (\S+), allowed \S+ \(nf4\)",
@@ -137,9 +138,9 @@ ENTRIES: Mapping[str, Benchmark] = {
     "train": Benchmark(
         (TRAIN + "--against trl,trl-model-loss --repeats 1",),
         CAUSAL,
-        "training, 160 rows, batch size 8, bf16, compared with TRL + PEFT, and with the same using "
-        "the model's own loss",
-        "{trl} the tokens/s, {memory} the peak memory; {loss}, {loss_memory}",
+        "Training compared with TRL + PEFT, and with TRL using the model's own loss: SmolLM2-135M, "
+        "160 rows, batch size 8, bf16",
+        "{trl} the tokens/s at {memory} the peak memory; {loss} at {loss_memory}",
         {
             "trl": r"\| trl .* (\S+ x) \| +\S+ x \| +\S+ x \|",
             "memory": r"\| trl .* (\S+ x) \|\n",
@@ -184,7 +185,8 @@ ENTRIES: Mapping[str, Benchmark] = {
     "bank": Benchmark(
         ("python -m benchmarks.bank --new-tokens 16",),
         ANSWERS,
-        "8 adapters in one batch compared with one adapter (SmolLM2, bf16, 8 rows)",
+        "Generation with 8 adapters in one batch compared with one adapter: SmolLM2-135M, bf16, 8 "
+        "rows",
         "{ours} x the tokens/s (PEFT: {peft} x); switching adapters takes {switch}",
         {
             "ours": r"mixed / one: (\S+);",
@@ -198,8 +200,8 @@ ENTRIES: Mapping[str, Benchmark] = {
             "'first start;second start;step, streamed;step, mapped'",
         ),
         (*CAUSAL, *LOADING, "base/streaming.py"),
-        "7B base in NF4: second start; one QLoRA step of 512 tokens with the base streamed",
-        "{started} s; {step} s, {memory} GB of anonymous memory",
+        "7B base in NF4: second start; one QLoRA step of 512 tokens with streamed weights",
+        "{started} s; {step} s with {memory} GB of anonymous memory",
         {
             "started": r"\| second start +\| +(\S+)",
             "step": r"\| step, streamed +\| +(\S+)",
@@ -271,15 +273,14 @@ ENTRIES: Mapping[str, Benchmark] = {
     "intents": Benchmark(
         ("python recipes/intents.py",),
         (*CLASSES, *_tasks("classes/sequence_classification", "classes/token_classification")),
-        "MiniLM-L6: text classification (7 intents) and token classification (entities), 160 "
-        "held-out texts",
+        "MiniLM-L6: 7 intents, 160 held-out texts; entity tagging",
         "accuracy {accuracy}; entity F1 {f1}",
         {"accuracy": r": accuracy (\S+ -> \S+)", "f1": r": \S*f1 (\S+ -> \S+)"},
     ),
     "digits": Benchmark(
         ("python recipes/digits.py",),
         (*CLASSES, *_tasks("media/media_classification", "media/speech")),
-        "small ViT trained on upright digits, adapted to rotated digits",
+        "Small ViT trained on upright digits, adapted to rotated and inverted ones",
         "accuracy {before} -> {after}",
         {
             "before": r"accuracy on .*: (\S+) before",
@@ -289,8 +290,9 @@ ENTRIES: Mapping[str, Benchmark] = {
     "read-digits": Benchmark(
         ("python recipes/read_digits.py",),
         (*CAUSAL, "tasks/media/media_text.py"),
-        "SmolLM2 with a small vision tower reads three-digit numbers, 32 held-out images",
-        "{before} -> {tower} (projector and tower trained) -> {after} (LoRA on the language model)",
+        "SmolLM2-135M with a small vision tower reads three-digit numbers: 32 held-out images",
+        "{before} before; {tower} after training projector and tower; {after} after LoRA on the "
+        "language model",
         {
             "before": r"(?m)^before: (\S+)",
             "tower": r"after the seeing side learnt: (\S+)",
@@ -300,8 +302,9 @@ ENTRIES: Mapping[str, Benchmark] = {
     "coverage": Benchmark(
         ("python -m benchmarks.coverage --quantize none,nf4",),
         ("adapter.py", "kernels", "methods", "model", "quant"),
-        "every method on every architecture, 16-bit and NF4",
-        "{cells} combinations: {passed} pass, {refused} not applicable, {failed} fail",
+        "Every method on every architecture, 16-bit and NF4",
+        "{cells} combinations: {passed} pass, {refused} do not apply and give a reason, {failed} "
+        "fail",
         {
             "cells": r"(\d+) cells:",
             "passed": r"cells: (\d+) pass",
