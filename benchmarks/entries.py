@@ -295,8 +295,8 @@ ENTRIES: Mapping[str, Benchmark] = {
         "language model",
         {
             "before": r"(?m)^before: (\S+)",
-            "tower": r"after the seeing side learnt: (\S+)",
-            "after": r"after the language side learnt: (\S+)",
+            "tower": r"after stage 1 \(vision\): (\S+)",
+            "after": r"after stage 2 \(language\): (\S+)",
         },
     ),
     "coverage": Benchmark(
