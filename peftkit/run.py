@@ -280,8 +280,6 @@ def _why_unpacked(recipe: Recipe, adapter: Adapter) -> str:
     """Return why rows cannot be packed by default; "" if they can."""
     if recipe.model_copy(update={"method": adapter.method}).packs_beside_virtual_tokens:
         return f"with {adapter.method.type} each has its own virtual tokens"
-    if recipe.train.context_parallel > 1 and recipe.data.packing:
-        return "each is split across processes by itself"
     return ""
 
 

@@ -51,7 +51,6 @@ class ExecutionPlan:
 
     Attributes:
         device: Kind of device: cpu, cuda or mps.
-        context_parallel: Processes that each sequence is split across.
         rows, tokens: Maximum of a micro-batch, padding included; one row alone may have more
             tokens. None: no limit.
         compile: Whether blocks run compiled; None: not decided yet.
@@ -64,7 +63,6 @@ class ExecutionPlan:
     num_processes: int = 1
     placement: Placement = "device"
     shard: Shard = "none"
-    context_parallel: int = 1
     activations: Activations = "keep"
     rows: int = 1
     tokens: int | None = None
@@ -145,8 +143,6 @@ class ExecutionPlan:
         if self.is_sharded:
             where = ", shards in main memory" * (self.shard == "offload")
             parts.append(f"base sharded over processes{where}")
-        if self.context_parallel > 1:
-            parts.append(f"each row on {self.context_parallel} processes")
         parts.append(ACTIVATIONS_IN_WORDS[self.activations])
         tokens = "" if self.tokens is None else f" or {self.tokens:,} tokens"
         parts.append(f"up to {self.rows} rows{tokens} at once")
@@ -168,7 +164,7 @@ class ExecutionPlan:
 
 
 def plan_from(values: Mapping[str, Any]) -> ExecutionPlan:
-    """Return the plan of `as_dict`; fields of later versions are left out."""
+    """Return the plan of `as_dict`; fields of other versions are left out."""
     names = {field.name for field in fields(ExecutionPlan)}
     return ExecutionPlan(**{name: value for name, value in values.items() if name in names})
 

@@ -168,7 +168,7 @@ def _refine(trainer: Trainer, median: Any, saved: ActivationBytes | None, longes
     costs = [
         (mode, max(each.needed(mode) / size for each, size in measured)) for mode in trainer.modes
     ]
-    if trainer.world.world_size > 1:  # with context parallelism, shares of a row differ
+    if trainer.world.world_size > 1:
         costs = [(mode, float(trainer.world.max(math.ceil(cost)))) for mode, cost in costs]
     plan = choose(trainer.requested, costs, available, tokens)
     if plan is None:

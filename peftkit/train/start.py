@@ -152,11 +152,11 @@ def new_run(
     device = next(iter(trainable_parameters(model).values())).device
     if world is None or world.device != device:  # a base may be on the CPU for want of memory
         world = World(device)
-    parallel = _parallel_of(world, model, task, config.context_parallel, rows, eval_rows)
+    parallel = _parallel_of(world, model, task, rows, eval_rows)
     plan = plan or _plan_over(model, config, world)
     return Run(
         model=model,
-        task=parallel.adapt(task),
+        task=task,
         rows=rows,
         eval_rows=eval_rows,
         config=config,
@@ -180,21 +180,12 @@ def _plan_over(model: Any, config: TrainConfig, world: World) -> ExecutionPlan:
     )
 
 
-def _parallel_of(
-    world: World, model: nn.Module, task: Task, context_parallel: int, *rows: Sequence[Any]
-) -> Parallel:
+def _parallel_of(world: World, model: nn.Module, task: Task, *rows: Sequence[Any]) -> Parallel:
     """Return how the processes of a run share rows and forward passes.
 
     Args:
         rows: All rows of the run, the same on every process.
-
-    Raises:
-        RunError: The number of processes is no multiple of `context_parallel`.
     """
-    if context_parallel > 1:
-        from peftkit.train.context_parallel import ContextParallel
-
-        return ContextParallel(world, task, context_parallel, *rows)
     if is_sharded(model):
         from peftkit.train.lockstep import Lockstep
 
