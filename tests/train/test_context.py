@@ -30,10 +30,10 @@ from peftkit.train.context_parallel import (
     own_part,
     unsuited,
 )
-from tests.families import ARCHITECTURES, FURTHER, tiny_tokenizer
+from tests.helpers.children import exit_code, start
+from tests.helpers.families import ARCHITECTURES, FURTHER, tiny_tokenizer
+from tests.helpers.sharded import together
 from tests.tasks.test_unpadding import a_row
-from tests.train.children import exit_code, start
-from tests.train.sharded import together
 from tests.train.test_sharding import losses, recipe
 
 MODELS = {**ARCHITECTURES, **FURTHER}
