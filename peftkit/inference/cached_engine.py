@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peftkit.execution.plan import plan_of
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.inference.cache import (
     MIN_READ,
     SMALLEST,
@@ -54,7 +54,7 @@ class CachedEngine(Engine):
         self._kept: dict[Completion, Span] = {}
         self._arenas: dict[int, Arena] = {}
         self._batch: Batch | None = None
-        plan = plan_of(self.model)
+        plan = ExecutionPlan.for_model(self.model)
         # their blocks wait for another process or for main memory, which no graph records
         waits = is_sharded(self.model) or hasattr(self.model, STREAMED)
         records = plan.records_decoding and not waits and is_recordable(self.model)
