@@ -1,7 +1,7 @@
 """The tensors of a quantised weight, read into codes, scales and zeros (kernels/block_scaled.py).
 
-A reader for each format repacks its tensors without loss. The tensors themselves
-say whether a layer is quantised, the config says how (checkpoint.py).
+A reader for each format repacks its tensors without loss. The tensors in the files determine
+whether a layer is quantised, the config determines its scheme (checkpoint.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from peftkit.kernels.packed import PackedFormat, unpack
 from peftkit.quant.layers import import_bitsandbytes
 
 STACKS = {name: [f"{name}_blocks", f"{name}_scales"] for name in ("gate_up_proj", "down_proj")}
-"""Of gpt-oss: a parameter, and the tensors that its files have for it."""
+"""Parameter of gpt-oss -> its tensors in the files."""
 LEAVES = (
     *("weight", "qweight", "qzeros", "scales", "g_idx"),
     *("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
@@ -26,7 +26,7 @@ LEAVES = (
     *("input_global_scale", "input_scale", "activation_scale"),
     *("_weight_qdata", "_weight_scale", "_weight_zero_point"),
 )
-"""Names of a quantised layer's tensors, in any format; those for a server's inputs are unused."""
+"""Names of a quantised layer's tensors in any format; scales of activations are unused."""
 AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
 """Position of the k-th of eight columns in a word."""
 
@@ -43,10 +43,10 @@ def read_codes(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
     """Return a layer's weight as codes.
 
     Args:
-        tensors: By the last part of their names.
+        tensors: The layer's tensors by the last segment of their names.
 
     Raises:
-        UnreadableError: Tensors are missing, or their shapes do not belong together.
+        UnreadableError: Tensors are missing, or their shapes do not fit together.
     """
     try:
         codes = _READERS[scheme.layout](tensors, scheme)
@@ -57,7 +57,7 @@ def read_codes(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
 
 
 def _check(codes: Codes) -> None:
-    """Refuse scales that do not match the blocks in number, or are not finite."""
+    """Raise UnreadableError if scales are not finite or their number is not that of the blocks."""
     if codes.form.transposed:
         return
     rows, columns = codes.form.shape
@@ -77,7 +77,7 @@ def _check(codes: Codes) -> None:
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:
-    """Return the fields of 32-bit words (..., n), the first ones low, as uint8."""
+    """Return the fields of 32-bit words (..., n) as uint8, lowest bits first."""
     low = words.contiguous().view(torch.uint8)
     return low if bits == 8 else torch.stack([low & 15, low >> 4], -1).flatten(-2)
 
@@ -85,7 +85,7 @@ def _fields(words: Tensor, bits: int) -> Tensor:
 def _integers(
     codes: Tensor, bits: int, scale: Tensor, zero: Tensor | None, group: int, *more: Tensor
 ) -> Codes:
-    """Return integers (out, in) as codes; zeros are dropped if all are the middle one."""
+    """Return integers (out, in) as codes; zeros are dropped if all are the middle code."""
     shape = torch.Size(codes.shape)
     if zero is not None and (zero == 1 << bits - 1).all():
         zero = None
@@ -96,7 +96,7 @@ def _integers(
 
 
 def _sorted_by(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the order of columns that joins groups, and the new place of each column."""
+    """Return the column order that makes groups contiguous, and each column's new position."""
     order = torch.argsort(index.long(), stable=True)
     plain = torch.arange(len(index), device=index.device) // size
     if not torch.equal(index[order].long(), plain):
@@ -105,9 +105,10 @@ def _sorted_by(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _read_gptq(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
-    """Words run along in; those of zeros along out. Version 1 keeps zeros less one.
+    """Read GPTQ: words pack codes along in and zeros along out; version 1 stores zeros minus one.
 
-    The one is added to the word, as it was taken from it: a zero of 0 borrows from its neighbour.
+    The one is added to the packed word, because it was subtracted there: a zero of 0 borrowed from
+    its neighbour.
     """
     bits, scale = scheme.bits, tensors["scales"].t()
     codes = _fields(tensors["qweight"].t(), bits)
@@ -168,10 +169,10 @@ def _read_int8(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
 
 
 def _by_group(numbers: Tensor, rows: int, num_groups: int) -> Tensor:
-    """Return numbers of a tensor, of rows or of groups as (rows, groups).
+    """Expand numbers per tensor, per row or per group to (rows, groups).
 
     Raises:
-        UnreadableError: They are so many for none of these.
+        UnreadableError: Their count fits none of these.
     """
     if numbers.numel() not in (1, rows, rows * num_groups):
         raise UnreadableError(f"{numbers.numel()} scales for {rows} x {num_groups} groups")
@@ -203,7 +204,7 @@ def _read_fp4(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
     packed = tensors["weight_packed"] if "weight_packed" in tensors else tensors["weight"]
     shape = torch.Size([packed.shape[0], 2 * packed.shape[1]])
     scales: tuple[Tensor, ...] = (tensors["weight_scale"].view(torch.uint8),)
-    if scheme.layout == "nvfp4":  # it divides
+    if scheme.layout == "nvfp4":  # this scale divides
         scales += (tensors["weight_global_scale"].float().reshape(1),)
     elif scheme.layout == "modelopt":
         scales += (tensors["weight_scale_2"].float().reshape(()),)
@@ -237,7 +238,7 @@ _READERS = {
 
 def unpacked(codes: Codes, dtype: torch.dtype) -> Tensor:
     """Return a weight as a tensor of floats."""
-    import_bitsandbytes()  # whose operators unpack 8 bits
+    import_bitsandbytes()  # its operators unpack 8 bits
     return unpack(codes.packed, codes.scales, codes.form, dtype)
 
 
@@ -250,7 +251,7 @@ def some_values(codes: Codes, positions: Tensor) -> Tensor:
         positions = stack * rows * width + place % rows * width + place // rows
     at = positions // width
     scales: list[Tensor] = []
-    if codes.scales:  # else the rows hold them
+    if codes.scales:  # otherwise rows share the scales
         grid = codes.scales[0].shape
         row = at // rows * grid[-2] + at % rows // codes.form.rows
         scales = [s.flatten(0, -2)[row] if s.dim() > 1 else s for s in codes.scales]
@@ -264,11 +265,11 @@ def stacked_codes(
     combined: Callable[[dict[str, Any]], Tensor],
     expected: torch.Size,
 ) -> Codes | None:
-    """Return experts' weights as one stack of codes; None where they have to be dequantised.
+    """Return experts' weights as one stack of codes; None if they must be dequantised.
 
     Args:
-        experts: Each part of the stack (gate, up): its weight in every expert.
-        combined: Makes the model's stack of such lists of tensors.
+        experts: The weights of all experts, by projection of the stack (gate, up).
+        combined: Builds the model's stack from such lists of tensors.
         expected: The shape of the stack.
     """
     first = next(iter(experts.values()))[0]
