@@ -1,10 +1,10 @@
-"""Tokens that a base does not know yet: into its tokenizer, and rows for them into its tables.
+"""New tokens for a base: added to its tokenizer, with new rows in embedding and head.
 
-A new row begins as the mean of those of all known tokens, in the embedding and in the head. The
-adapter trains and saves the rows (`Method.token_rows`). The tokenizer is saved with it, and from
-there the tokens are added to the plain base again.
+A new row starts as the mean of the existing rows, in the embedding and in the head. The adapter
+trains and saves the rows (`Method.token_rows`). The tokenizer is saved with the adapter, which adds
+the tokens to the plain base again when it is loaded.
 
-Shapes: V known tokens, H width.
+Shapes: V existing tokens, H width.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ TokenRows = tuple[int, ...] | dict[str, tuple[int, ...]]
 def add_tokens(base: Base, tokens: Sequence[str]) -> tuple[int, ...]:
     """Add tokens to a base's tokenizer and to its model, in place; return their ids.
 
-    They are no special tokens: what is generated shows them.
+    They are not special tokens: decoded text shows them.
 
     Raises:
-        DataError: A token is empty, given twice or known already; each is named.
-        TargetError: The model has no embedding of tokens.
+        DataError: A token is empty, given twice or already in the vocabulary; lists these tokens.
+        TargetError: The model has no token embedding.
     """
     vocabulary = base.tokenizer.get_vocab()
     wrong = [t for t in tokens if t in vocabulary or tokens.count(t) > 1 or not t]
@@ -54,7 +54,7 @@ def add_tokens(base: Base, tokens: Sequence[str]) -> tuple[int, ...]:
 
 
 def token_rows(model: nn.Module, ids: Sequence[int]) -> TokenRows:
-    """Return the `Method.token_rows` that trains new tokens in the embedding and in the head."""
+    """Return the `Method.token_rows` that train new tokens in the embedding and in the head."""
     path, head = input_embedding(model), _head(model)
     if head is None or head.weight is model.get_submodule(path).weight:
         return tuple(ids)
@@ -71,10 +71,10 @@ def save_tokenizer(base: Base, folder: Path) -> None:
 def restore_tokens(base: Base, folder: Path) -> tuple[int, ...]:
     """Add the new tokens of a folder's tokenizer to a base, in place; return their ids.
 
-    Does nothing where the folder has no tokenizer, or one without new tokens.
+    Do nothing if the folder has no tokenizer, or one without new tokens.
 
     Raises:
-        AdapterError: The tokenizer cannot be read, or is another one than the base's.
+        AdapterError: The tokenizer cannot be read, or does not extend the base's.
     """
     added = unknown_tokens(folder, base.tokenizer)
     if not added:
@@ -94,7 +94,7 @@ def restore_tokens(base: Base, folder: Path) -> tuple[int, ...]:
 
 
 def saved_tokens(folder: Path) -> dict[int, AddedToken]:
-    """Return what a folder's tokenizer has beside its vocabulary, by id; nothing without one.
+    """Return the added tokens of a folder's tokenizer by id; {} without a tokenizer.
 
     Raises:
         AdapterError: The tokenizer cannot be read.
@@ -112,7 +112,7 @@ def saved_tokens(folder: Path) -> dict[int, AddedToken]:
 
 
 def unknown_tokens(folder: Path, tokenizer: Any) -> dict[int, AddedToken]:
-    """Return the tokens of a folder's tokenizer that another one does not know, by id.
+    """Return the tokens of a folder's tokenizer that another tokenizer lacks, by id.
 
     Raises:
         AdapterError: The folder's tokenizer cannot be read.
@@ -121,11 +121,11 @@ def unknown_tokens(folder: Path, tokenizer: Any) -> dict[int, AddedToken]:
 
 
 def new_tokens_of(folder: Path, base: str, revision: str | None = None) -> list[str]:
-    """Return the tokens of an adapter folder's tokenizer that its base's does not know.
+    """Return the tokens of an adapter folder's tokenizer that its base's tokenizer lacks.
 
     Raises:
         AdapterError: The folder's tokenizer cannot be read.
-        BaseError: The base has none.
+        BaseError: The base has no tokenizer.
     """
     if not (saved := saved_tokens(folder)):
         return []
@@ -136,10 +136,10 @@ def new_tokens_of(folder: Path, base: str, revision: str | None = None) -> list[
 def tell_split_tokens(
     folders: Mapping[str, Path], tokenizer: Any, on_event: Listener = ignore
 ) -> None:
-    """Tell which adapters have tokens that the tokenizer they share does not know.
+    """Emit a notice for each adapter with tokens that the shared tokenizer lacks.
 
     Args:
-        folders: Of adapters, by name.
+        folders: Adapter folders by name.
     """
     for name, folder in folders.items():
         try:
@@ -154,7 +154,7 @@ def tell_split_tokens(
 
 
 def grow(model: Any, num_rows: int) -> None:
-    """Give a model's embedding and head this many rows, if they have fewer."""
+    """Grow a model's embedding and head to this many rows, if they have fewer."""
     path = input_embedding(model)
     if num_rows <= model.get_submodule(path).num_embeddings:
         return
@@ -166,7 +166,7 @@ def grow(model: Any, num_rows: int) -> None:
 
 @torch.no_grad()
 def _begin_at_the_mean(model: nn.Module, ids: Sequence[int], num_known: int) -> None:
-    """Set the rows of new tokens in the embedding and in the head."""
+    """Set the rows of new tokens in embedding and head to the mean of the existing rows."""
     if not ids:
         return
     tables = [_dense(model, model.get_submodule(input_embedding(model))), _head(model)]
@@ -185,7 +185,7 @@ def _head(model: Any) -> nn.Module | None:
 
 
 def _dense(model: nn.Module, table: nn.Module) -> nn.Module:
-    """Return an embedding or a head, unless its rows are quantised, to which none can be added."""
+    """Return an embedding or a head, or raise TargetError if its rows are quantised."""
     if "weight" not in table._parameters:
         raise TargetError(
             f"cannot add tokens to {type(model).__name__}",

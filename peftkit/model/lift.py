@@ -1,4 +1,4 @@
-"""Take what is wrapped around a model's frozen modules off for a while, and put it back."""
+"""Remove the wrappers around a model's frozen modules temporarily, and restore them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Wrapped = list[tuple[nn.Module, str, FrozenWrapper]]
 
 
 def take_off(model: nn.Module) -> Wrapped:
-    """Put the frozen modules of all wrappers (adapter modules, a bank's layers) in their places.
+    """Replace all wrappers (adapter modules, a bank's layers) by their frozen modules.
 
-    Adapters that act by hooks, as prompts do, stay.
+    Adapters that act through hooks, such as prompts, stay active.
     """
     taken: Wrapped = []
     while wrappers := list(_outermost(model)):
@@ -28,7 +28,7 @@ def take_off(model: nn.Module) -> Wrapped:
 
 @contextmanager
 def lifted(model: nn.Module) -> Iterator[None]:
-    """Have a model without its wrappers within the context, which may put on others."""
+    """Remove a model's wrappers within the context, which may install others."""
     taken = take_off(model)
     try:
         yield
@@ -40,7 +40,7 @@ def lifted(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def eager(model: nn.Module) -> Iterator[None]:
-    """Run a model's modules as they are within the context, though they are compiled."""
+    """Run a model's compiled modules eagerly within the context."""
     compiled = [(module, module._compiled_call_impl) for module in model.modules()]
     try:
         for module, _ in compiled:
@@ -52,7 +52,7 @@ def eager(model: nn.Module) -> Iterator[None]:
 
 
 def _outermost(module: nn.Module) -> Iterator[tuple[nn.Module, str, FrozenWrapper]]:
-    """Yield the wrappers that are in no other wrapper; each place of a shared module."""
+    """Yield the outermost wrappers; a shared module is yielded at each of its places."""
     seen, waiting = {module}, [module]
     while waiting:
         parent = waiting.pop()

@@ -194,11 +194,11 @@ def schemes_of(settings: Mapping[str, Any]) -> list[Scheme]:
     schemes = [scheme_of(settings)]
     if settings.get("quant_method") == "compressed-tensors":
         for name, group in (settings.get("config_groups") or {}).items():
-            if group.get("weights"):  # others round activations alone
+            if group.get("weights"):  # other groups quantise activations only
                 schemes.append(scheme_of({**settings, "config_groups": {name: group}}))
     if settings.get("quant_method") == "auto-round":
         for path, more in (settings.get("extra_config") or {}).items():
-            if more.get("bits", settings.get("bits")) <= 8:  # others are left as they are
+            if more.get("bits", settings.get("bits")) <= 8:  # layers with more bits are not quantised
                 schemes.append(scheme_of(settings, path))
     return list(dict.fromkeys(schemes))
 

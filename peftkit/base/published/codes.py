@@ -245,13 +245,13 @@ def unpacked(codes: Codes, dtype: torch.dtype) -> Tensor:
 def some_values(codes: Codes, positions: Tensor) -> Tensor:
     """Return the values at positions of the flattened weight, in float32."""
     rows, width = codes.form.shape[-2:]
-    if codes.form.transposed:  # as the codes lie
+    if codes.form.transposed:  # positions in the stored order of the codes
         rows, width = width, rows
         stack, place = positions // (rows * width), positions % (rows * width)
         positions = stack * rows * width + place % rows * width + place // rows
     at = positions // width
     scales: list[Tensor] = []
-    if codes.scales:  # otherwise rows share the scales
+    if codes.scales:  # blocks of GGUF files hold their scales in the rows
         grid = codes.scales[0].shape
         row = at // rows * grid[-2] + at % rows // codes.form.rows
         scales = [s.flatten(0, -2)[row] if s.dim() > 1 else s for s in codes.scales]

@@ -175,7 +175,7 @@ class CodesQuantizer(StoredQuantizer):
         converters = HfQuantizer.update_weight_conversions(self, weight_conversions, model)
         for converter in converters:
             operations = getattr(converter, "operations", None) or [None]
-            if isinstance(operations[0], _Read):  # it runs the others itself
+            if isinstance(operations[0], _Read):  # _Read runs the other operations
                 operations[0].rest, converter.operations = operations[1:], operations[:1]
         return [*self._other_names(model), *converters]
 
