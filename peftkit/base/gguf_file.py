@@ -283,11 +283,11 @@ def parsed_once(location: Location) -> Iterator[None]:
         if str(path) not in parsed:
             try:
                 parsed[str(path)] = plain(path, *more)
-            except Exception as error:  # numpy's, where its numbers do not fit its size
+            except Exception as error:  # from numpy, if the header does not fit the file's size
                 raise BaseError(
-                    f"{path} is not a whole GGUF file.",
+                    f"{path} is not a complete GGUF file.",
                     found=str(error),
-                    fix="Download it again; compare its size with that on its page.",
+                    fix="Download it again and compare its size with the one on its page.",
                 ) from error
         return parsed[str(path)]
 
@@ -346,6 +346,6 @@ def _processed(name: str, tensors: list[Any], processor: Any, names: dict[str, s
             tensor_key_mapping=names,
             parsed_parameters={"tensors": parameters},
         )
-        if result.name in names:  # else it has put it there itself
+        if result.name in names:  # otherwise the processor has stored the parameter itself
             parameters[names[result.name]] = torch.from_numpy(result.weights).contiguous()
     return parameters[name]

@@ -165,7 +165,7 @@ def _local(path: Path) -> Location:
         if path.suffix != ".gguf":
             raise BaseError(
                 f"{path} is not a base model.",
-                found="It is a file, and not a .gguf.",
+                found="It is a file without the extension .gguf.",
                 fix="Give the folder that holds config.json and the safetensors files.",
             )
         return Location(name, os.path.dirname(name), gguf=path.name)

@@ -43,8 +43,8 @@ def add_tokens(base: Base, tokens: Sequence[str]) -> tuple[int, ...]:
     if wrong or not tokens:
         raise DataError(
             f"cannot add {', '.join(map(repr, dict.fromkeys(wrong))) or 'no token'} as new tokens",
-            found="known already, empty or given twice",
-            fix="Leave them out; rows of known tokens are trained with method.token_rows: [ID].",
+            found="They are empty, repeated, or already in the vocabulary.",
+            fix="Leave them out; rows of existing tokens are trained with method.token_rows: [ID].",
         )
     added = [AddedToken(token, normalized=False, special=False) for token in tokens]
     ids = _taken(base.tokenizer, added)
@@ -84,7 +84,7 @@ def restore_tokens(base: Base, folder: Path) -> tuple[int, ...]:
     if ids != tuple(added):
         raise AdapterError(
             f"{folder / FILE} is not of the base's tokenizer",
-            found=f"its new tokens have the ids {_few(added)}; here they would be {_few(ids)}",
+            found=f"Its new tokens have the ids {_few(added)}; with this base they would be {_few(ids)}.",
             fix="Use the base that the adapter was trained on: peftkit inspect ADAPTER",
         )
     rows = base.model.get_input_embeddings().num_embeddings
@@ -144,13 +144,13 @@ def tell_split_tokens(
     for name, folder in folders.items():
         try:
             tokens = unknown_tokens(folder, tokenizer)
-        except AdapterError as error:  # nothing else reads it here
+        except AdapterError as error:  # the shared tokenizer is used instead
             on_event(Notice(f"'{name}': {error}"))
             continue
         if tokens:
-            text = f"'{name}' was trained with tokens that its base does not know: "
-            text += f"{_few(tokens.values())}. Here they are split; in `peftkit chat ADAPTER` and "
-            on_event(Notice(f"{text}after `peftkit merge` they are not."))
+            text = f"'{name}' was trained with tokens that its base lacks: {_few(tokens.values())}. "
+            text += "Here they are split into several tokens. `peftkit chat ADAPTER` and merged "
+            on_event(Notice(f"{text}models (`peftkit merge`) keep them whole."))
 
 
 def grow(model: Any, num_rows: int) -> None:
@@ -158,7 +158,7 @@ def grow(model: Any, num_rows: int) -> None:
     path = input_embedding(model)
     if num_rows <= model.get_submodule(path).num_embeddings:
         return
-    _head(model)  # raises where transformers cannot resize it
+    _head(model)  # raises if transformers cannot resize it
     with quiet():
         model.resize_token_embeddings(num_rows, mean_resizing=False)
     model.requires_grad_(False)
@@ -189,8 +189,8 @@ def _dense(model: nn.Module, table: nn.Module) -> nn.Module:
     if "weight" not in table._parameters:
         raise TargetError(
             f"cannot add tokens to {type(model).__name__}",
-            found="the weight of its embedding or head is quantised",
-            fix="Load the base with quantize_embeddings='none'; for a GGUF file name its original.",
+            found="The weight of its embedding or head is quantised.",
+            fix="Load the base with quantize_embeddings='none'; for a GGUF file use its original.",
         )
     return table
 

@@ -151,7 +151,7 @@ def blind_to_videos(kind: Any) -> Any:
 
     names = {
         "check_argument_for_proper_class": check,
-        "save_pretrained": transformers.ProcessorMixin.save_pretrained,  # ERNIE's asks for a font
+        "save_pretrained": transformers.ProcessorMixin.save_pretrained,  # ERNIE's requires a font
         "__module__": kind.__module__,
     }
     return type(kind.__name__, (kind,), names)

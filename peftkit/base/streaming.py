@@ -198,7 +198,7 @@ class BlockStream:
         if index is None:
             return
         self._inside.append(index)
-        if self._inside.count(index) > 1:  # a hook outside of what is recomputed
+        if self._inside.count(index) > 1:  # a hook outside the recomputed function runs too
             return
         self._step = self._direction(index)
         self._last = index
@@ -221,7 +221,7 @@ class BlockStream:
         """Guess the next block: 1 for the following one, -1 for the preceding one (recompute)."""
         if self._last < 0 or abs(index - self._last) > 1:
             return 1
-        if index == self._last:  # the last one, computed again; or a pass after a backward pass
+        if index == self._last:  # the last block is recomputed, or a new pass begins after a backward pass
             return -1 if index == len(self._blocks) - 1 else 1
         return index - self._last
 

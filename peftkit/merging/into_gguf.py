@@ -1,8 +1,8 @@
 """Merging into a GGUF file: the same file, with the blocks of the changed weights quantised anew.
 
-Types and sizes stay, so that all else, the header too, is copied bit for bit. The package gguf
-quantises to Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and MXFP4. A file in K or IQ types is refused: only
-llama.cpp's own programs quantise to these.
+Types and sizes stay the same; the header and all other tensors are copied bit for bit. The package
+gguf quantises to Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and MXFP4. Files in K or IQ types are refused, because
+only llama.cpp's programs quantise to these.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def merge_into_gguf(
     overwrite: bool,
     on_event: Listener,
 ) -> Merged:
-    """Write the GGUF file of an adapter's base again, with the adapter in it; see `merge`."""
+    """Write a copy of the base's GGUF file with the adapter merged in; see `merge`."""
     name, revision = file.base_or(base)
     location, out = locate(name, revision), Path(out).expanduser()
     if not location.gguf or location.convert_to is not None:
         raise MergeError(
             f"cannot merge into {out}",
-            found=f"the base {name} is no GGUF file",
+            found=f"The base {name} is not a GGUF file.",
             fix="Merge into a folder; llama.cpp's convert_hf_to_gguf.py makes a GGUF file of it.",
         )
     _check_free(out, location.gguf_path, overwrite)
@@ -116,7 +116,7 @@ def _told(tally: Tally) -> str:
     told = f"Quantising anew lost {lost:.2f} of the update"
     if lost < 0.5:
         return f"{told}."
-    return f"{told}: the file computes noticeably otherwise than base and adapter. {_INSTEAD}"
+    return f"{told}: the outputs of the file differ noticeably from those with the adapter. {_INSTEAD}"
 
 
 def _check_free(out: Path, source: Path, overwrite: bool) -> None:
@@ -130,7 +130,7 @@ def _check_free(out: Path, source: Path, overwrite: bool) -> None:
 
 @contextmanager
 def _beside(out: Path, num_bytes: int) -> Iterator[Path]:
-    """Yield a file in a folder beside `out`, where it is moved when the block succeeds."""
+    """Yield a temporary file next to `out`, which replaces `out` when the block succeeds."""
     folder = disk.writable_folder(out.absolute().parent)
     disk.check_space(folder, num_bytes)
     with tempfile.TemporaryDirectory(dir=folder, prefix=f".{out.stem}-") as own:
@@ -146,10 +146,10 @@ def write_changes(adapter: Adapter, blocks: Mapping[str, Blocks], path: Path, ta
     """Write the blocks of all changed weights into a copy of the base's file.
 
     Args:
-        blocks: Of the base's file, by the names of weights.
+        blocks: Blocks of the base's file by weight name.
 
     Raises:
-        MergeError: A weight is in no blocks, or in a type that nothing here writes.
+        MergeError: A weight is not in blocks, or in a type that the package gguf cannot write.
     """
     changes = [
         (f"{place}.{name}", module, name)
@@ -172,7 +172,7 @@ def write_changes(adapter: Adapter, blocks: Mapping[str, Blocks], path: Path, ta
 def _check(names: Sequence[str], blocks: Mapping[str, Blocks]) -> None:
     message = "cannot merge into the types of the base's file"
     if others := [name for name in names if name not in blocks]:
-        found = f"{others[0]} is not in blocks that are kept"
+        found = f"{others[0]} is not stored in supported blocks"
         raise MergeError(message, found=found, fix=_INSTEAD)
     changed = [blocks[name] for name in names]
     if kinds := Counter(each.form.kind for each in changed if not each.can_be_written):

@@ -38,7 +38,7 @@ CHOOSING = ("router", "shared_router", "indexer")
 NAMED_ONLY = (*CHOOSING, "head")
 """Linear roles in no group: they are adapted only if targeted explicitly."""
 UNSIDED = ("projector", "other", "head")
-"""Groups with the same name on every side of a model."""
+"""Roles with the same name on every side of a model."""
 OUTSIDE = ("projector", "other", "embed", "pos_embed")
 _EXPERTS = EXPERTS + ATTENTION_EXPERTS
 ROLES = (*ATTENTION, *CROSS_ATTENTION, *FFN, *SHARED, *_EXPERTS, *NAMED_ONLY, *OUTSIDE)

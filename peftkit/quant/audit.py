@@ -194,7 +194,7 @@ def _kind_of(
     if "bias" in name.lower():
         return "biases", "small"
     if is_linear(module) and name == "weight":
-        return "linear layers", reason or "not asked for"
+        return "linear layers", reason or "not requested"
     if isinstance(module, nn.Embedding):
         return "embeddings", "looked up, not multiplied"
     if tensor.ndim < 2:
