@@ -25,7 +25,7 @@ class DoRALinear(LoRALinear):
     """A frozen linear layer with a LoRA on its direction and trained row norms.
 
     Attributes:
-        lora_magnitude: (num_rows,): the trained norms of the adapted output rows.
+        lora_magnitude: (num_rows,) trained norms of the adapted output rows.
         squared_norms: (out,) float32: ||w||^2 of the frozen rows.
     """
 
@@ -42,7 +42,7 @@ class DoRALinear(LoRALinear):
                 squared.copy_(weight_of(base).float().square().sum(1))
 
     def full_magnitude(self) -> Tensor:
-        """Return m of every output row (out,): the frozen norm where nothing is adapted."""
+        """Return m of every output row (out,): the frozen norm if the row is not adapted."""
         rows = self.slice.rows
         if rows is None:
             return self.lora_magnitude
@@ -101,7 +101,7 @@ class DoRA(LoRA):
     """Initialisation of A: default (Kaiming), gaussian, eva (from activations); B is zero."""
 
     def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
-        return Method.wrap_experts(self, experts, sites)  # norms of rows there are not made
+        return Method.wrap_experts(self, experts, sites)  # row norms of stacked experts are not supported
 
 
 class DoRAFormat(LoRAFormat):
