@@ -106,7 +106,7 @@ def saved_tokens(folder: Path) -> dict[int, AddedToken]:
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
     except Exception as error:  # the library raises a bare Exception
         raise AdapterError(
-            f"cannot read {file}", found=str(error), fix="Get the adapter again."
+            f"cannot read {file}", found=str(error), fix="Download the adapter again."
         ) from error
     return dict(tokenizer.added_tokens_decoder)
 

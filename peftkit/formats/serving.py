@@ -83,7 +83,7 @@ def served_over(stored: str) -> str:
     if stored.startswith("gptq") and "with zeros" in stored:
         note += " vLLM does not serve GPTQ with zeros; it serves AWQ and compressed-tensors."
     elif ROUNDED in stored:
-        note += " vLLM rounds the inputs of its layers to 8 bits or fewer too, unlike training."
+        note += " Unlike training, vLLM also rounds the inputs of layers to 8 bits or fewer."
     else:
         note += " vLLM computes with the same weights; take its --dtype from the base's config."
     return note

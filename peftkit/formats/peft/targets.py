@@ -180,7 +180,7 @@ def check_targets(targets: Any, message: str, name: str = "target_modules") -> N
 
 
 def targeted(paths: Iterable[str], targets: Any) -> list[str]:
-    """Return the paths that `target_modules` matches; none if the field is empty.
+    """Return the paths that `target_modules` matches; none if it names no module ("all-linear").
 
     Raises:
         AdapterError: The pattern is invalid, or takes too long.
