@@ -17,7 +17,7 @@ VOLATILE = {
     *("quantization_config", "pad_token_id", "bos_token_id", "eos_token_id"),
     *("id2label", "label2id", "num_labels", "problem_type"),
 }
-"""Config fields that do not affect the computation, besides names that start with _."""
+"""Config fields that do not affect the computation; names that start with _ do not either."""
 
 
 def fingerprint(

@@ -1,4 +1,4 @@
-"""GGUF files dequantised as they are read, and their copies in the cache."""
+"""GGUF files that are dequantised while loading, and their copies in the cache."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def _convert_into(target: Path, location: Location, on_event: Listener) -> None:
         with quiet():
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-        mode = (folder / "config.json").stat().st_mode  # safetensors writes files that only their owner can read
+        mode = (
+            (folder / "config.json").stat().st_mode
+        )  # safetensors writes files that only their owner can read
         for path in folder.iterdir():
             path.chmod(mode)
     on_event(Progress(doing, 4, 4))

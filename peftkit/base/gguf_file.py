@@ -4,9 +4,10 @@ transformers dequantises the whole file to float32 before it fills a model. Here
 mapping from names to tensors that are dequantised one by one when they are read, or that stay in
 the file's blocks. transformers' code converts names and layouts, so the values are the same.
 
-Blocks run along a row, so permutations of whole rows, such as llama.cpp's order of the rows of q and
-k, are applied to bytes. To find the permutation, transformers' conversion runs on the row numbers
-instead of the weight. Weights whose columns move are dequantised, as are unsupported block types.
+Blocks run along a row, so permutations of whole rows, such as llama.cpp's order of the rows of q
+and k, are applied to bytes. To find the permutation, transformers' conversion runs on the row
+numbers instead of the weight. Weights whose columns move are dequantised, as are unsupported block
+types.
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ def restore_tokens(base: Base, folder: Path) -> tuple[int, ...]:
     if ids != tuple(added):
         raise AdapterError(
             f"{folder / FILE} is not of the base's tokenizer",
-            found=f"Its new tokens have the ids {_few(added)}; with this base they would be {_few(ids)}.",
+            found=f"Its new tokens have the ids {_few(added)}; with this base they would have "
+            f"{_few(ids)}.",
             fix="Use the base that the adapter was trained on: peftkit inspect ADAPTER",
         )
     rows = base.model.get_input_embeddings().num_embeddings
@@ -148,7 +149,9 @@ def tell_split_tokens(
             on_event(Notice(f"'{name}': {error}"))
             continue
         if tokens:
-            text = f"'{name}' was trained with tokens that its base lacks: {_few(tokens.values())}. "
+            text = (
+                f"'{name}' was trained with tokens that its base lacks: {_few(tokens.values())}. "
+            )
             text += "Here they are split into several tokens. `peftkit chat ADAPTER` and merged "
             on_event(Notice(f"{text}models (`peftkit merge`) keep them whole."))
 

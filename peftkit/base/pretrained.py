@@ -286,7 +286,7 @@ def with_padding(tokenizer: Any, location: Location, on_event: Listener) -> Any:
             raise BaseError(
                 f"the tokenizer of {location.name} can neither end nor pad a text.",
                 found="It has no eos_token and no pad_token.",
-            fix="Set them in its tokenizer_config.json.",
+                fix="Set them in its tokenizer_config.json.",
             )
         tokenizer.pad_token = tokenizer.eos_token
         on_event(Notice(f"The tokenizer has no pad token; {tokenizer.eos_token} (eos) is used."))
@@ -323,7 +323,7 @@ def download_progress(on_event: Listener) -> dict[str, Any]:
     class Bar(tqdm):
         """A bar that is not drawn; if several cover the same bytes, the furthest counts."""
 
-        monitor_interval = 0  # no thread of its own
+        monitor_interval = 0  # tqdm starts no monitor thread
 
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **(more | {"file": io.StringIO(), "disable": False}))

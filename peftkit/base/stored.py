@@ -115,7 +115,14 @@ def remove_stored(name: str) -> list[Stored]:
 def _stored(folder: Path) -> Stored:
     size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     if folder.name.startswith("."):
-        return Stored(folder, "?", "?", "?", size, "incomplete: being packed now, or left by an interrupted run")
+        return Stored(
+            folder,
+            "?",
+            "?",
+            "?",
+            size,
+            "incomplete: being packed now, or left by an interrupted run",
+        )
     try:
         manifest = manifest_of(folder)
         with open_tensors(folder / WEIGHTS, error=BaseError):

@@ -62,7 +62,7 @@ class _Stack:
         packing.unpacked = PackedStack(
             PackedExperts(packing.form, packing.dtype, self, packing.scales)
         )
-        if self._was_full and self.siblings[0] is self:              # all of them are likely to be needed again
+        if self._was_full and self.siblings[0] is self:  # all of them are likely to be needed again
             self.buffer.expect(self._units(range(len(self._by_expert)))[0])
 
     def leave(self) -> None:
@@ -221,7 +221,9 @@ class BlockStream:
         """Guess the next block: 1 for the following one, -1 for the preceding one (recompute)."""
         if self._last < 0 or abs(index - self._last) > 1:
             return 1
-        if index == self._last:  # the last block is recomputed, or a new pass begins after a backward pass
+        if (
+            index == self._last
+        ):  # the last block is recomputed, or a new pass begins after a backward pass
             return -1 if index == len(self._blocks) - 1 else 1
         return index - self._last
 

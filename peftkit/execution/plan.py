@@ -3,10 +3,10 @@
 Layers, losses and norms never inspect a tensor's device. This file alone decides how each kind of
 device computes.
 
-The fallback order, from fastest to least memory: keep all activations; recompute the blocks; offload
-their inputs to main memory. Each mode first tries fewer rows at once. On a GPU, the next mode comes
-before micro-batches too small to keep it busy. Before the first step, `choose` picks the first plan
-that fits by counted bytes. If memory runs out later, `smaller` returns the next plan.
+The fallback order, from fastest to least memory: keep all activations; recompute the blocks;
+offload their inputs to main memory. Each mode first tries fewer rows at once. On a GPU, the next
+mode comes before micro-batches too small to keep it busy. Before the first step, `choose` picks the
+first plan that fits by counted bytes. If memory runs out later, `smaller` returns the next plan.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ SWEEP = "sweep.json"
 RUN_FILES = ("checkpoints", RECIPE, "metrics.jsonl")
 """Files of a training run that do not belong to any other adapter."""
 ORIGIN = "pulled.json"
-"""Record of a pulled adapter's source; its recipe.yaml was pulled too and belongs to no run here."""
+"""Record of a pulled adapter's source; its recipe.yaml was pulled too and is not from a local run."""
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),

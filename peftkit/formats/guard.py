@@ -1,7 +1,8 @@
 """Checks of untrusted adapter files, before any other code reads them.
 
-Nothing is unpickled or imported. The checks recognise a file's kind, read its header in bounded time
-and memory, and compare the names, dtypes and sizes of its tensors with the limits for adapters.
+Nothing is unpickled or imported. The checks recognise a file's kind, read its header in bounded
+time and memory, and compare the names, dtypes and sizes of its tensors with the limits for
+adapters.
 """
 
 from __future__ import annotations

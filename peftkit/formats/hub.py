@@ -213,7 +213,9 @@ def fetch(name: str, message: str = "", *, on_event: Listener = ignore) -> Pulle
                 )
             )
         if commit not in (None, folder.name):
-            raise AdapterError(message, found="The repository changed in the meantime.", fix="Try again.")
+            raise AdapterError(
+                message, found="The repository changed in the meantime.", fix="Try again."
+            )
     check_safetensors(folder / TENSORS)
     read_adapter(folder)
     return Pulled(folder, hub_id.repo, folder.name)
@@ -258,7 +260,11 @@ _REASONS: tuple[tuple[type[Exception], str, str], ...] = (
         "It is not in the cache of this machine, and the hub cannot be reached.",
         _REACH,
     ),
-    (GatedRepoError, "Access requires its owner's approval.", f"Request access on its page. {_LOG_IN}"),
+    (
+        GatedRepoError,
+        "Access requires its owner's approval.",
+        f"Request access on its page. {_LOG_IN}",
+    ),
     (RevisionNotFoundError, "The repository has no such revision.", "See its page for branches."),
     (
         RepositoryNotFoundError,

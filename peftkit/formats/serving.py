@@ -50,7 +50,7 @@ _NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
     "target_parameters": (),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga"),
 }
-"""Config field -> allowed values besides empty ones."""
+"""Config field -> allowed nonempty values."""
 
 
 def max_lora_rank(rank: int) -> int:

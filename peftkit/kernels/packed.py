@@ -3,8 +3,8 @@
 nf4, fp4: 64 consecutive values of the flattened tensor share one absmax (Dettmers et al., 2023,
 arXiv:2305.14314); double quantisation stores these in 8 bits, 256 per scale. int8: one absmax per
 row. The 4-bit operators are bitsandbytes' (imported by quant/layers.py), with the same bits as its
-modules. They always get rows of one block: the CPU kernel of 0.50 misreads tensors whose rows are an
-odd multiple of 32, and compiles for odd ones.
+modules. They always get rows of one block: the CPU kernel of 0.50 misreads tensors whose rows are
+an odd multiple of 32, and compiles for odd ones.
 
 Shapes: n values, padded to whole blocks; `...` is any leading shape.
 """

@@ -1,8 +1,8 @@
 """Tensor-like objects for the stacked weights of experts, which are never materialised.
 
 Models with experts multiply by their stacked weights in several ways (a loop over experts, one
-gathered product, a grouped one). These objects replace such a weight: torch dispatches every product
-with them to `__torch_function__`.
+gathered product, a grouped one). These objects replace such a weight: torch dispatches every
+product with them to `__torch_function__`.
 
 - `AdaptedStack`: W + B A. The two low-rank products are added to the base's.
 - `PackedStack`: packed matrices in main memory. For a grouped product, or one expert's matrix, it
@@ -206,7 +206,7 @@ class PackedStack:
         self.dtype, self.device = experts.dtype, experts.device
 
     def data_ptr(self) -> int:
-        """Return an aligned address, like that of unpacked matrices."""
+        """Return an aligned address, because unpacked matrices are aligned."""
         return 0
 
     def transpose(self, first: int, second: int) -> Any:

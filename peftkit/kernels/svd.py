@@ -1,8 +1,8 @@
 """The best matrix of a lower rank (Eckart and Young, 1936) and its error; principal components.
 
-A product b a has the singular values of a small matrix: b = Qb Rb and a^T = Qa Ra give
-b a = Qb (Rb Ra^T) Qa^T, without a matrix of size (out, in). For a large full matrix they come from a
-random projection with power iterations (Halko et al., 2011, arXiv:0909.4061).
+A product b a has the singular values of a small matrix: b = Qb Rb and a^T = Qa Ra give b a = Qb (Rb
+Ra^T) Qa^T, without a matrix of size (out, in). For a large full matrix they come from a random
+projection with power iterations (Halko et al., 2011, arXiv:0909.4061).
 
 Shapes: r rank, k rank of the result; out, in sides of the matrix.
 """

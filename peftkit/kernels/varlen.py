@@ -61,7 +61,9 @@ def spans_of(documents: Sequence[Sequence[int]], total: int) -> Spans:
             shared prefix first, then new tokens, ascending by one.
     """
     num_queries, num_keys, tokens, used = [], [], list[int](), 0
-    for document in sorted(documents, key=len, reverse=True):  # the order in which tokens are numbered
+    for document in sorted(
+        documents, key=len, reverse=True
+    ):  # the order in which tokens are numbered
         new = document[-1] + 1 - used
         if new > 0:  # otherwise it is a prefix of another document
             num_queries.append(new)
@@ -160,8 +162,8 @@ def is_available(device: torch.device) -> bool:
 class _Gathered(torch.autograd.Function):
     """Gathers rows (N, H, D) of tokens into the documents' order (K, H, D).
 
-    Its gradient takes a token's first row and adds the copies. torch's gradient of an index sums all
-    rows one by one, which took 6% of a training step on a CPU.
+    Its gradient takes a token's first row and adds the copies. torch's gradient of an index sums
+    all rows one by one, which took 6% of a training step on a CPU.
     """
 
     @staticmethod

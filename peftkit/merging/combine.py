@@ -11,8 +11,9 @@ both A and B. The methods, layer by layer:
 - ties (Yadav et al., 2023, arXiv:2306.01708): trim(w_i D_i); elect the sign of each entry's sum;
   take the mean of the nonzero entries with this sign.
 - dare_linear, dare_ties (Yu et al., 2023, arXiv:2311.03099): drop(D_i) instead of trim(D_i), which
-  keeps each entry with probability `density` and divides it by `density`. The dropped entries depend
-  on the seed, the layer and the adapter's tensors: a repeated adapter drops the same entries.
+  keeps each entry with probability `density` and divides it by `density`. The dropped entries
+  depend on the seed, the layer and the adapter's tensors: a repeated adapter drops the same
+  entries.
 
 The last four work on full matrices and are truncated to rank R at the end. Invariants: an adapter
 at weight 1 is unchanged (for pruning methods at density 1); the same adapter at 1 and at -1 gives

@@ -1,8 +1,8 @@
 """Merging into a GGUF file: the same file, with the blocks of the changed weights quantised anew.
 
 Types and sizes stay the same; the header and all other tensors are copied bit for bit. The package
-gguf quantises to Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and MXFP4. Files in K or IQ types are refused, because
-only llama.cpp's programs quantise to these.
+gguf quantises to Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and MXFP4. Files in K or IQ types are refused,
+because only llama.cpp's programs quantise to these.
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ def _told(tally: Tally) -> str:
     told = f"Quantising anew lost {lost:.2f} of the update"
     if lost < 0.5:
         return f"{told}."
-    return f"{told}: the outputs of the file differ noticeably from those with the adapter. {_INSTEAD}"
+    return (
+        f"{told}: the outputs of the file differ noticeably from those with the adapter. {_INSTEAD}"
+    )
 
 
 def _check_free(out: Path, source: Path, overwrite: bool) -> None:

@@ -1,9 +1,9 @@
 """Merging an adapter into its base, which gives an ordinary model.
 
 The default target is the original 16- or 32-bit weights: W' = method.merged_weight(W) in float32,
-one tensor at a time over the base's files (over_files.py). If the files do not allow this, the model
-is merged in memory (fold.py). Either way the result is loaded and compared with base and adapter on
-a few prompts.
+one tensor at a time over the base's files (over_files.py). If the files do not allow this, the
+model is merged in memory (fold.py). Either way the result is loaded and compared with base and
+adapter on a few prompts.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ def merge(
             a GGUF file, also FILE.gguf: a file of the same types.
         base: The base's location, if it is not the recorded one.
         dtype: Dtype of all written weights; None keeps each weight's dtype.
-        from_quantized: Merge into the dequantised weights that the adapter was trained over. This is
-            the default for pre-quantised bases (AWQ, FP8 and others), whose unquantised original
+        from_quantized: Merge into the dequantised weights that the adapter was trained over. This
+            is the default for pre-quantised bases (AWQ, FP8 and others), whose unquantised original
             can be given as `base`.
-        verify: Load base and adapter, then the result, and compare them. Only this step needs memory
-            for the model. Without it shapes are checked, but not whether the adapter was trained
-            on these weights.
+        verify: Load base and adapter, then the result, and compare them. Only this step needs
+            memory for the model. Without it shapes are checked, but not whether the adapter was
+            trained on these weights.
         prompts: Inputs of the comparison.
         force: Accept a base with other weights than in training.
         overwrite: Write into a folder that is not empty; a model there is replaced.
@@ -132,7 +132,9 @@ def merge(
     with new_model_folder(out, overwrite, (file.folder, Path(name))) as folder:
         changes = reference = effect = agreed = None
         adds_tokens = bool(new_tokens_of(file.folder, name, revision))
-        if files is not None and same_config and not adds_tokens:  # the file may have another tokenizer
+        if (
+            files is not None and same_config and not adds_tokens
+        ):  # the file may have another tokenizer
             empty = skeleton(name, revision=revision, purpose=purpose)
             changes = changes_of(file, files, empty, stored, tally)
         if files is not None and changes is not None:
@@ -184,7 +186,7 @@ def _open_to_merge(
     Raises:
         MergeError: The base is quantised without `from_quantized`; or the reverse.
     """
-    # quantised weights as they were trained over; others in float32, to round only once
+    # quantised weights as in training; others in float32, to round only once
     how = {} if from_quantized else {"quantize": "none", "dtype": "fp32", "device": "cpu"}
     opened = load(**how)
     _check_kind(opened, is_quantized)

@@ -57,7 +57,7 @@ def _template_in(folder: Path) -> str:
     if not path.is_file():
         return ""
     templates = _read(path).get("chat_template")
-    if isinstance(templates, list):  # several, by name
+    if isinstance(templates, list):  # a list of named templates
         templates = {one["name"]: one["template"] for one in templates}
     return own_template(SimpleNamespace(chat_template=templates))
 

@@ -183,7 +183,7 @@ def verified(
     """Load the merged model like any other model, and compare.
 
     Raises:
-        RunError: Its logits differ from those of base and adapter.
+        RunError: Its logits do not match the reference.
     """
     computing = next(name for name, kind in DTYPES.items() if kind == reference.dtype)
     if purpose.head is not None:  # the merged model has a head

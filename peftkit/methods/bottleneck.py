@@ -90,7 +90,9 @@ class BottleneckModule(AdapterModule):
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
-        bound = 1 / math.sqrt(self.down_weight.shape[1])  # nn.Linear's initialisation, drawn on the CPU
+        bound = 1 / math.sqrt(
+            self.down_weight.shape[1]
+        )  # nn.Linear's initialisation, drawn on the CPU
         drawn = torch.empty(self.down_weight.shape).uniform_(-bound, bound, generator=generator)
         self.down_weight.copy_(drawn)
         for zero in (self.down_bias, self.up_weight, self.up_bias):

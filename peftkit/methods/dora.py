@@ -67,7 +67,7 @@ class DoRALinear(LoRALinear):
     @torch.no_grad()
     def init_from(self, *start: Tensor | None) -> None:
         super().init_from(*start)
-        # by the same formula as in forward, so that the ratio starts at exactly one
+        # by the same formula as in forward, to start with a ratio of exactly one
         norms = self._row_norms(weight_of(self.base), self.squared_norms)
         self.lora_magnitude.copy_(norms if self.slice.rows is None else norms[self.slice.rows])
 
@@ -101,7 +101,9 @@ class DoRA(LoRA):
     """Initialisation of A: default (Kaiming), gaussian, eva (from activations); B is zero."""
 
     def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
-        return Method.wrap_experts(self, experts, sites)  # row norms of stacked experts are not supported
+        return Method.wrap_experts(
+            self, experts, sites
+        )  # row norms of stacked experts are not supported
 
 
 class DoRAFormat(LoRAFormat):

@@ -6,8 +6,8 @@ products. This supports all implementations of transformers (eager, grouped_mm, 
 other that only multiplies by its weights, and the base is computed bit for bit as before.
 
 On disk this is PEFT's `target_parameters`: A is (E r, in), expert by expert, but B is (out, r E)
-with the experts varying fastest. The first parameter of a module is PEFT's innermost wrapper, so its
-names have one "base_layer." for each later parameter.
+with the experts varying fastest. The first parameter of a module is PEFT's innermost wrapper, so
+its names have one "base_layer." for each later parameter.
 
 Shapes: E experts, r rank, R = r times the roles of a fused stack, S routed tokens.
 """
@@ -127,8 +127,8 @@ class LoRAExperts(AdapterModule):
                 f"lora does not support the experts of {self.site.path}",
                 found=f"{type(self.base).__name__} uses its weights for more than matrix products: "
                 f"{error}",
-                fix="Choose another implementation with model.set_experts_implementation, or remove "
-                "the experts from the targets.",
+                fix="Choose another implementation with model.set_experts_implementation, or "
+                "remove the experts from the targets.",
             ) from error
 
     @torch.no_grad()

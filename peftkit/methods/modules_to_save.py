@@ -1,8 +1,8 @@
 """Trained copies of parts of the base: whole modules, such as heads, and rows of tokens.
 
-Trained rows replace rows of the embedding, y = E'[ids], or of the head, W' h, where E' and W' differ
-from the frozen tables in these rows only. If the head is tied to the embedding, both use the same
-rows. The table is not copied and gets no gradient. In files the rows are PEFT's
+Trained rows replace rows of the embedding, y = E'[ids], or of the head, W' h, where E' and W'
+differ from the frozen tables in these rows only. If the head is tied to the embedding, both use the
+same rows. The table is not copied and gets no gradient. In files the rows are PEFT's
 `trainable_token_indices`: the tensor "token_adapter.trainable_tokens_delta" holds the rows
 themselves, in the order of the tokens in the config.
 

@@ -1,8 +1,8 @@
-"""Prefix tuning: V trained keys and values before those of the input, in each layer
-(Li & Liang, 2021, arXiv:2101.00190), through the model's own key-value cache.
+"""Prefix tuning: V trained keys and values at the start of each layer's key-value cache
+(Li & Liang, 2021, arXiv:2101.00190).
 
-In encoder-decoders they are in the decoder's self-attention. The prefix is trained directly, without
-the paper's reparameterisation network, of which PEFT only saves the output.
+In encoder-decoders they are in the decoder's self-attention. The prefix is trained directly,
+without the paper's reparameterisation network, of which PEFT only saves the output.
 
 Shapes: B rows, V virtual tokens, L layers, K key-value heads, D head size.
 """
@@ -60,7 +60,10 @@ class Prefix(VirtualTokens):
     ) -> None:
         layers, heads, size = self.shape = site.shape
         super().__init__(base, site, num_virtual, (num_virtual, 2 * layers * heads * size), dtype)
-        self.init, self.stack = init, (site.stack,)  # in a tuple, so that torch does not register it as a submodule
+        self.init, self.stack = (
+            init,
+            (site.stack,),
+        )  # in a tuple, so that torch does not register it as a submodule
         self.stride = 2 if site.stack.config.is_encoder_decoder else 1
 
     @torch.no_grad()
@@ -85,7 +88,7 @@ class Prefix(VirtualTokens):
 
 
 class PrefixTuning(VirtualMethod):
-    """Trained keys and values before those of the input, in each layer."""
+    """Trained keys and values at the start of each layer's key-value cache."""
 
     in_decoder: ClassVar[bool] = True
 

@@ -1,7 +1,8 @@
-"""Prompt tuning: V trained embeddings before those of the input
+"""Prompt tuning: V trained embeddings before the input's
 (Lester et al., 2021, arXiv:2104.08691).
 
-They are inserted directly after the embedding layer, in encoder-decoders before the encoder's input.
+They are inserted directly after the embedding layer, in encoder-decoders before the encoder's
+input.
 
 Shapes: B rows, T tokens, V virtual tokens, H hidden size.
 """
@@ -52,7 +53,7 @@ class Prompt(VirtualTokens):
 
 
 class PromptTuning(VirtualMethod):
-    """Trained embeddings before those of the input."""
+    """Trained embeddings before the input's."""
 
     in_decoder: ClassVar[bool] = False
 

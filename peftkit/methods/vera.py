@@ -1,7 +1,7 @@
 """VeRA: y = W x + b * B (d * (A x))  (Kopiczko et al., 2023, arXiv:2310.11454).
 
-A and B are random, frozen and shared by all layers, each of which uses the first columns of A and the
-first rows of B. Only the vectors d and b are trained; b starts at zero.
+A and B are random, frozen and shared by all layers, each of which uses the first columns of A and
+the first rows of B. Only the vectors d and b are trained; b starts at zero.
 
 Shapes: r rank; widest in and out: the largest sizes among the adapted layers; `...` is any leading
 shape.

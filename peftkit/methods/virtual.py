@@ -191,7 +191,7 @@ class StackInputs:
         self._names = arguments(stack)
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all inputs of the stack by name."""
+        """Return all inputs of the stack as keyword arguments."""
         return {**dict(zip(self._names, args, strict=False)), **kwargs}
 
     def lengthen(self, inputs: dict[str, Any], num_past: int) -> None:

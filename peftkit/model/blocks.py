@@ -1,8 +1,8 @@
 """The transformer blocks of a model, and the attention and feed-forward sublayers of each.
 
 They are found by roles, not by names. The last module of a sublayer returns the sublayer's output
-before dropout, norms, scales and the residual: a linear layer (o, cross_o, down) or, in a mixture of
-experts, the module with all experts and their router. Cross-attention is a separate sublayer.
+before dropout, norms, scales and the residual: a linear layer (o, cross_o, down) or, in a mixture
+of experts, the module with all experts and their router. Cross-attention is a separate sublayer.
 """
 
 from __future__ import annotations

@@ -13,11 +13,12 @@ A role is the function of a weight, independent of an architecture's names:
 - outside the blocks: embed, pos_embed, head (LM or classification), projector (from a vision or
   audio tower into the language model), other (poolers, transforms before a head)
 
-Names are read with their context: the segments of the path between the block and the leaf, so that
+Names are read in their context, the segments of the path between the block and the leaf:
 `attn.c_proj` is o and `mlp.c_proj` is down.
 
-The row order of a fused layer follows from the class of its owner, the number and width of heads from
-the owner and its config. The rows must add up to the layer's; otherwise the layer is not split.
+The row order of a fused layer follows from the class of its owner, the number and width of heads
+from the owner and its config. The rows must add up to the layer's; otherwise the layer is not
+split.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ EMBED_LEAVES = (
 )
 POSITION = r"pos|token_type|relative|wpe"
 
-# Fused projections. The row order does not follow from shapes: each entry was checked in the model's
-# code, and the main ones in tests. Layers without an entry are not split.
+# Fused projections. The row order does not follow from shapes: each entry was checked in the
+# model's code, and the main ones in tests. Layers without an entry are not split.
 
 
 class Layout(NamedTuple):

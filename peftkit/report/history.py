@@ -296,15 +296,13 @@ def list_runs(folder: str | Path = "runs") -> list[RunRow]:
     depths = [top.glob("*/" * depth + METRICS) for depth in range(MAX_DEPTH + 1)]
     runs = [read_history(path.parent) for paths in depths for path in paths]
     if not runs:
-        raise DataError(
-            f"there are no runs in '{top}'", found=f"No subfolder holds a {METRICS}."
-        )
+        raise DataError(f"there are no runs in '{top}'", found=f"No subfolder holds a {METRICS}.")
     runs.sort(key=lambda run: -run.changed)
     return [row_of(run, settings) for run, settings in zip(runs, differing(runs), strict=True)]
 
 
 def differing(runs: Sequence[History]) -> list[dict[str, str]]:
-    """Return each run's settings that differ between the runs; runs without a recipe are ignored."""
+    """Return each run's settings that differ between runs, ignoring runs without a recipe."""
     recipes = [as_texts(run.facts.recipe) for run in runs]
     keys = dict.fromkeys(key for recipe in recipes for key in recipe if key != "train.output_dir")
     varying = [key for key in keys if len({recipe.get(key) for recipe in recipes if recipe}) > 1]

@@ -72,7 +72,9 @@ class LiveReport:
         if isinstance(event, RunStopped) or (isinstance(event, Saved) and event.kind == "adapter"):
             self._write(event)
         elif isinstance(event, EvalDone | Sampled | Saved):
-            self._is_due = True  # at the next step, since metrics.jsonl does not have this event yet
+            self._is_due = (
+                True  # at the next step, since metrics.jsonl does not have this event yet
+            )
         elif isinstance(event, StepDone) and self._is_due and self._has_time():
             self._write(event)
 

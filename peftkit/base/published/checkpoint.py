@@ -1,8 +1,8 @@
 """Pre-quantised checkpoints, as described by their configs.
 
-transformers loads bitsandbytes checkpoints, which keep their bits. peftkit reads the other supported
-formats and keeps their codes (codes.py); 8-bit checkpoints and gpt-oss can also be packed in 4 bits.
-Any other format is an error that names it.
+transformers loads bitsandbytes checkpoints, which keep their bits. peftkit reads the other
+supported formats and keeps their codes (codes.py); 8-bit checkpoints and gpt-oss can also be packed
+in 4 bits. Any other format is an error that names it.
 """
 
 from __future__ import annotations
@@ -198,7 +198,9 @@ def schemes_of(settings: Mapping[str, Any]) -> list[Scheme]:
                 schemes.append(scheme_of({**settings, "config_groups": {name: group}}))
     if settings.get("quant_method") == "auto-round":
         for path, more in (settings.get("extra_config") or {}).items():
-            if more.get("bits", settings.get("bits")) <= 8:  # layers with more bits are not quantised
+            if (
+                more.get("bits", settings.get("bits")) <= 8
+            ):  # layers with more bits are not quantised
                 schemes.append(scheme_of(settings, path))
     return list(dict.fromkeys(schemes))
 

@@ -57,7 +57,7 @@ def read_codes(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
 
 
 def _check(codes: Codes) -> None:
-    """Raise UnreadableError if scales are not finite or their number is not that of the blocks."""
+    """Raise UnreadableError if scales are not finite or do not match the blocks in number."""
     if codes.form.transposed:
         return
     rows, columns = codes.form.shape

@@ -1,7 +1,7 @@
 """The loader of pre-quantised checkpoints: keeps their codes, or dequantises and packs them.
 
-transformers passes all tensors of a parameter together. `CodesLoader` reads them into codes; weights
-that cannot stay in codes are dequantised and loaded like any other weight (base/pack.py).
+transformers passes all tensors of a parameter together. `CodesLoader` reads them into codes;
+weights that cannot stay in codes are dequantised and loaded like any other weight (base/pack.py).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class CodesLoader(PackingLoader):
         return self._keep(self._put(codes.packed.to(device)), sampled, packing)
 
     def install(self, model: nn.Module) -> None:
-        """Let the loaded model compute with its packed weights; emit a notice about dequantised ones.
+        """Let the loaded model compute with packed weights; emit a notice about dequantised ones.
 
         Raises:
             BaseError: As `PackingLoader.install`.

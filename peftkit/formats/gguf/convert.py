@@ -3,9 +3,9 @@
 llama.cpp adds alpha / rank * B A with one alpha for all layers. Its names differ from transformers'
 ("blk.0.attn_q.weight"), and in models like Llama it permutes the rows of q and k to interleave the
 halves of the rotary embedding. Therefore names come from the gguf library, rows of B are permuted
-like the base's, scales that one alpha cannot express (rsLoRA, rank and alpha patterns) are multiplied
-into B, and lower ranks are padded. Unsupported layers are errors that name them.
-Source: src/llama-adapter.cpp and conversion/ of llama.cpp.
+like the base's, scales that one alpha cannot express (rsLoRA, rank and alpha patterns) are
+multiplied into B, and lower ranks are padded. Unsupported layers are errors that name them. Source:
+src/llama-adapter.cpp and conversion/ of llama.cpp.
 """
 
 from __future__ import annotations
@@ -275,8 +275,8 @@ class Architecture:
     moved: str = "\0"
 
 
-# transformers' model_type -> architecture in llama.cpp. Each entry was checked in its conversion/: a
-# missed permutation of rows would turn an adapter into noise without any error.
+# transformers' model_type -> architecture in llama.cpp. Each entry was checked in its conversion/:
+# a missed permutation of rows would turn an adapter into noise without any error.
 ARCHITECTURES: dict[str, Architecture] = {
     **{name: Architecture("llama", rotary=True) for name in ("llama", "mistral", "mixtral")},
     "granite": Architecture("granite", rotary=True),
@@ -316,7 +316,7 @@ def architecture_of(model: Any, name: str) -> Architecture:
     if model_type not in ARCHITECTURES:
         raise BaseError(
             f"the layout of {name} in llama.cpp is unknown.",
-            found=f"Its type is {model_type!r}. Supported types: {', '.join(sorted(ARCHITECTURES))}.",
+            found=f"Its type is {model_type!r}. Supported: {', '.join(sorted(ARCHITECTURES))}.",
             fix="Merge the adapter, and convert the merged model: peftkit merge",
         )
     return ARCHITECTURES[model_type]

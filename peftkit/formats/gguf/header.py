@@ -2,7 +2,8 @@
 
 Format: magic, u32 version, u64 tensor count, u64 key count; the keys; the tensors' infos; padding;
 payload (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The reader of the gguf library
-creates a Python object for every element that a file claims to have, which a hostile file can abuse.
+creates a Python object for every element that a file claims to have, which a hostile file can
+abuse.
 """
 
 from __future__ import annotations

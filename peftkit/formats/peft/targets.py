@@ -218,7 +218,7 @@ def ends_with(path: str, ending: str) -> bool:
 
 
 def with_implied_heads(fields: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
-    """Return a config whose `modules_to_save` has the heads that its task implies and its file holds.
+    """Return a config with `modules_to_save` extended by heads that the task implies, if present.
 
     Older PEFT wrote null there (peft_model.py: PeftModelForSequenceClassification).
     """
