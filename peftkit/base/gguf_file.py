@@ -192,7 +192,7 @@ class _Shapes:
 def _types(path: Path, version: tuple[int, int], shapes: _Shapes) -> dict[str, str]:
     """Return the kinds of a file's weights that stay in blocks; `version` is (size, mtime)."""
     blocks = blocks_of(source_of(path, shapes.model), shapes.model)
-    return {name: each.form.kind for name, each in blocks.items()}
+    return {name: weight.form.kind for name, weight in blocks.items()}
 
 
 def blocks_of(source: Source, model: nn.Module) -> dict[str, Blocks]:

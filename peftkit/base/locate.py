@@ -125,7 +125,7 @@ def suggest(model: str) -> str:
     return f"{near}\nGive a folder, a .gguf file, a hub id, or a short name: {short_names}.".strip()
 
 
-def hub_answers() -> bool:
+def is_hub_reachable() -> bool:
     """Return whether the hub may be used and is reachable (a failing download takes 30 s)."""
     if any(os.environ.get(name, "0") not in ("", "0") for name in _OFFLINE):
         return False

@@ -39,17 +39,18 @@ def add_tokens(base: Base, tokens: Sequence[str]) -> tuple[int, ...]:
         TargetError: The model has no token embedding.
     """
     vocabulary = base.tokenizer.get_vocab()
-    wrong = [t for t in tokens if t in vocabulary or tokens.count(t) > 1 or not t]
-    if wrong or not tokens:
+    invalid = [t for t in tokens if t in vocabulary or tokens.count(t) > 1 or not t]
+    if invalid or not tokens:
+        tokens_text = ", ".join(map(repr, dict.fromkeys(invalid))) or "no token"
         raise DataError(
-            f"cannot add {', '.join(map(repr, dict.fromkeys(wrong))) or 'no token'} as new tokens",
+            f"cannot add {tokens_text} as new tokens",
             found="They are empty, repeated, or already in the vocabulary.",
             fix="Leave them out; rows of existing tokens are trained with method.token_rows: [ID].",
         )
     added = [AddedToken(token, normalized=False, special=False) for token in tokens]
-    ids = _taken(base.tokenizer, added)
+    ids = _added_ids(base.tokenizer, added)
     grow(base.model, max(ids) + 1)
-    _begin_at_the_mean(base.model, ids, len(vocabulary))
+    _init_with_mean(base.model, ids, len(vocabulary))
     return ids
 
 
@@ -80,7 +81,7 @@ def restore_tokens(base: Base, folder: Path) -> tuple[int, ...]:
     if not added:
         return ()
     num_known = len(base.tokenizer.get_vocab())
-    ids = _taken(base.tokenizer, list(added.values()))
+    ids = _added_ids(base.tokenizer, list(added.values()))
     if ids != tuple(added):
         raise AdapterError(
             f"{folder / FILE} is not of the base's tokenizer",
@@ -90,7 +91,7 @@ def restore_tokens(base: Base, folder: Path) -> tuple[int, ...]:
         )
     rows = base.model.get_input_embeddings().num_embeddings
     grow(base.model, max(ids) + 1)
-    _begin_at_the_mean(base.model, [id for id in ids if id >= rows], num_known)
+    _init_with_mean(base.model, [id for id in ids if id >= rows], num_known)
     return ids
 
 
@@ -134,7 +135,7 @@ def new_tokens_of(folder: Path, base: str, revision: str | None = None) -> list[
     return [str(token) for token in _unknown(saved, tokenizer).values()]
 
 
-def tell_split_tokens(
+def notify_split_tokens(
     folders: Mapping[str, Path], tokenizer: Any, on_event: Listener = ignore
 ) -> None:
     """Emit a notice for each adapter with tokens that the shared tokenizer lacks.
@@ -168,7 +169,7 @@ def grow(model: Any, num_rows: int) -> None:
 
 
 @torch.no_grad()
-def _begin_at_the_mean(model: nn.Module, ids: Sequence[int], num_known: int) -> None:
+def _init_with_mean(model: nn.Module, ids: Sequence[int], num_known: int) -> None:
     """Set the rows of new tokens in embedding and head to the mean of the existing rows."""
     if not ids:
         return
@@ -199,11 +200,11 @@ def _dense(model: nn.Module, table: nn.Module) -> nn.Module:
 
 
 def _unknown(saved: Mapping[int, AddedToken], tokenizer: Any) -> dict[int, AddedToken]:
-    known = tokenizer.get_vocab() if saved else {}
-    return {id: token for id, token in sorted(saved.items()) if str(token) not in known}
+    vocabulary = tokenizer.get_vocab() if saved else {}
+    return {id: token for id, token in sorted(saved.items()) if str(token) not in vocabulary}
 
 
-def _taken(tokenizer: Any, added: Sequence[AddedToken]) -> tuple[int, ...]:
+def _added_ids(tokenizer: Any, added: Sequence[AddedToken]) -> tuple[int, ...]:
     tokenizer.add_tokens(list(added))
     return tuple(tokenizer.convert_tokens_to_ids(str(token)) for token in added)
 

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers.utils import hub, logging
 from transformers.utils.hub import cached_file
 
-from peftkit.base.locate import KNOWN, Location, hub_answers, suggest
+from peftkit.base.locate import KNOWN, Location, is_hub_reachable, suggest
 from peftkit.base.purpose import Purpose, scale_rope, set_head
 from peftkit.errors import BaseError, PeftkitError, first_few
 from peftkit.events import Listener, Notice, Progress
@@ -71,7 +71,7 @@ def reachable(location: Location) -> Location:
     Raises:
         BaseError: The model is not on this machine and cannot be downloaded.
     """
-    if location.is_local or hub_answers():
+    if location.is_local or is_hub_reachable():
         return location
     folder = snapshot(location)
     if folder is not None:

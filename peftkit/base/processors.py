@@ -126,7 +126,7 @@ def _without_videos(location: Location, arguments: dict[str, Any]) -> Any:
         loaders[name].from_pretrained(location.source, **arguments) if name in loaders else stand_in
         for name in kind.get_attributes()
     ]
-    return blind_to_videos(kind).from_args_and_dict(parts, settings)
+    return without_video_support(kind).from_args_and_dict(parts, settings)
 
 
 class UnreadVideos(PushToHubMixin):
@@ -141,13 +141,13 @@ class UnreadVideos(PushToHubMixin):
         return dict(self.settings)
 
 
-def blind_to_videos(kind: Any) -> Any:
+def without_video_support(kind: Any) -> Any:
     """Return a subclass of the processor class `kind` that accepts `UnreadVideos`."""
 
-    def check(self: Any, name: str, part: object) -> object:
-        if isinstance(part, UnreadVideos):
+    def check(self: Any, name: str, value: object) -> object:
+        if isinstance(value, UnreadVideos):
             return UnreadVideos
-        return kind.check_argument_for_proper_class(self, name, part)
+        return kind.check_argument_for_proper_class(self, name, value)
 
     names = {
         "check_argument_for_proper_class": check,

@@ -144,7 +144,7 @@ def shard_base(model: nn.Module, device: torch.device, *, offload: bool = False)
     blocks, name = list(dict.fromkeys(recomputable_blocks(model))), type(model).__name__
     if not blocks:
         raise ConfigError(f"cannot shard {name}: it has no blocks", fix="Set train.shard: none.")
-    if drops := _leaving_out(model):
+    if drops := _layer_dropout(model):
         raise ConfigError(
             f"cannot shard {name}: each process skips different blocks during training",
             found=f"Its config.json has {drops}.",
@@ -171,7 +171,7 @@ def shard_base(model: nn.Module, device: torch.device, *, offload: bool = False)
     fully_shard(model, reshard_after_forward=False, **policy)
 
 
-def _leaving_out(model: Any) -> str:
+def _layer_dropout(model: Any) -> str:
     """Return the config fields that make a model skip blocks at random (layer dropout), or ""."""
     config = getattr(model, "config", None)
     fields = config.to_dict() if config is not None else {}

@@ -98,17 +98,17 @@ def remove_stored(name: str) -> list[Stored]:
     Raises:
         BaseError: No packed base has that name; the error lists the existing ones.
     """
-    stored = stored_bases()
-    matching = [each for each in stored if name in (each.folder.name, each.model)]
+    bases = stored_bases()
+    matching = [base for base in bases if name in (base.folder.name, base.model)]
     if not matching:
-        listed = "\n".join(f"{each.folder.name} ({each.model})" for each in stored)
+        listed = "\n".join(f"{base.folder.name} ({base.model})" for base in bases)
         raise BaseError(
             f"there is no packed base {name!r}.",
             found=listed or "There is none.",
             fix="Give a name or a model as peftkit base ls shows it.",
         )
-    for each in matching:
-        shutil.rmtree(each.folder)
+    for base in matching:
+        shutil.rmtree(base.folder)
     return matching
 
 

@@ -50,7 +50,7 @@ class _Stack:
         self.siblings: list[_Stack] = []
         packed = owner._parameters["original"]
         self.packed = packed
-        self._is_pinned = arena is not None and arena.take_in([packed])
+        self._is_pinned = arena is not None and arena.pin([packed])
         self._by_expert = packed.detach().view(packing.form.shape[0], -1).view(torch.uint8)
         self._group = _group_size(packed, packing)
         self._was_full = False
@@ -75,9 +75,9 @@ class _Stack:
         units: list[Unit] = []
         for stack in order[order.index(self) : order.index(self) + 2]:
             units += stack._units(experts)[:: -1 if backwards else 1]
-        for unit, then in zip(units, [*units[1:], None], strict=True):
+        for unit, following in zip(units, [*units[1:], None], strict=True):
             if unit.key[0] == id(self):
-                yield unit.key[1], self.buffer.take(unit, then)
+                yield unit.key[1], self.buffer.take(unit, following)
 
     def ends(self, offs: Tensor) -> list[int]:
         """Return the values of a tensor, read once for all products of the module."""
@@ -110,7 +110,7 @@ class _Block:
         apart = {id(stack.packed) for stack in self.stacks}
         self._places = [(m, name) for m, name in places if id(m._parameters[name]) not in apart]
         self.host: list[Any] = [module._parameters[name] for module, name in self._places]
-        is_pinned = arena is not None and arena.take_in(self.host)
+        is_pinned = arena is not None and arena.pin(self.host)
         self.unit = Unit(number, self.host, is_pinned=is_pinned)
 
     def enter(self, flat: Tensor) -> None:
@@ -203,8 +203,8 @@ class BlockStream:
         self._step = self._direction(index)
         self._last = index
         following = index + self._step
-        then = self._blocks[following].unit if following in range(len(self._blocks)) else None
-        self._blocks[index].enter(self.buffer.take(self._blocks[index].unit, then))
+        next_unit = self._blocks[following].unit if following in range(len(self._blocks)) else None
+        self._blocks[index].enter(self.buffer.take(self._blocks[index].unit, next_unit))
 
     def leave(self, block: nn.Module) -> None:
         index = self._index.get(id(block))
@@ -287,19 +287,19 @@ def streamed_footprint(model: nn.Module) -> WeightFootprint:
         groups.append([size for owner, packing in stacks for size in _groups(owner, packing)])
         packed = (module._parameters[name] for module, name in places)
         blocks.append(sum(t.nbytes for t in packed if t is not None) - sum(groups[-1]))
-    two = max((sum(blocks[n : n + AT_ONCE]) for n in range(len(blocks))), default=0)
-    two += AT_ONCE * max((size for each in groups for size in each), default=0)
-    moved = 2 * sum(blocks) - sum(blocks[:AT_ONCE]) - sum(blocks[-AT_ONCE:])
-    moved += sum(3 * sum(each) - sum(each[-AT_ONCE:]) for each in groups)
-    moved -= sum(size for each in groups[:1] for size in each[:AT_ONCE])
+    on_device = max((sum(blocks[n : n + AT_ONCE]) for n in range(len(blocks))), default=0)
+    on_device += AT_ONCE * max((size for each in groups for size in each), default=0)
+    copied = 2 * sum(blocks) - sum(blocks[:AT_ONCE]) - sum(blocks[-AT_ONCE:])
+    copied += sum(3 * sum(each) - sum(each[-AT_ONCE:]) for each in groups)
+    copied -= sum(size for each in groups[:1] for size in each[:AT_ONCE])
     total = sum(blocks) + sum(map(sum, groups))
     resident = sum(p.nbytes for p in model.parameters() if not p.requires_grad) - total
-    return WeightFootprint(resident, two, max(moved, 0), total)
+    return WeightFootprint(resident, on_device, max(copied, 0), total)
 
 
 def _groups(owner: Any, packing: Packing) -> list[int]:
     """Return the bytes of each group of a stack's experts."""
     packed = owner._parameters["original"]
     size, number = _group_size(packed, packing), packing.form.shape[0]
-    each = packed.nbytes // number
-    return [each * min(size, number - begin) for begin in range(0, number, size)]
+    expert_bytes = packed.nbytes // number
+    return [expert_bytes * min(size, number - begin) for begin in range(0, number, size)]

@@ -51,9 +51,9 @@ class Unit:
         for begin, tensor in zip(self._starts, self.host, strict=True):
             first, last = max(begin, start), min(begin + tensor.nbytes, stop)
             if first < last:
-                part = tensor.detach().contiguous().flatten().view(torch.uint8)
-                part = part[first - begin : last - begin]
-                target[first - start : last - start].copy_(part, non_blocking=non_blocking)
+                values = tensor.detach().contiguous().flatten().view(torch.uint8)
+                values = values[first - begin : last - begin]
+                target[first - start : last - start].copy_(values, non_blocking=non_blocking)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return views of the unit's tensors in a copy of its bytes (num_bytes,)."""
@@ -76,11 +76,11 @@ class DeviceBuffer:
         self._copies = copies
         self._there: dict[Any, tuple[Tensor, Any]] = {}
 
-    def take(self, unit: Unit, then: Unit | None = None) -> Tensor:
+    def take(self, unit: Unit, following: Unit | None = None) -> Tensor:
         """Return a unit's bytes, ready for the current stream, and prefetch the next unit."""
-        units = [unit] if then is None else [unit, then]
-        for each in units:
-            self.expect(each, keep=[other.key for other in units])
+        units = [unit] if following is None else [unit, following]
+        for member in units:
+            self.expect(member, keep=[other.key for other in units])
         flat, arrival = self._there[unit.key]
         self._copies.wait(arrival)
         self._there[unit.key] = flat, None
@@ -100,9 +100,9 @@ class DeviceBuffer:
         self.bytes_moved += sum(tensor.nbytes for tensor in unit.host)
         self.resident += 1
         self.most_resident = max(self.most_resident, self.resident)
-        weakref.finalize(flat.untyped_storage(), self._gone)
+        weakref.finalize(flat.untyped_storage(), self._on_free)
 
-    def _gone(self) -> None:
+    def _on_free(self) -> None:
         self.resident -= 1
 
 
@@ -147,21 +147,17 @@ class CopyStream:
         sent = None
         for start in range(0, unit.num_bytes, SLOT):
             stop = min(start + SLOT, unit.num_bytes)
-            slot = self._slot()
+            if len(self._slots) < NUM_SLOTS:
+                slot = pinned_empty([SLOT], torch.uint8)  # if it is not pinned, copies block
+            else:
+                slot, sent = self._slots.pop(0)
+                sent.synchronize()
             unit.store(start, stop, slot[: stop - start])
             with torch.cuda.stream(self._stream):
                 flat[start:stop].copy_(slot[: stop - start], non_blocking=True)
                 sent = self._stream.record_event()
             self._slots.append((slot, sent))
         return sent
-
-    def _slot(self) -> Tensor:
-        """Return a buffer of the ring whose last copy has finished."""
-        if len(self._slots) < NUM_SLOTS:
-            return pinned_empty([SLOT], torch.uint8)  # if it is not pinned, copies block
-        slot, sent = self._slots.pop(0)
-        sent.synchronize()
-        return slot
 
 
 class PinnedArena:
@@ -175,7 +171,7 @@ class PinnedArena:
         self._tails: list[Tensor] = []
         self._held = 0
 
-    def take_in(self, tensors: Sequence[Tensor]) -> bool:
+    def pin(self, tensors: Sequence[Tensor]) -> bool:
         """Move tensors in main memory here, in place; return whether all of them are pinned.
 
         Pages of a mapped file stay where they are: pinning would copy them into main memory.

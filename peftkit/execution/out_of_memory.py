@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from peftkit.kernels.device import gpu_here, gpu_of
+from peftkit.kernels.device import gpu_of, local_gpu
 
 # RuntimeErrors that torch and the vendors' libraries raise when memory runs out
 _SIGNS = (
@@ -27,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def release_memory() -> None:
     """Free what a failed attempt left behind; call it outside of the `except` block."""
     gc.collect()
-    if (here := gpu_here()) is not None:
+    if (here := local_gpu()) is not None:
         here[1].release()
 
 

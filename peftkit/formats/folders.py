@@ -24,7 +24,7 @@ SWEEP = "sweep.json"
 RUN_FILES = ("checkpoints", RECIPE, "metrics.jsonl")
 """Files of a training run that do not belong to any other adapter."""
 ORIGIN = "pulled.json"
-"""Record of a pulled adapter's source; its recipe.yaml was pulled too and is not from a local run."""
+"""Record of a pulled adapter's source; its recipe.yaml was pulled too, not written by a run."""
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -118,7 +118,8 @@ def check_free(out: Path, *, force: bool, sources: Sequence[Path] = ()) -> None:
     names = sorted(path.name for path in out.iterdir())
     if not names:
         return
-    if CONFIG not in names or (run := _left_by_run(names)):
+    run = [n for n in RUN_FILES if n in names and not (ORIGIN in names and n == RECIPE)]
+    if CONFIG not in names or run:
         files = first_few(names, 5, ", ")
         if CONFIG in names:
             files = "a training run's " + ", ".join(run)
@@ -127,11 +128,6 @@ def check_free(out: Path, *, force: bool, sources: Sequence[Path] = ()) -> None:
         raise OutputError(
             message, found="It holds an adapter.", fix="Choose another folder, or add --force."
         )
-
-
-def _left_by_run(names: Sequence[str]) -> list[str]:
-    pulled = ORIGIN in names
-    return [n for n in RUN_FILES if n in names and not (pulled and n == RECIPE)]
 
 
 def set_aside(folder: Path) -> Path | None:

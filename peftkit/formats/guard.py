@@ -68,7 +68,7 @@ _FIXES = {
 }
 
 
-def what_is(path: Path) -> str:
+def file_kind(path: Path) -> str:
     """Return a short description of a file's kind, by its first bytes."""
     with disk.open_regular(path) as file:
         head = file.read(4096)
@@ -137,7 +137,7 @@ def read_json(path: Path, *, max_bytes: int = disk.MAX_JSON_BYTES) -> dict[str, 
     Raises:
         AdapterError: The file is of another kind, or is not strict JSON.
     """
-    kind = what_is(path)
+    kind = file_kind(path)
     if kind in _FIXES:
         raise AdapterError(f"cannot read {path} as JSON", found=f"It is {kind}.", fix=_FIXES[kind])
     return disk.read_json(path, max_bytes=max_bytes)
@@ -146,7 +146,7 @@ def read_json(path: Path, *, max_bytes: int = disk.MAX_JSON_BYTES) -> dict[str, 
 @contextlib.contextmanager
 def _checked(path: Path) -> Iterator[TensorFile]:
     message = f"cannot read {path} as safetensors"
-    kind = what_is(path)
+    kind = file_kind(path)
     if kind not in (SAFETENSORS, UNKNOWN):
         fix = _FIXES.get(kind, "Use an adapter saved as safetensors.")
         raise AdapterError(message, found=f"It is {kind}.", fix=fix)

@@ -115,7 +115,7 @@ def push_adapter(
         if not api.token and get_token() is None:
             raise OutputError(message, found="You are not logged in.", fix=_LOG_IN)
         existing, parent = _prepared(api, target.repo, private, message)
-        done = api.create_commit(
+        commit = api.create_commit(
             target.repo,
             [
                 *(CommitOperationAdd(name, source) for name, source in uploads.items()),
@@ -124,7 +124,7 @@ def push_adapter(
             commit_message="Upload an adapter with peftkit",
             parent_commit=parent,
         )
-    return Pushed(str(done.commit_url), str(done.oid), tuple(uploads))
+    return Pushed(str(commit.commit_url), str(commit.oid), tuple(uploads))
 
 
 def _checked(folder: Path) -> AdapterFile:
@@ -302,9 +302,9 @@ def _translated(
             return error(message, found=reason, fix=fix)
     if isinstance(problem, HfHubHTTPError):
         status = getattr(problem.response, "status_code", 0)
-        answer = problem.server_message or str(problem).partition("\n")[0]
+        response = problem.server_message or str(problem).partition("\n")[0]
         fix = _STATUS.get(status, "Try again later." if status >= 500 else "")
-        return error(message, found=f"The hub answered {status}: {answer}", fix=fix)
+        return error(message, found=f"The hub answered {status}: {response}", fix=fix)
     if getattr(problem, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         return RunError(message, found=str(problem), fix="Make room on the disk.")
     if isinstance(problem, (errors.HTTPError, OSError)):  # type: ignore[attr-defined] # its client's

@@ -79,11 +79,11 @@ def _check_names(file: AdapterFile, modules: Mapping[str, LowRank]) -> None:
             found="its base has Conv1D layers (GPT-2), which mlx-lm names differently",
             fix="Merge it into its base, and convert that: peftkit merge ADAPTER --out DIR",
         )
-    strange = sorted(path for path in modules if not _BLOCK.fullmatch(path))
-    if strange:
+    unsupported = sorted(path for path in modules if not _BLOCK.fullmatch(path))
+    if unsupported:
         raise AdapterError(
             message,
-            found=first_few((f"{p} is not in model.layers" for p in strange), 8),
+            found=first_few((f"{p} is not in model.layers" for p in unsupported), 8),
             fix="Train it without these targets, or merge it: peftkit merge ADAPTER --out DIR",
         )
 

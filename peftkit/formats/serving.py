@@ -29,7 +29,14 @@ from peftkit.formats.folders import (
 )
 from peftkit.formats.guard import check_safetensors, read_json, read_tensors
 from peftkit.formats.peft.folder import AdapterFile, read_adapter
-from peftkit.formats.peft.low_rank import A, B, own_targets, read_low_rank, save_low_rank, uniform
+from peftkit.formats.peft.low_rank import (
+    A,
+    B,
+    read_low_rank,
+    rewritten_targets,
+    save_low_rank,
+    uniform,
+)
 from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
 
@@ -60,9 +67,9 @@ def max_lora_rank(rank: int) -> int:
 
 def vllm_serve(base: str, rank: int, *modules: str) -> str:
     """Return the vLLM command that serves adapters NAME=FOLDER with ranks up to `rank`."""
-    named = " ".join(map(quote, modules))
+    quoted = " ".join(map(quote, modules))
     limit = max_lora_rank(rank)
-    return f"vllm serve {base} --enable-lora --max-lora-rank {limit} --lora-modules {named}"
+    return f"vllm serve {base} --enable-lora --max-lora-rank {limit} --lora-modules {quoted}"
 
 
 def served_rank(method: Method) -> int:
@@ -120,7 +127,7 @@ def export_for_server(
             even,
             folder,
             file.provenance,
-            targets=own_targets(file, modules),
+            targets=rewritten_targets(file, modules),
             transposed=bool(file.fields.get("fan_in_fan_out")),
             dtype=DTYPES[dtype],
         )

@@ -26,7 +26,7 @@ from peftkit.execution.plan import compute_dtype
 from peftkit.forward.attention import Layout, TrainingAttention
 from peftkit.forward.loss import accepted, unwrapped
 from peftkit.kernels.device import forked_generators
-from peftkit.kernels.varlen import Grid, Spans, grid_of, one_of_few, spans_of
+from peftkit.kernels.varlen import Grid, Spans, grid_of, rounded_size, spans_of
 from peftkit.model.modes import evaluating
 from peftkit.model.places import num_virtual
 
@@ -88,7 +88,7 @@ def unpadded(batch: Mapping[str, Tensor], *, share: bool, spans: bool = False) -
     documents = [document.tolist() for document in ids.split(lengths)]
     places = _places_in_row(documents, share=share)
     # at least one of padding
-    shape = (1, one_of_few(max(map(max, places)) + 2, ALIGNMENT, SIZES))
+    shape = (1, rounded_size(max(map(max, places)) + 2, ALIGNMENT, SIZES))
     place = torch.tensor([n for document in places for n in document])
     one_row = {name: tensor for name, tensor in batch.items() if name not in PADDED}
     one_row |= {  # filled with no token that pads: of all zeros some norms have no gradient

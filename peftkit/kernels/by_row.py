@@ -93,19 +93,11 @@ def add_lora_by_row(out: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: RowRank
     """
     x = x.to(out.dtype)
     if ranks.masked_is_cheaper(x.shape[1], out.dtype):
-        return _masked(out, x, a, b, ranks)
-    return _batched(out, x, a, b, ranks)
-
-
-def _masked(out: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: RowRanks) -> Tensor:
-    hidden = functional.linear(x, a[: ranks.total])  # (M, T, R)
-    # filled, not multiplied by zero: other adapters may give infinite values for this row
-    hidden = hidden.masked_fill(ranks.foreign, 0)
-    flat = torch.addmm(out.flatten(0, 1), hidden.flatten(0, 1), b[: ranks.total])
-    return flat.view(out.shape)
-
-
-def _batched(out: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: RowRanks) -> Tensor:
+        hidden = functional.linear(x, a[: ranks.total])  # (M, T, R)
+        # filled, not multiplied by zero: other adapters may give infinite values for this row
+        hidden = hidden.masked_fill(ranks.foreign, 0)
+        flat = torch.addmm(out.flatten(0, 1), hidden.flatten(0, 1), b[: ranks.total])
+        return flat.view(out.shape)
     if ranks.indices is not None:
         a, b = a.index_select(0, ranks.indices), b.index_select(0, ranks.indices)
     row_a, row_b = (t.view(len(x), ranks.width, -1) for t in (a, b))  # (M, r, in), (M, r, out)

@@ -98,7 +98,7 @@ def gpu_of(device: Device) -> Gpu | None:
     return GPUS.get(device.type)
 
 
-def gpu_here() -> tuple[Device, Gpu] | None:
+def local_gpu() -> tuple[Device, Gpu] | None:
     """Return the kind of GPU of this machine; None without a GPU."""
     return next(((Device(kind, 0), gpu) for kind, gpu in GPUS.items() if gpu.is_there()), None)
 

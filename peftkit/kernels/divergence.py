@@ -105,12 +105,12 @@ def values_and_gradient(
     Args:
         student, teacher: (C, V) logits of any float dtype.
     """
-    results = [_of_part(s, t, divergence) for s, t in parts_of(student, teacher)]
+    results = [_of_chunk(s, t, divergence) for s, t in parts_of(student, teacher)]
     values, same = (torch.cat(chunks) for chunks in zip(*results, strict=True))
     return values, same
 
 
-def _of_part(student: Tensor, teacher: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor]:
+def _of_chunk(student: Tensor, teacher: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(student.dtype, torch.float32)
     same = student.argmax(-1) == teacher.argmax(-1)
     temperature = divergence.temperature

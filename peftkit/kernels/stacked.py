@@ -281,8 +281,9 @@ class PackedStack:
         if name in GROUPED_MM and len(args) == 2 and isinstance(args[1], cls) and "offs" in kwargs:
             return _Grouped.apply(args[0], args[1], func, kwargs["offs"])
         plain = [arg.whole() if isinstance(arg, cls) else arg for arg in args]
-        named = {key: arg.whole() if isinstance(arg, cls) else arg for key, arg in kwargs.items()}
-        return func(*plain, **named)
+        for key, arg in kwargs.items():
+            kwargs[key] = arg.whole() if isinstance(arg, cls) else arg
+        return func(*plain, **kwargs)
 
 
 class _Grouped(torch.autograd.Function):

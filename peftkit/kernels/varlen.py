@@ -219,10 +219,10 @@ class Grid(NamedTuple):
 
 def width_of(longest: int) -> int:
     """Return T for a longest document of this many tokens."""
-    return one_of_few(longest + 1, MULTIPLE, SIZES)
+    return rounded_size(longest + 1, MULTIPLE, SIZES)
 
 
-def one_of_few(size: int, multiple: int, number: int) -> int:
+def rounded_size(size: int, multiple: int, number: int) -> int:
     """Round a size up to a multiple, with at most `number` different sizes per power of two.
 
     oneDNN compiles a matrix product for each size: a millisecond and 0.6 MB that are never freed.

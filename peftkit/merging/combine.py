@@ -41,7 +41,7 @@ from peftkit.formats.card import Card, adapter_usage, write_card
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.folders import check_free, new_adapter_folder
 from peftkit.formats.peft.folder import AdapterFile
-from peftkit.formats.peft.low_rank import LowRank, own_targets, read_low_rank, save_low_rank
+from peftkit.formats.peft.low_rank import LowRank, read_low_rank, rewritten_targets, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.kernels import svd
 
@@ -134,7 +134,7 @@ def combine(
             combined.updates,
             staged,
             origin,
-            targets=sorted({t for s in sources for t in own_targets(s.file, s.updates)}),
+            targets=sorted({t for s in sources for t in rewritten_targets(s.file, s.updates)}),
             transposed=any(source.file.fields.get("fan_in_fan_out") for source in sources),
         )
         write_card(_card(sources, settings, combined, origin), staged)
@@ -224,14 +224,14 @@ def _origin(sources: Sequence[_Source], on_event: Listener) -> Provenance:
     )
 
 
-def _same_base(one: Provenance, other: Provenance) -> bool:
+def _same_base(first: Provenance, second: Provenance) -> bool:
     """Compare fingerprints if both have one, otherwise the known names and revisions."""
-    if one.fingerprint and other.fingerprint:
-        return one.fingerprint == other.fingerprint
-    names, others = ({o.base, o.hub_id} - {None} for o in (one, other))
+    if first.fingerprint and second.fingerprint:
+        return first.fingerprint == second.fingerprint
+    names, others = ({o.base, o.hub_id} - {None} for o in (first, second))
     if names and others and not names & others:
         return False
-    return not one.revision or not other.revision or one.revision == other.revision
+    return not first.revision or not second.revision or first.revision == second.revision
 
 
 def _described(origin: Provenance) -> str:
@@ -268,10 +268,10 @@ def _combined(
 ) -> Combined:
     paths = list(dict.fromkeys(path for source in sources for path in source.updates))
     blended: dict[str, Blended] = {}
-    for done, path in enumerate(paths, 1):
+    for number, path in enumerate(paths, 1):
         layers = [(s.updates[path], s.weight) for s in sources if path in s.updates]
         blended[path] = blend(path, layers, settings)
-        on_event(Progress("Combining layers", done, len(paths)))
+        on_event(Progress("Combining layers", number, len(paths)))
     lost = sum(layer.lost for layer in blended.values())
     total = sum(layer.total for layer in blended.values())
     updates = {path: layer.update for path, layer in blended.items()}
@@ -279,16 +279,16 @@ def _combined(
 
 
 def _card(
-    sources: Sequence[_Source], settings: Settings, done: Combined, origin: Provenance
+    sources: Sequence[_Source], settings: Settings, combined: Combined, origin: Provenance
 ) -> Card:
-    name, base = done.folder.name, origin.hub_id or origin.base
+    name, base = combined.folder.name, origin.hub_id or origin.base
     parts = ", ".join(f"{source.file.folder.name} x {source.weight:g}" for source in sources)
-    facts = {"adapters": parts, "method": settings.rule, "rank": str(done.rank)}
+    facts = {"adapters": parts, "method": settings.rule, "rank": str(combined.rank)}
     if settings.rule in PRUNING:
         facts["density"] = f"{settings.density:g}"
     if settings.rule not in EXACT:
-        facts["relative error of the rank"] = f"{done.error:.2g}"
-    usage = adapter_usage(base, name, rank=done.rank)
+        facts["relative error of the rank"] = f"{combined.error:.2g}"
+    usage = adapter_usage(base, name, rank=combined.rank)
     return Card(f"{name}: a combination of adapters", base, facts, usage=usage)
 
 
@@ -353,8 +353,8 @@ def _summed(counted: Sequence[Weighted], rule: str, rank: int) -> svd.Truncated:
     if rule == "cat" and len(a) <= smallest:
         return svd.Truncated(a.float(), b.float(), 0.0, 0.0)
     parts = (abs(w * u.scaling) * float(svd.singular_values(u.a, u.b)[0]) for u, w in counted)
-    most = min(rank, smallest) if rule == "svd" else None
-    return svd.of_product(a, b, most, negligible=ROUNDING * sum(parts))
+    max_rank = min(rank, smallest) if rule == "svd" else None
+    return svd.of_product(a, b, max_rank, negligible=ROUNDING * sum(parts))
 
 
 def _scaled(update: LowRank, weight: float) -> LowRank:

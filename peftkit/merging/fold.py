@@ -287,7 +287,7 @@ def write_in_memory(
     if kind == "none":
         model: Any = merge_into(opened.adapter, tally=tally, dtype=dtype).to(dtype)
     else:
-        on_event(Notice(cost_of(kind)))
+        on_event(Notice(dequantised_note(kind)))
         model = merge_dequantized(opened.adapter, dtype, tally=tally)
     if bad := non_finite(model.state_dict()):
         raise RunError(
@@ -317,7 +317,7 @@ def precision_note(kind: str) -> str:
     )
 
 
-def cost_of(kind: str) -> str:
+def dequantised_note(kind: str) -> str:
     """Return a note for the user on what merging into quantised weights costs."""
     return (
         f"Merged into the dequantised {kind} weights of the base, over which the adapter was "

@@ -69,13 +69,13 @@ def merge_into_gguf(
     if tokens := new_tokens_of(file.folder, name, revision):
         found = f"The file's tokenizer lacks tokens of the adapter: {first_few(tokens, 5, ', ')}."
         raise MergeError(f"cannot merge into {out}", found=found, fix=_WITH_TOKENS)
-    how: dict[str, Any] = {"quantize": "none", "dtype": "fp32", "device": "cpu"}
-    opened = open_adapter(file.folder, base, **how, force=force, on_event=on_event)
+    settings: dict[str, Any] = {"quantize": "none", "dtype": "fp32", "device": "cpu"}
+    opened = open_adapter(file.folder, base, **settings, force=force, on_event=on_event)
     check_all(opened.adapter)
     reference = reference_of(opened, prompts) if verify else None
     scaling = file.provenance.loading.get("rope_scaling")
     tally = Tally(instead=_INSTEAD)
-    with _beside(out, location.gguf_path.stat().st_size) as written:
+    with _replacing(out, location.gguf_path.stat().st_size) as written:
         on_event(Stage(f"Writing {out}"))
         shutil.copyfile(location.gguf_path, written)
         with parsed_once(location):
@@ -88,13 +88,13 @@ def merge_into_gguf(
             on_event(Stage("Comparing the merged file with base and adapter"))
             effect = agreement(reference.adapted, reference.bare)
             purpose = replace(opened.task.purpose, rope_scaling=scaling)
-            merged = load_base(str(written), **how, purpose=purpose)
+            merged = load_base(str(written), **settings, purpose=purpose)
             agreed = agreement(logits_on(merged, prompts), reference.adapted)
             del merged
     kind = str(file.provenance.loading.get("quantize", "none"))
     result = Merged(out, name, tally, effect, agreed, "" if kind == "none" else kind)
     on_event(Table("The merged file", ("", ""), tuple(facts_of(result).items())))
-    on_event(Notice(_told(tally)))
+    on_event(Notice(_rounding_note(tally)))
     if result.other_precision:
         on_event(Notice(precision_note(kind)))
     if scaling:
@@ -111,13 +111,13 @@ def merge_into_gguf(
     return result
 
 
-def _told(tally: Tally) -> str:
+def _rounding_note(tally: Tally) -> str:
     lost = tally.relative_rounding
-    told = f"Quantising anew lost {lost:.2f} of the update"
+    note = f"Quantising anew lost {lost:.2f} of the update"
     if lost < 0.5:
-        return f"{told}."
+        return f"{note}."
     return (
-        f"{told}: the outputs of the file differ noticeably from those with the adapter. {_INSTEAD}"
+        f"{note}: the outputs of the file differ noticeably from those with the adapter. {_INSTEAD}"
     )
 
 
@@ -131,12 +131,12 @@ def _check_free(out: Path, source: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def _beside(out: Path, num_bytes: int) -> Iterator[Path]:
+def _replacing(out: Path, num_bytes: int) -> Iterator[Path]:
     """Yield a temporary file next to `out`, which replaces `out` when the block succeeds."""
     folder = disk.writable_folder(out.absolute().parent)
     disk.check_space(folder, num_bytes)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=f".{out.stem}-") as own:
-        path = Path(own, out.name)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=f".{out.stem}-") as temporary:
+        path = Path(temporary, out.name)
         yield path
         disk.fsync_file(path)
         os.replace(path, out)
@@ -161,14 +161,14 @@ def write_changes(adapter: Adapter, blocks: Mapping[str, Blocks], path: Path, ta
     _check([full for full, *_ in changes], blocks)
     with open(path, "r+b") as out:
         for full, module, name in changes:
-            each, before = blocks[full], module.weights(module.base)[name].float()
+            weight, before = blocks[full], module.weights(module.base)[name].float()
             exact = module.merged_weight(before, name)
-            pairs = zip(each.parts_of(before), each.parts_of(exact), strict=True)
+            pairs = zip(weight.parts_of(before), weight.parts_of(exact), strict=True)
             for (tensor, old), (_, new) in pairs:
                 packed = quantized(new, tensor)
                 out.seek(int(tensor.data_offset))
                 out.write(packed.numpy())  # type: ignore[arg-type]
-                tally.add(old, new, unpack_gguf(packed, each.form.kind, new.shape, torch.float32))
+                tally.add(old, new, unpack_gguf(packed, weight.form.kind, new.shape, torch.float32))
 
 
 def _check(names: Sequence[str], blocks: Mapping[str, Blocks]) -> None:
@@ -177,6 +177,6 @@ def _check(names: Sequence[str], blocks: Mapping[str, Blocks]) -> None:
         found = f"{others[0]} is not stored in supported blocks"
         raise MergeError(message, found=found, fix=_INSTEAD)
     changed = [blocks[name] for name in names]
-    if kinds := Counter(each.form.kind for each in changed if not each.can_be_written):
+    if kinds := Counter(weight.form.kind for weight in changed if not weight.can_be_written):
         names = ", ".join(f"{number} in {kind.upper()}" for kind, number in kinds.items())
         raise MergeError(message, found=f"the package gguf cannot quantise: {names}", fix=_INSTEAD)

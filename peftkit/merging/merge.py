@@ -41,7 +41,7 @@ from peftkit.merging.fold import (
     Tally,
     check_mergeable,
     check_original,
-    cost_of,
+    dequantised_note,
     precision_note,
     write_in_memory,
 )
@@ -206,8 +206,8 @@ def _device_for_both(
     Args:
         stored: The dtype of the dequantised model; None means 16 bits.
     """
-    here = free_now()
-    if not here.on_gpu:
+    memory = free_now()
+    if not memory.on_gpu:
         return None
     name, revision = file.base_or(base)
     loading, purpose = file.provenance.loading, task_of(file).purpose
@@ -217,13 +217,13 @@ def _device_for_both(
     packed = weight_bytes(read_config(name, revision, purpose), settings, purpose, dtype)
     empty = skeleton(name, revision=revision, purpose=purpose)
     dequantised = sum(parameter.numel() * dtype.itemsize for parameter in empty.parameters())
-    if fits_device(packed + dequantised, here.usable):
+    if fits_device(packed + dequantised, memory.usable):
         return None
     on_event(
         Notice(
-            f"Merged on the CPU: the quantised base and its dequantised weights take "
-            f"{(packed + dequantised) / 1e9:.2f} GB together; {here.usable / 1e9:.2f} GB are free "
-            "on the GPU."
+            "Merged on the CPU: the quantised base and its dequantised weights take "
+            f"{(packed + dequantised) / 1e9:.2f} GB together; the GPU has "
+            f"{memory.usable / 1e9:.2f} GB free."
         )
     )
     return torch.device("cpu")
@@ -303,7 +303,7 @@ def _card(
 ) -> Card:
     notes = [f"The adapter {file.folder.name} ({file.method.type}), merged into its base."]
     if from_quantized:
-        notes.append(cost_of(_quantized_as(file)))
+        notes.append(dequantised_note(_quantized_as(file)))
     elif merged.other_precision:
         notes.append(precision_note(merged.other_precision))
     notes += filter(None, (_prompt_note(file), frames(file.provenance.prompt_style)))

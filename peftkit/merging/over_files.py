@@ -103,14 +103,14 @@ def find_shards(folder: Path) -> Shards | None:
     if not (folder / INDEX).exists():
         return None
     index = disk.read_json(folder / INDEX, max_bytes=MAX_INDEX_BYTES, error=BaseError)
-    where, metadata = index.get("weight_map"), index.get("metadata", {})
+    file_of, metadata = index.get("weight_map"), index.get("metadata", {})
     message = f"cannot read the weights of {folder}"
-    if not isinstance(where, dict) or not isinstance(metadata, dict) or not where:
+    if not isinstance(file_of, dict) or not isinstance(metadata, dict) or not file_of:
         raise BaseError(message, found=f"{INDEX} has no weight_map")
-    strange = [f for f in where.values() if not isinstance(f, str) or Path(f).name != f]
-    if strange:
-        raise BaseError(message, found=f"{INDEX} names the file {shown(strange[0])}")
-    headers = {name: _header(folder / name) for name in sorted(set(where.values()))}
+    invalid = [f for f in file_of.values() if not isinstance(f, str) or Path(f).name != f]
+    if invalid:
+        raise BaseError(message, found=f"{INDEX} names the file {shown(invalid[0])}")
+    headers = {name: _header(folder / name) for name in sorted(set(file_of.values()))}
     return Shards(folder, headers, metadata)
 
 
@@ -178,7 +178,8 @@ def write_over_files(
     keep_freed_memory()
     specs = {
         name: [
-            TensorSpec(n, _new_dtype(e.dtype, dtype), e.shape) for n, e in header.tensors.items()
+            TensorSpec(n, DTYPE_NAMES[dtype] if dtype and e.dtype in FLOATS else e.dtype, e.shape)
+            for n, e in header.tensors.items()
         ]
         for name, header in shards.headers.items()
     }
@@ -193,10 +194,6 @@ def write_over_files(
         where = {tensor: name for name, h in shards.headers.items() for tensor in h.tensors}
         disk.write_json({"metadata": metadata, "weight_map": where}, out / INDEX)
     _copy_companions(shards.folder, out, dtype)
-
-
-def _new_dtype(name: str, dtype: torch.dtype | None) -> str:
-    return DTYPE_NAMES[dtype] if dtype and name in FLOATS else name
 
 
 def _rewritten(path: Path, specs: list[TensorSpec], changes: Changes) -> Iterator[Tensor]:

@@ -137,9 +137,9 @@ def _ids(base: Base, prompt: str) -> Tensor:
     return ids.to(base.device)
 
 
-def agreement(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> Agreement:
+def agreement(logits: Sequence[Tensor], reference: Sequence[Tensor]) -> Agreement:
     """Compare the logits of two models on the same prompts; NaN makes the difference infinite."""
-    a, b = torch.cat(list(ours)), torch.cat(list(reference))  # (positions, V)
+    a, b = torch.cat(list(logits)), torch.cat(list(reference))  # (positions, V)
     difference = float((a - b).abs().max())
     return Agreement(
         max_difference=difference if difference == difference else float("inf"),
@@ -164,11 +164,11 @@ def precision(model: nn.Module) -> str:
 
     A model that does not fit on the GPU in 16 bits is loaded onto the CPU.
     """
-    number, main = sum(p.numel() for p in model.parameters()), torch.device("cpu")
-    here = free_now()
-    if here.on_gpu and 2 * number > ROOM * here.usable:
-        here = free_now(main)
-    fits = here.memory is None or FLOAT32_ROOM * 4 * number < here.usable
+    num_values, cpu = sum(p.numel() for p in model.parameters()), torch.device("cpu")
+    memory = free_now()
+    if memory.on_gpu and 2 * num_values > ROOM * memory.usable:
+        memory = free_now(cpu)
+    fits = memory.memory is None or FLOAT32_ROOM * 4 * num_values < memory.usable
     return "fp32" if fits else "auto"
 
 

@@ -268,11 +268,11 @@ def _read(
             _refuse_padding(batch)
             moved = {n: t.to(device) if isinstance(t, Tensor) else t for n, t in batch.items()}
             if not components:
-                for paths in _readers_of_one(model, list(ranks), moved, forward):
-                    most = max(max_ranks[p] for p in paths)
-                    shared = Directions(max(ranks[p] for p in paths), most)
+                for paths in _grouped_by_input(model, list(ranks), moved, forward):
+                    max_rank = max(max_ranks[p] for p in paths)
+                    shared = Directions(max(ranks[p] for p in paths), max_rank)
                     components |= dict.fromkeys(paths, shared)
-                    handles[paths[0]] = _listen(model, paths[0], shared)
+                    handles[paths[0]] = _record_inputs(model, paths[0], shared)
             forward(model, moved)
             for path in [path for path in handles if components[path].converged]:
                 handles.pop(path).remove()
@@ -287,13 +287,13 @@ def _read(
     return components or {path: Directions(rank, max_ranks[path]) for path, rank in ranks.items()}
 
 
-def _listen(model: nn.Module, path: str, directions: Directions) -> RemovableHandle:
+def _record_inputs(model: nn.Module, path: str, directions: Directions) -> RemovableHandle:
     return model.get_submodule(path).register_forward_pre_hook(
         lambda _, args: directions.take(args[0])
     )
 
 
-def _readers_of_one(
+def _grouped_by_input(
     model: nn.Module, paths: list[str], batch: Mapping[str, Any], forward: Forward
 ) -> list[list[str]]:
     """Return the layers grouped by identical input tensors."""

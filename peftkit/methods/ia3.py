@@ -121,10 +121,10 @@ class IA3Format(PeftFormat[IA3]):
     subset_fields: ClassVar[Collection[str]] = (_FEEDFORWARD,)
 
     def method(self, fields: Mapping[str, Any]) -> IA3:
-        named = fields.get(_FEEDFORWARD)
-        if named is not None and not isinstance(named, str | list):
-            raise AdapterError("the adapter's config is not valid", found=shown(named))
-        return IA3(feedforward=named if isinstance(named, str) else tuple(named or ()))
+        targets = fields.get(_FEEDFORWARD)
+        if targets is not None and not isinstance(targets, str | list):
+            raise AdapterError("the adapter's config is not valid", found=shown(targets))
+        return IA3(feedforward=targets if isinstance(targets, str) else tuple(targets or ()))
 
     def fields(
         self, method: IA3, model: nn.Module, modules: Mapping[str, AdapterModule]

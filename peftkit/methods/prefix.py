@@ -200,11 +200,12 @@ class _Hooks(StackInputs):
         past = num_past(cache)
         self.lengthen(inputs, past)
         if not past:
-            self.recomputed = _is_recomputed(stack)
+            modules = stack.modules() if stack.training else ()
+            self.recomputed = any(getattr(m, "gradient_checkpointing", False) for m in modules)
             if self.recomputed:
                 _pass_cache_to_blocks(stack, True)
-            given = inputs.get("input_ids")
-            num_rows = len(given if given is not None else inputs["inputs_embeds"])
+            ids = inputs.get("input_ids")
+            num_rows = len(ids if ids is not None else inputs["inputs_embeds"])
             inputs |= self._cache_with_prefix(stack, cache, inputs.get("use_cache"), num_rows)
         return (), inputs
 
@@ -240,13 +241,6 @@ class _Hooks(StackInputs):
         if not isinstance(getattr(cache, "self_attention_cache", cache), ReadCache):
             return None
         return type(output)(**{k: v for k, v in output.items() if k != "past_key_values"})
-
-
-def _is_recomputed(stack: nn.Module) -> bool:
-    """Return whether blocks are recomputed in the backward pass."""
-    if not stack.training:
-        return False
-    return any(getattr(module, "gradient_checkpointing", False) for module in stack.modules())
 
 
 def _pass_cache_to_blocks(stack: Any, allowed: bool) -> None:
@@ -301,12 +295,12 @@ class ReadCache(DynamicCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Pair:
         self.last_pairs[layer_idx] = key_states, value_states
-        held: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        if held is None or not held.is_initialized:
+        stored: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if stored is None or not stored.is_initialized:
             return key_states, value_states
         return (
-            torch.cat([held.keys, key_states], dim=-2),
-            torch.cat([held.values, value_states], dim=-2),
+            torch.cat([stored.keys, key_states], dim=-2),
+            torch.cat([stored.values, value_states], dim=-2),
         )
 
 

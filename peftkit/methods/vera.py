@@ -73,7 +73,7 @@ class VeRALinear(AdapterModule):
         out: Tensor = self.base(x, *args, **kwargs)
         if not self.enabled:
             return out
-        a, b = (part.to(out.dtype) for part in self.slices())
+        a, b = (matrix.to(out.dtype) for matrix in self.slices())
         hidden = functional.linear(self.dropout(x).to(out.dtype), a)  # (..., r)
         update = functional.linear(hidden * self.vera_lambda_d.to(out.dtype), b)  # (..., out)
         return out + update * self.full_b().to(out.dtype)

@@ -204,8 +204,8 @@ class StackInputs:
         Raises:
             AdapterError: The mask has another form or another length.
         """
-        num_virtual, given = self.module.num_virtual, inputs.get("input_ids")
-        num_tokens = int((given if given is not None else inputs["inputs_embeds"]).shape[1])
+        num_virtual, ids = self.module.num_virtual, inputs.get("input_ids")
+        num_tokens = int((ids if ids is not None else inputs["inputs_embeds"]).shape[1])
         num_real = num_tokens + max(num_past - num_virtual, 0)
         mask = inputs.get("attention_mask")
         if mask is not None:

@@ -18,23 +18,23 @@ def take_off(model: nn.Module) -> Wrapped:
 
     Adapters that act through hooks, such as prompts, stay active.
     """
-    taken: Wrapped = []
+    removed: Wrapped = []
     while wrappers := list(_outermost(model)):
         for parent, name, wrapper in wrappers:
             setattr(parent, name, wrapper.base)
-        taken += wrappers
-    return taken
+        removed += wrappers
+    return removed
 
 
 @contextmanager
 def lifted(model: nn.Module) -> Iterator[None]:
     """Remove a model's wrappers within the context, which may install others."""
-    taken = take_off(model)
+    removed = take_off(model)
     try:
         yield
     finally:
         take_off(model)
-        for parent, name, wrapper in reversed(taken):
+        for parent, name, wrapper in reversed(removed):
             setattr(parent, name, wrapper)
 
 
@@ -53,12 +53,12 @@ def eager(model: nn.Module) -> Iterator[None]:
 
 def _outermost(module: nn.Module) -> Iterator[tuple[nn.Module, str, FrozenWrapper]]:
     """Yield the outermost wrappers; a shared module is yielded at each of its places."""
-    seen, waiting = {module}, [module]
+    visited, waiting = {module}, [module]
     while waiting:
         parent = waiting.pop()
         for name, child in parent.named_children():
             if isinstance(child, FrozenWrapper):
                 yield parent, name, child
-            elif child not in seen:
-                seen.add(child)
+            elif child not in visited:
+                visited.add(child)
                 waiting.append(child)

@@ -144,7 +144,13 @@ def audit(model: nn.Module) -> Audit:
     rows = [
         AuditRow(
             *group,
-            names=tuple(dict.fromkeys(_name(path) for path, _, _ in facts)),
+            # the last segments that are not numbers
+            names=tuple(
+                dict.fromkeys(
+                    next((name for name in reversed(path.split(".")) if not name.isdigit()), path)
+                    for path, _, _ in facts
+                )
+            ),
             num_tensors=len(facts),
             num_parameters=sum(n for _, n, _ in facts),
             num_bytes=sum(b for _, _, b in facts),
@@ -174,12 +180,12 @@ def exempt(model: nn.Module) -> dict[int, str]:
 
 def _plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Yield (module path, module, name, parameter) once per parameter, without packed ones."""
-    seen = {id(packed) for _, packed, _ in packed_tensors(model)}
+    visited = {id(packed) for _, packed, _ in packed_tensors(model)}
     for path, module in model.named_modules():
         for name, tensor in module._parameters.items():
-            if tensor is None or id(tensor) in seen or isinstance(module, Packing):
+            if tensor is None or id(tensor) in visited or isinstance(module, Packing):
                 continue
-            seen.add(id(tensor))
+            visited.add(id(tensor))
             yield path, module, name, tensor
 
 
@@ -202,11 +208,6 @@ def _kind_of(
     if isinstance(module, nn.modules.conv._ConvNd):
         return "convolutions", "not in a linear layer"
     return "other", "not in a linear layer"
-
-
-def _name(path: str) -> str:
-    """Return the last part of a path that is not a number."""
-    return next((part for part in reversed(path.split(".")) if not part.isdigit()), path)
 
 
 def _size(num_bytes: int) -> str:

@@ -90,8 +90,8 @@ class Chart:
     def y_ticks(self) -> list[tuple[float, str]]:
         """Return round values for the y axis, with enough digits to distinguish them."""
         ticks = round_ticks(*self.span)
-        for more in range(MOST_FIGURES):
-            texts = [metric(self.name, value, more) for value in ticks]
+        for digits in range(MOST_FIGURES):
+            texts = [metric(self.name, value, digits) for value in ticks]
             if len(set(texts)) == len(ticks):
                 break
         return list(zip(ticks, texts, strict=True))
@@ -151,22 +151,22 @@ def _lines(runs: Sequence[History], name: str) -> Iterator[Line]:
 
 def points(curve: Curve) -> list[Point]:
     """Return the minimum and the maximum of each of SPANS spans of a curve, and its ends."""
-    every = list(curve.items())
-    if len(every) <= 2 * SPANS:
-        return every
-    size = math.ceil(len(every) / SPANS)
-    spans = [every[start : start + size] for start in range(0, len(every), size)]
+    pairs = list(curve.items())
+    if len(pairs) <= 2 * SPANS:
+        return pairs
+    size = math.ceil(len(pairs) / SPANS)
+    spans = [pairs[start : start + size] for start in range(0, len(pairs), size)]
     ends = {pick(span, key=lambda point: point[1]) for span in spans for pick in (min, max)}
-    return sorted({every[0], *ends, every[-1]})
+    return sorted({pairs[0], *ends, pairs[-1]})
 
 
-def drawn(chart: Chart) -> str:
+def render_chart(chart: Chart) -> str:
     """Return a chart as an HTML figure."""
     lines = sorted(chart.lines, key=lambda line: line.style != "raw")
-    y_ticks = [(HEIGHT * (1 - chart.y(value)), shown) for value, shown in chart.y_ticks()]
+    y_ticks = [(HEIGHT * (1 - chart.y(value)), label) for value, label in chart.y_ticks()]
     rules = (f"M0 {y:.2f}H{WIDTH}" for y, _ in y_ticks)
     seams = (f"M{WIDTH * step / chart.last_step:.1f} 0V{HEIGHT}" for step in chart.seams)
-    y_axis = (f'<span style="top:{y / HEIGHT:.2%}">{text(shown)}</span>' for y, shown in y_ticks)
+    y_axis = (f'<span style="top:{y / HEIGHT:.2%}">{text(label)}</span>' for y, label in y_ticks)
     x_axis = (
         f"<span{' class=end' * (step > 0.95 * chart.last_step)} "
         f'style="left:{step / chart.last_step:.2%}">{step:,}</span>'
@@ -201,8 +201,8 @@ def _dots(chart: Chart, line: Line) -> str:
     """Return the marks of points as HTML, since the stretched SVG would distort them."""
     if line.style != "points":
         return ""
-    shown = line.points if len(line.points) <= MAX_DOTS else line.points[-1:]
-    places = (f"left:{step / chart.last_step:.2%};bottom:{chart.y(v):.2%}" for step, v in shown)
+    marked = line.points if len(line.points) <= MAX_DOTS else line.points[-1:]
+    places = (f"left:{step / chart.last_step:.2%};bottom:{chart.y(v):.2%}" for step, v in marked)
     return "".join(f"<i {_kind(line, 'dot', place)}></i>" for place in places)
 
 

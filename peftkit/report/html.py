@@ -45,9 +45,9 @@ def code(value: object) -> str:
 
 def histogram(bars: Sequence[tuple[int, int]], label: str) -> str:
     """Return a histogram with a bar for each (lower edge, number), labelled by the edges."""
-    most = max((number for _, number in bars), default=0) or 1
+    highest = max((number for _, number in bars), default=0) or 1
     columns = (
-        f'<div title="{edge:,}: {number:,}"><i style="height:{100 * number / most:.1f}%"></i>'
+        f'<div title="{edge:,}: {number:,}"><i style="height:{100 * number / highest:.1f}%"></i>'
         f"<span>{edge:,}</span></div>"
         for edge, number in bars
     )

@@ -19,7 +19,7 @@ from typing import Any
 from peftkit.events import EvalDone, Event, Listener, Notice, RunStopped, Sampled, Saved, StepDone
 from peftkit.figures import count, duration, loss_name, short, size
 from peftkit.files.disk import write_text
-from peftkit.report.chart import charts, drawn
+from peftkit.report.chart import charts, render_chart
 from peftkit.report.history import History, as_texts, differing, read_histories, row_of
 from peftkit.report.html import code, histogram, paragraph, table, text
 
@@ -75,11 +75,12 @@ class LiveReport:
             self._is_due = (
                 True  # at the next step, since metrics.jsonl does not have this event yet
             )
-        elif isinstance(event, StepDone) and self._is_due and self._has_time():
+        elif (
+            isinstance(event, StepDone)
+            and self._is_due
+            and self._spent <= SHARE * (self._clock() - self._began)
+        ):
             self._write(event)
-
-    def _has_time(self) -> bool:
-        return self._spent <= SHARE * (self._clock() - self._began)
 
     def _write(self, event: Event) -> None:
         if self._is_broken:
@@ -124,7 +125,8 @@ def page(runs: Sequence[History]) -> str:
 
 
 def _one(run: History) -> str:
-    state = run.state()
+    state, paths = run.state(), run.started.get("paths")
+    computed_by = paragraph(f"Computed by: {paths}.") if paths else ""
     head = f'<h1>{text(run.name)} <span class="state {state.replace(" ", "-")}">{state}</span></h1>'
     sections = [
         ("Curves", _curves([run])),
@@ -132,7 +134,7 @@ def _one(run: History) -> str:
         ("Samples", _samples(run)),
         ("Completions and their rewards", _answers(run)),
         ("Data", _tables(run, of_files=True) + _lengths(run) + _row_of_the_loss(run)),
-        ("Base and adapter", _tables(run, of_files=False) + _paths(run)),
+        ("Base and adapter", _tables(run, of_files=False) + computed_by),
         ("Recipe", code(run.facts.recipe_yaml)),
         ("Machine, versions, hashes", _machine(run)),
         ("Notices", _notices(run)),
@@ -199,7 +201,6 @@ def _tiles(run: History) -> str:
 
 
 def _rows(run: History) -> str:
-    """Return the number of training rows and of epochs."""
     if "num_rows" not in run.started:
         return ""
     epochs = f", {run.epoch:.2f} epochs" if run.step else ""
@@ -207,7 +208,7 @@ def _rows(run: History) -> str:
 
 
 def _curves(runs: Sequence[History]) -> str:
-    figures = "".join(map(drawn, charts(runs))) or paragraph("No step is done yet.")
+    figures = "".join(map(render_chart, charts(runs))) or paragraph("No step is done yet.")
     seams = ", ".join(f"{step:,}" for step in runs[0].seams) if len(runs) == 1 else ""
     note = paragraph(f"Resumed after step {seams} (dotted lines).") if seams else ""
     return f'<div class="charts">\n{figures}</div>{note}'
@@ -266,11 +267,6 @@ def _evenly_spaced(steps: Sequence[int]) -> list[int]:
 def _tables(run: History, *, of_files: bool) -> str:
     tables = [t for t in run.facts.tables if bool(t.source) is of_files]
     return "".join(f"<h3>{text(t.title)}</h3>{table(t.columns, t.rows)}" for t in tables)
-
-
-def _paths(run: History) -> str:
-    paths = run.started.get("paths")
-    return paragraph(f"Computed by: {paths}.") if paths else ""
 
 
 def _lengths(run: History) -> str:

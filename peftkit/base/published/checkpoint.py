@@ -124,8 +124,8 @@ def _awq(settings: Mapping[str, Any]) -> Scheme:
 
 def _auto_round(settings: Mapping[str, Any], path: str) -> Scheme:
     form = str(settings.get("packing_format", "auto_round:auto_gptq"))
-    more: Mapping[str, Any] = (settings.get("extra_config") or {}).get(path) or {}
-    of_layer = {**settings, **more, "checkpoint_format": None, "format": None, "version": None}
+    overrides: Mapping[str, Any] = (settings.get("extra_config") or {}).get(path) or {}
+    of_layer = {**settings, **overrides, "checkpoint_format": None, "format": None, "version": None}
     if form.endswith("gptq"):
         return _gptq(of_layer)
     if form.endswith("awq"):
@@ -197,9 +197,9 @@ def schemes_of(settings: Mapping[str, Any]) -> list[Scheme]:
             if group.get("weights"):  # other groups quantise activations only
                 schemes.append(scheme_of({**settings, "config_groups": {name: group}}))
     if settings.get("quant_method") == "auto-round":
-        for path, more in (settings.get("extra_config") or {}).items():
+        for path, overrides in (settings.get("extra_config") or {}).items():
             if (
-                more.get("bits", settings.get("bits")) <= 8
+                overrides.get("bits", settings.get("bits")) <= 8
             ):  # layers with more bits are not quantised
                 schemes.append(scheme_of(settings, path))
     return list(dict.fromkeys(schemes))

@@ -64,13 +64,13 @@ def _check(codes: Codes) -> None:
     if codes.form.kind == "int8":
         columns = codes.form.block
     grid = -(-rows // codes.form.rows), -(-columns // codes.form.block)
-    for each in codes.scales:
-        if each.dim() == 2 and tuple(each.shape) != grid:
+    for scale in codes.scales:
+        if scale.dim() == 2 and tuple(scale.shape) != grid:
             raise UnreadableError(
-                f"{each.shape[0]} x {each.shape[1]} scales for {grid[0]} x {grid[1]} blocks of a "
+                f"{scale.shape[0]} x {scale.shape[1]} scales for {grid[0]} x {grid[1]} blocks of a "
                 f"weight of {rows} x {columns}"
             )
-        if each.dtype.itemsize > 1 and each.is_floating_point() and not each.isfinite().all():
+        if scale.dtype.itemsize > 1 and scale.is_floating_point() and not scale.isfinite().all():
             raise UnreadableError("a scale is not finite")
     if codes.form.kind == "fp8" and ((codes.packed & 127) == 127).any():
         raise UnreadableError("a value is NaN")
@@ -114,8 +114,8 @@ def _read_gptq(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
     codes = _fields(tensors["qweight"].t(), bits)
     words = tensors["qzeros"]
     if not scheme.is_v2:
-        one = sum(1 << at for at in range(0, 32, bits))
-        words = words + (one - (1 << 32) if one >> 31 else one)
+        ones = sum(1 << at for at in range(0, 32, bits))
+        words = words + (ones - (1 << 32) if ones >> 31 else ones)
     zero = _fields(words, bits).t()[: scale.shape[0]]
     size = codes.shape[1] if scheme.group < 0 else scheme.group
     index = tensors.get("g_idx")
@@ -256,8 +256,8 @@ def some_values(codes: Codes, positions: Tensor) -> Tensor:
         row = at // rows * grid[-2] + at % rows // codes.form.rows
         scales = [s.flatten(0, -2)[row] if s.dim() > 1 else s for s in codes.scales]
     form = codes.form._replace(shape=torch.Size([len(at), width]), rows=1, transposed=False)
-    part = Codes(codes.packed.flatten(0, -2)[at], form, tuple(scales))
-    return unpacked(part, torch.float32)[torch.arange(len(at)), positions % width]
+    sampled = Codes(codes.packed.flatten(0, -2)[at], form, tuple(scales))
+    return unpacked(sampled, torch.float32)[torch.arange(len(at)), positions % width]
 
 
 def stacked_codes(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from peftkit.errors import AdapterError, first_few
 from peftkit.files.strict_json import shown
-from peftkit.formats.guard import MAX_TENSORS, NAME, what_is
+from peftkit.formats.guard import MAX_TENSORS, NAME, file_kind
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -70,7 +70,7 @@ def read_header(path: Path, file: BinaryIO) -> GGUFHeader:
     size = os.fstat(file.fileno()).st_size
     cursor = _Cursor(message, file.read(MAX_HEADER_BYTES), cut=size > MAX_HEADER_BYTES)
     if cursor.data[:4] != MAGIC:
-        kind = f"It is {what_is(path)}."
+        kind = f"It is {file_kind(path)}."
         raise AdapterError(message, found=kind, fix="Use a LoRA in GGUF format.")
     cursor.at = 4
     version = cursor.number("I")

@@ -200,7 +200,7 @@ def save_low_rank(
     return write_folder(Path(folder), state, fields, method, provenance)
 
 
-def own_targets(file: AdapterFile, modules: Mapping[str, LowRank]) -> list[str]:
+def rewritten_targets(file: AdapterFile, modules: Mapping[str, LowRank]) -> list[str]:
     """Return the targets for a rewritten config: the file's endings, which fit its base.
 
     If the file's targets are not all endings, return the full paths.
@@ -237,9 +237,9 @@ def misfits(modules: Mapping[str, LowRank], linears: Mapping[str, nn.Module]) ->
     """Return the mismatches between updates and a model's linear layers; [] if they fit."""
     problems = [f"no such layer: {path}" for path in modules if path not in linears]
     for path in [path for path in modules if path in linears]:
-        given = (modules[path].a.shape[1], modules[path].b.shape[0])
-        if given != (shape := linear_shape(linears[path])):
-            update, layer = (f"{num_in} -> {num_out}" for num_in, num_out in (given, shape))
+        update_shape = (modules[path].a.shape[1], modules[path].b.shape[0])
+        if update_shape != (layer_shape := linear_shape(linears[path])):
+            update, layer = (f"{size[0]} -> {size[1]}" for size in (update_shape, layer_shape))
             problems.append(f"misshapen: {path} is {update}, not {layer}")
     return problems
 

@@ -266,11 +266,11 @@ def fit_to_model(
     others = [f"{path}." for path in (*full, *rows)]
     rest = [name for name in tensors if not name.startswith(tuple(others))]
     places, shared = method.candidates(model), method.shared_names
-    strange = sorted(name for name in rest if name not in shared and not _owner(name, places))
-    if strange or not rest:
+    unexpected = sorted(name for name in rest if name not in shared and not _owner(name, places))
+    if unexpected or not rest:
         raise AdapterError(
             f"the adapter in {folder} does not fit {type(model).__name__}",
-            found="\n".join(f"unexpected: {name}" for name in strange) or "no tensors",
+            found="\n".join(f"unexpected: {name}" for name in unexpected) or "no tensors",
             fix="Use the base it was trained on: peftkit inspect ADAPTER",
         )
     if made_here:
