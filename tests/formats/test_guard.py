@@ -172,7 +172,7 @@ def test_tensors_that_are_not_finite_are_refused(
     bad = torch.ones(3, 3)
     bad[2, 2] = value
     (tmp_path / "t").write_bytes(library_save({A: torch.ones(2), B: bad.to(dtype)}))
-    assert f"1 of 2 tensors hold NaN or Infinity, as {B}" in refusal(tmp_path / "t")
+    assert f"1 of 2 tensors hold NaN or Infinity, such as {B}" in refusal(tmp_path / "t")
 
 
 @pytest.mark.parametrize("keep", [0.3, 0.99])
