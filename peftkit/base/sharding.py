@@ -144,10 +144,12 @@ def shard_base(model: nn.Module, device: torch.device, *, offload: bool = False)
     blocks, name = list(dict.fromkeys(recomputable_blocks(model))), type(model).__name__
     if not blocks:
         raise ConfigError(f"cannot shard {name}: it has no blocks", fix="Set train.shard: none.")
-    if drops := _layer_dropout(model):
+    config = getattr(model, "config", None)
+    fields = config.to_dict() if config is not None else {}
+    if drops := [f"{n}: {value}" for n, value in fields.items() if "layerdrop" in n and value]:
         raise ConfigError(
             f"cannot shard {name}: each process skips different blocks during training",
-            found=f"Its config.json has {drops}.",
+            found=f"Its config.json has {drops[0]}.",
             fix="Set it to 0 there, or train.shard: none.",
         )
     for _, _, packing in packed_tensors(model):
@@ -169,13 +171,6 @@ def shard_base(model: nn.Module, device: torch.device, *, offload: bool = False)
     setattr(model, SHARDED, True)
     # the head is called outside the forward pass: it stays gathered until the backward pass
     fully_shard(model, reshard_after_forward=False, **policy)
-
-
-def _layer_dropout(model: Any) -> str:
-    """Return the config fields that make a model skip blocks at random (layer dropout), or ""."""
-    config = getattr(model, "config", None)
-    fields = config.to_dict() if config is not None else {}
-    return next((f"{n}: {value}" for n, value in fields.items() if "layerdrop" in n and value), "")
 
 
 def gather(model: nn.Module) -> None:

@@ -69,7 +69,6 @@ def unpack_blocks(
 
 
 def _scale(scale: Tensor, kind: str, factor: Tensor | None) -> Tensor:
-    """Return the scales in float32."""
     if kind == "mxfp4":
         return exponents(scale)
     if factor is None:
@@ -169,7 +168,9 @@ def _by_table(
     if rows > 1:
         scale = scale.repeat_interleave(rows, -2)
     scale = scale[..., : shape[-2], :].expand(*shape[:-1], -1)
-    codes, scale, table = packed.view(torch.uint8), scale.reshape(-1), _table(kind, packed.device)
+    byte = torch.arange(256, dtype=torch.uint8, device=packed.device)
+    table = byte.view(torch.float8_e4m3fn).float() if kind == "fp8" else byte.float() - 128
+    codes, scale = packed.view(torch.uint8), scale.reshape(-1)
     dequantize = torch.ops.bitsandbytes.dequantize_blockwise
     if codes.numel() <= MAX_VALUES:
         all_values: Tensor = dequantize(codes, scale, table, step, dtype)
@@ -181,9 +182,3 @@ def _by_table(
         scales = scale[start // step : stop // step]
         flat[start:stop] = dequantize(codes[start:stop], scales, table, step, dtype)
     return values
-
-
-def _table(kind: str, device: torch.device) -> Tensor:
-    """Return the value of every byte, in float32."""
-    byte = torch.arange(256, dtype=torch.uint8, device=device)
-    return byte.view(torch.float8_e4m3fn).float() if kind == "fp8" else byte.float() - 128

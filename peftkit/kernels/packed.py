@@ -171,12 +171,6 @@ def slices_of(
         yield packed[first // 2 : -(-stop // (2 * BLOCK)) * BLOCK], tuple(own_scales), part
 
 
-def _is_tall(form: PackedFormat) -> bool:
-    """Return whether a matrix is large with many more rows than columns, like an LM head."""
-    out, width = form.shape[-2:]
-    return form.kind not in KINDS and out >= 8 * width and out * width > SLICE_SIZE
-
-
 def absmax_of(scales: tuple[Tensor, ...]) -> Tensor:
     """Return the absmax in fp32, dequantised if necessary."""
     if len(scales) == 1:
@@ -251,7 +245,8 @@ def packed_linear(
     """Return x W^T + b, (..., out), for a packed W (out, in), unpacked to `dtype`."""
     if not (torch.is_grad_enabled() and x.requires_grad) and _has_gemm(x, form, dtype):
         return _gemm_4bit(x, packed, scales, form, bias)
-    if _is_tall(form):
+    out, width = form.shape[-2:]
+    if form.kind not in KINDS and out >= 8 * width and out * width > SLICE_SIZE:  # an LM head
         slices = list(slices_of(packed, scales, form))
         sizes = [part.shape[0] for _, _, part in slices]
         biases = [None] * len(slices) if bias is None else bias.split(sizes)

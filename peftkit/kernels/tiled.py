@@ -58,7 +58,9 @@ class _Tiled(torch.autograd.Function):
         ctx.saved, ctx.run, ctx.trained, ctx.size = saved, run, trained, size
         kind = x.device.type
         ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        ctx.generators = _generators(x.device) if draws else []
+        gpu = gpu_of(x.device) if draws else None
+        ctx.generators = [torch.get_rng_state()] if draws else []
+        ctx.generators += [] if gpu is None else [gpu.get_rng(x.device)]
         out = None
         # these short-lived graphs bypass hooks that count or offload saved tensors
         with torch.enable_grad(), saved_tensors_hooks(_same, _same):
@@ -98,12 +100,6 @@ class _Tiled(torch.autograd.Function):
 
 def _sum(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     return part if total is None else total if part is None else total.add_(part)
-
-
-def _generators(device: torch.device) -> list[Tensor]:
-    """Return the states of the generators of the CPU and of the device's GPU."""
-    gpu = gpu_of(device)
-    return [torch.get_rng_state(), *([] if gpu is None else [gpu.get_rng(device)])]
 
 
 @contextmanager

@@ -203,16 +203,12 @@ def _chosen(model: nn.Module, parts: list[Sublayer], target: str) -> set[str]:
     if target == ALL:
         return {part.path for part in parts}
     if target in table.QUALIFIERS:
-        paths = _on_side(model, target)
+        try:
+            paths = [site.path for site in resolve(model, f"{target}.{table.ALL_LINEAR}")]
+        except TargetError:  # the model has no such side
+            return set()
         return {p.path for p in parts if any(path.startswith(f"{p.block}.") for path in paths)}
     return {part.path for part in parts if any(matches(n, target) for n in (part.path, part.block))}
-
-
-def _on_side(model: nn.Module, side: str) -> list[str]:
-    try:
-        return [site.path for site in resolve(model, f"{side}.{table.ALL_LINEAR}")]
-    except TargetError:  # the model has no such side
-        return []
 
 
 def _no_match(model: nn.Module, parts: list[Sublayer], failed: list[str]) -> TargetError:

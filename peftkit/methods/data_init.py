@@ -174,7 +174,6 @@ def with_saved_ranks(model: nn.Module, method: LoRA, saved: Method) -> LoRA:
 
 
 def _without_padding(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a batch of one row without its padding."""
     mask = batch.get("attention_mask")
     if mask is None:
         return dict(batch)
@@ -272,7 +271,9 @@ def _read(
                     max_rank = max(max_ranks[p] for p in paths)
                     shared = Directions(max(ranks[p] for p in paths), max_rank)
                     components |= dict.fromkeys(paths, shared)
-                    handles[paths[0]] = _record_inputs(model, paths[0], shared)
+                    handles[paths[0]] = model.get_submodule(paths[0]).register_forward_pre_hook(
+                        lambda _, args, directions=shared: directions.take(args[0])
+                    )
             forward(model, moved)
             for path in [path for path in handles if components[path].converged]:
                 handles.pop(path).remove()
@@ -285,12 +286,6 @@ def _read(
         if not directions.converged:
             directions.flush()
     return components or {path: Directions(rank, max_ranks[path]) for path, rank in ranks.items()}
-
-
-def _record_inputs(model: nn.Module, path: str, directions: Directions) -> RemovableHandle:
-    return model.get_submodule(path).register_forward_pre_hook(
-        lambda _, args: directions.take(args[0])
-    )
 
 
 def _grouped_by_input(

@@ -157,7 +157,6 @@ def _several(runs: Sequence[History]) -> str:
 
 
 def _joined(sections: Sequence[tuple[str, str]]) -> str:
-    """Return the nonempty sections under their titles."""
     return "\n".join(f"<h2>{text(title)}</h2>{part}" for title, part in sections if part)
 
 

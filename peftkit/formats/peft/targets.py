@@ -17,7 +17,7 @@ from peftkit.adapter import Adapter
 from peftkit.errors import AdapterError, first_few
 from peftkit.files.safe_regex import fullmatches
 from peftkit.files.strict_json import shown
-from peftkit.methods.base import AdapterModule, Method
+from peftkit.methods.base import Method
 from peftkit.methods.table import SHARED_FIELDS, format_of
 from peftkit.model.places import is_transposed
 from peftkit.model.targets import Site
@@ -38,7 +38,12 @@ def written_fields(adapter: Adapter) -> dict[str, Any]:
     """Return the config fields of the adapter's method and targets."""
     modules, method, form = adapter.own, adapter.method, format_of(adapter.method)
     places = method.candidates(adapter.model)
-    as_weights = _as_weights(modules, places) if form.peft_type == "LORA" else set()
+    as_weights: set[str] = set()
+    if form.peft_type == "LORA" and any(places.values()):
+        # in models with stacked experts PEFT maps these names to the experts, which were modules
+        # in older versions of transformers; the tensors are the same as `target_parameters`
+        dense = (path for path, module in modules.items() if not module.stacked)
+        as_weights = {path for path in dense if path.rpartition(".")[2] in _TAKEN}
     parameters = {f"{path}.{name}" for path, module in modules.items() for name in module.stacked}
     parameters |= {f"{path}.weight" for path in as_weights}
     subsets: dict[str, set[str]] = {field: set() for field in ("", *form.subset_fields)}
@@ -95,19 +100,6 @@ def _bare_endings(paths: Collection[str], others: Collection[str]) -> list[str]:
         )
         for path in paths
     )
-
-
-def _as_weights(
-    modules: Mapping[str, AdapterModule], places: Mapping[str, tuple[str, ...]]
-) -> set[str]:
-    """Return the linear layers that must be written as `target_parameters` for PEFT.
-
-    In models with stacked experts PEFT maps some module names to the experts, which were modules in
-    older versions of transformers. The tensors of a layer are the same in both forms.
-    """
-    if not any(places.values()):
-        return set()
-    return {p for p, m in modules.items() if not m.stacked and p.rpartition(".")[2] in _TAKEN}
 
 
 def refused_by_peft(adapter: Adapter) -> str:
@@ -346,5 +338,4 @@ def check_targets_of(fields: Mapping[str, Any], adapter: Adapter, folder: Path) 
 
 
 def _some(names: Sequence[str]) -> str:
-    """Return the first few untrusted names, shortened."""
     return first_few(map(shown, names), 5, ", ")
