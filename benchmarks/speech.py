@@ -35,7 +35,7 @@ from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.media.transcription import TranscriptionConfig
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.loop import fit
-from tests.speech import saved, whisper, write_rows
+from tests.helpers.speech import saved, whisper, write_rows
 
 STEPS, BATCH, RATE = 10, 4, 1e-3
 TOLERANCE = 1e-4

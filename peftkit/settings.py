@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from peftkit.config.schema import Config
 from peftkit.errors import first_few
@@ -204,11 +205,16 @@ class TrainConfig(Config):
     """With several processes: base shards the frozen base over them, block by block; offload also
     keeps the shards in main memory. Each process has the whole adapter. auto: base where one device
     cannot hold the base and one row's step, estimated before loading."""
-    context_parallel: int = Field(default=1, ge=1)
-    """Context-parallel degree: processes each sequence is split across, for rows that are too long
-    for one device."""
     log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Trackers that also get the metrics; metrics.jsonl is always written."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed(cls, values: object) -> object:
+        """Drop settings of earlier recipes whose value changes nothing."""
+        if isinstance(values, Mapping) and values.get("context_parallel") == 1:
+            return {name: value for name, value in values.items() if name != "context_parallel"}
+        return values
 
     @property
     def evaluates(self) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast  # noqa: E402
 from peftkit.base import request as base_request  # noqa: E402
 from peftkit.execution import plan  # noqa: E402
 from peftkit.kernels import cross_entropy  # noqa: E402
-from tests.families import FAMILIES, tiny_tokenizer  # noqa: E402
+from tests.helpers.families import FAMILIES, tiny_tokenizer  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -81,7 +81,7 @@ def _processes_end_with_their_test() -> Iterator[None]:
     yield
     for child in multiprocessing.active_children():
         child.kill()
-    commands = sys.modules.get("tests.command_line")  # not imported where no test needs it
+    commands = sys.modules.get("tests.helpers.command_line")  # not imported where no test needs it
     for process in commands.STARTED if commands is not None else ():
         if process.poll() is None:
             process.kill()

@@ -21,7 +21,7 @@ from peftkit.formats.peft.folder import named_tensors
 from peftkit.recipe import load
 from peftkit.run import run
 from peftkit.sweeps import check_members, grid, pick, sweep
-from tests.families import FAMILIES, tiny_tokenizer
+from tests.helpers.families import FAMILIES, tiny_tokenizer
 
 WORDS = ("yes", "no", "perhaps", "of course not", "why do you ask")
 ROWS = [

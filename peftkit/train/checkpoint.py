@@ -267,6 +267,7 @@ def check_same_run(saved: Identity, now: Identity, allowed: Sequence[str]) -> li
         CheckpointError: Lists all other differences; or an allowed key does not exist.
     """
     before, after = flat(saved), flat(now)
+    before.pop("train.context_parallel", None)  # of runs of earlier versions
     accepted: list[tuple[str, str]] = []
     refused: list[tuple[str, str]] = []
     for key in sorted(before.keys() | after.keys()):

@@ -144,7 +144,7 @@ class Loop:
         watch: TextWatch | None,
     ) -> None:
         self.run, self.config, self.world = run, run.config, run.world
-        size = run.parallel.size
+        size = self.world.world_size
         rows_per_step = run.config.rows_per_step(size)
         self.sampler = StatelessSampler(len(run.rows), rows_per_step, run.config.seed)
         self.num_steps = run.config.num_steps(len(run.rows), size)
@@ -245,9 +245,9 @@ class Loop:
 
     def _indices(self, step: int) -> list[int]:
         """Return which rows this process has in a step; none after the last."""
-        parallel = self.run.parallel
-        is_over = step >= self.num_steps
-        return [] if is_over else self.sampler.step_indices(step, parallel.rank, parallel.size)
+        if step >= self.num_steps:
+            return []
+        return self.sampler.step_indices(step, self.world.rank, self.world.world_size)
 
     def _learn(self, rows: Sequence[Any], rate: float) -> StepFacts:
         """Take the optimizer steps that the task makes of rows, possibly none."""

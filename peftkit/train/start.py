@@ -171,7 +171,7 @@ def new_run(
         parallel = Lockstep(world, task, rows, eval_rows)
     return Run(
         model=model,
-        task=parallel.adapt(task),
+        task=task,
         rows=rows,
         eval_rows=eval_rows,
         config=config,

@@ -284,9 +284,9 @@ class Trainer:
         if (factor := self.fitting.scale.factor) != 1.0:
             torch._foreach_mul_(gradients, 1 / factor)
         grad_norm = torch.nn.utils.get_total_norm(gradients)
-        stop, parallel = self.run.stop.signum, self.run.parallel
+        stop = self.run.stop.signum
         counts = [
-            sum(map(num_tokens, rows)) * parallel.size / self.world.world_size,
+            sum(map(num_tokens, rows)),
             stop == signal.SIGINT,
             stop == signal.SIGTERM,
             sums is not None,

@@ -27,7 +27,7 @@ from peftkit.quant.layers import packed_tensors
 from peftkit.quant.quantize import quantize_model, stores_transposed
 from peftkit.settings import BaseConfig
 from tests.base.test_pack import state_of
-from tests.families import ARCHITECTURES, VOCAB
+from tests.helpers.families import ARCHITECTURES, VOCAB
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need: pip install gguf")
 

@@ -27,7 +27,7 @@ from peftkit.settings import BaseConfig
 from peftkit.tasks.rows import check_vocabulary
 from tests.base.test_gguf import FAMILIES, SEQ2SEQ, write_random
 from tests.base.test_locate import write_gguf
-from tests.families import VOCAB
+from tests.helpers.families import VOCAB
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need: pip install gguf")
 

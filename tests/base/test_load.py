@@ -19,7 +19,7 @@ from peftkit.base.load import load_base
 from peftkit.base.skeleton import skeleton
 from peftkit.errors import BaseError
 from peftkit.events import Event, Notice, Progress, Stage
-from tests.families import ARCHITECTURES, tiny_tokenizer
+from tests.helpers.families import ARCHITECTURES, tiny_tokenizer
 
 
 def logits(model: nn.Module) -> Tensor:

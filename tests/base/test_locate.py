@@ -19,7 +19,7 @@ from peftkit.base import locate, pretrained
 from peftkit.base.load import load_base, local_folder
 from peftkit.errors import BaseError
 from peftkit.events import Event, Progress, Stage
-from tests.families import ARCHITECTURES, VOCAB, tiny_tokenizer
+from tests.helpers.families import ARCHITECTURES, VOCAB, tiny_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need: pip install gguf")
 

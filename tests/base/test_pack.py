@@ -23,7 +23,7 @@ from peftkit.errors import BaseError
 from peftkit.quant.audit import audit
 from peftkit.quant.quantize import quantize_model, tower_paths
 from peftkit.settings import BaseConfig
-from tests.families import ARCHITECTURES
+from tests.helpers.families import ARCHITECTURES
 
 CPU = torch.device("cpu")
 CLASSES = (

@@ -36,7 +36,7 @@ from peftkit.quant.audit import audit
 from peftkit.quant.layers import QuantizedLinear, weight_of
 from peftkit.settings import BaseConfig
 from tests.base.test_quantized import in_mxfp4
-from tests.families import ARCHITECTURES, tiny_tokenizer
+from tests.helpers.families import ARCHITECTURES, tiny_tokenizer
 
 CPU = torch.device("cpu")
 OUT, IN, GROUP = 48, 64, 16

@@ -21,7 +21,7 @@ from peftkit.base.request import request_of
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import BaseConfig
 from tests.base.test_pack import state_of
-from tests.families import ARCHITECTURES, tiny_tokenizer
+from tests.helpers.families import ARCHITECTURES, tiny_tokenizer
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.bank import open_bank
 from peftkit.inference.generate import generate
 from peftkit.methods.lora import LoRA
-from tests.command_line import Run
+from tests.helpers.command_line import Run
 
 ASKED = "what is the lazy?"
 

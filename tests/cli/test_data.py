@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from peftkit_cli.app import app
 from peftkit_cli.survey import survey
-from tests.command_line import write_rows
+from tests.helpers.command_line import write_rows
 
 ROWS = [
     {"instruction": "Say yes.", "input": "", "output": "yes"},

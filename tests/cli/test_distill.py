@@ -9,7 +9,7 @@ import pytest
 
 from peftkit.inference import make_rows
 from peftkit.recipe import load
-from tests.command_line import Run, write_rows
+from tests.helpers.command_line import Run, write_rows
 
 RULES = "the dog answers\n\n## User\nthe quick fox?\n\n## Assistant\nthe lazy dog\n"
 FEW = (

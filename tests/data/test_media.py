@@ -23,8 +23,8 @@ from peftkit.data.records import Record, read_records
 from peftkit.errors import DataError
 from peftkit.settings import DataConfig
 from peftkit.tasks.media.media_text import ImageTextConfig
-from tests import vision
-from tests.vision import FAMILIES, png, said, template, tokenizer, write_rows
+from tests.helpers import vision
+from tests.helpers.vision import FAMILIES, png, said, template, tokenizer, write_rows
 
 SEEN = ("assistant", "a fox")
 

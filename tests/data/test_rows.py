@@ -27,7 +27,7 @@ from peftkit.data.rows import cache as data_rows
 from peftkit.data.rows.cache import cache_folder, encoded
 from peftkit.data.rows.columns import columns_of, labels_of, row_digest
 from peftkit.errors import DataError, RunError
-from tests.command_line import environment
+from tests.helpers.command_line import environment
 
 
 def write(path: Path, number: int) -> Path:

@@ -12,8 +12,8 @@ from peftkit.data.turns import Turns
 from peftkit.errors import DataError
 from peftkit.inference.call_formats import Call
 from peftkit.inference.calls import format_of
-from tests.call_templates import TEMPLATES, with_template
 from tests.data.test_chat_spans import QWEN3
+from tests.helpers.call_templates import TEMPLATES, with_template
 
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}

@@ -143,7 +143,7 @@ def test_peft_folders_of_all_styles_compute_the_same(style: str, tmp_path: Path)
 
 
 def tokenizer_of(folder: Path) -> None:
-    from tests.families import tiny_tokenizer
+    from tests.helpers.families import tiny_tokenizer
 
     tiny_tokenizer().save_pretrained(folder)
 

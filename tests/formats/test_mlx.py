@@ -19,7 +19,7 @@ from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
-from tests.families import FAMILIES
+from tests.helpers.families import FAMILIES
 
 METHODS = {
     "lora": LoRA(rank=4, alpha=8),

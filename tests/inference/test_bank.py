@@ -30,7 +30,7 @@ from peftkit.kernels import by_row
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.quant.audit import audit
-from tests.families import FAMILIES
+from tests.helpers.families import FAMILIES
 
 TOLERANCE = 2e-5
 """float32 sums in another order; logits are of order one."""

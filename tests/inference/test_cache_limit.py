@@ -11,7 +11,7 @@ from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Limits, Request
 from peftkit.inference.open_engine import open_engine, why_plain
 from peftkit.inference.sampling import Sampling
-from tests.families import EOS, FAMILIES
+from tests.helpers.families import EOS, FAMILIES
 from tests.inference.test_engine import MODELS
 from tests.simulated_gpu.simulation import simulated
 

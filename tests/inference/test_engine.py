@@ -18,7 +18,7 @@ from peftkit.inference.open_engine import open_engine, why_plain
 from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
-from tests.families import ARCHITECTURES, EOS, FAMILIES, FURTHER
+from tests.helpers.families import ARCHITECTURES, EOS, FAMILIES, FURTHER
 from tests.inference.test_bank import a_base, write
 from tests.inference.test_generate import of_full_pass
 from tests.simulated_gpu.simulation import simulated

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 from peftkit.data.encode import Style
 from peftkit.errors import DataError
 from peftkit.inference.generate import generate, generate_ids, stream
-from tests.families import EOS
+from tests.helpers.families import EOS
 
 PROMPTS = [[9, 41, 77, 130], [55], [201, 33, 8, 99, 120, 61, 340], [17, 18]]
 

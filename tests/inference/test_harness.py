@@ -20,7 +20,7 @@ from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.harness import Score, run_tasks, scores_of, with_template
 from peftkit.methods.lora import LoRA
-from tests.command_line import Run, peftkit  # noqa: F401
+from tests.helpers.command_line import Run, peftkit  # noqa: F401
 
 COMMON = """\
 dataset_path: json

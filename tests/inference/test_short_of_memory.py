@@ -13,7 +13,7 @@ from peftkit.inference.generate import ModelSampler, generate_ids
 from peftkit.inference.open_engine import open_engine, why_plain
 from peftkit.inference.sampling import Sampling
 from peftkit.serve.worker import Worker
-from tests.families import EOS, FAMILIES
+from tests.helpers.families import EOS, FAMILIES
 from tests.inference.test_engine import MODELS
 from tests.serve.test_worker import Asked
 from tests.simulated_gpu.simulation import simulated

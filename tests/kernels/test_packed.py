@@ -29,8 +29,8 @@ from peftkit.quant.layers import (
     packed_tensors,
 )
 from peftkit.quant.quantize import quantize_model
-from tests.families import FAMILIES
-from tests.train.toy import same
+from tests.helpers.families import FAMILIES
+from tests.helpers.toy import same
 
 IDS = torch.arange(36).remainder(23).view(3, 12) + 3
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.float32}

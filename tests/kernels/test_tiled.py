@@ -18,8 +18,8 @@ from peftkit.methods.lora import LoRA
 from peftkit.model.blocks import feed_forward_modules
 from peftkit.quant.layers import keep_copies
 from peftkit.quant.quantize import quantize_model
-from tests.families import ARCHITECTURES
-from tests.kinds import inputs, loss
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.kinds import inputs, loss
 
 SIZES = {"llama": 2, "qwen3": 2, "gpt2": 2, "t5": 4, "deepseek_v3": 1, "gemma2": 0, "opt": 0}
 """How many feed-forward modules are by themselves, and their output read by a sum alone."""

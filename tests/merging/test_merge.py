@@ -38,7 +38,7 @@ from peftkit.methods.lora_linear import LoRALinear
 from peftkit.methods.own_parameters import BitFit, LNTuning
 from peftkit.methods.vera import VeRA
 from peftkit.quant.quantize import quantize_model
-from tests.families import FAMILIES
+from tests.helpers.families import FAMILIES
 
 IDS = torch.arange(3, 23).view(1, 20)
 CLOSE = 1e-4

@@ -15,7 +15,7 @@ from peftkit.events import Event, Notice
 from peftkit.formats.peft.folder import load_adapter, read_adapter, save_adapter
 from peftkit.merging.merge import merge
 from peftkit.merging.prompt_format import write_template
-from tests.families import FAMILIES
+from tests.helpers.families import FAMILIES
 from tests.merging.test_merge import Saver, saved  # noqa: F401
 
 OTHER = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

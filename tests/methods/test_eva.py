@@ -19,8 +19,8 @@ from peftkit.methods.data_init import eva_starts
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
-from tests.families import ARCHITECTURES, FAMILIES
-from tests.kinds import outputs
+from tests.helpers.families import ARCHITECTURES, FAMILIES
+from tests.helpers.kinds import outputs
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name, and gives advice

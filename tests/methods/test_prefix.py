@@ -9,7 +9,7 @@ from peftkit.adapter import attach
 from peftkit.errors import TargetError
 from peftkit.forward.blocks import Blocks
 from peftkit.methods.prefix import Prefix, PrefixTuning
-from tests.families import ARCHITECTURES
+from tests.helpers.families import ARCHITECTURES
 from tests.methods.test_virtual import IDS, build
 
 pytestmark = pytest.mark.filterwarnings(

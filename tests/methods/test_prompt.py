@@ -12,7 +12,7 @@ from peftkit.adapter import attach
 from peftkit.errors import TargetError
 from peftkit.formats.peft.folder import load_adapter, read_adapter
 from peftkit.methods.prompt import PromptTuning
-from tests.families import ARCHITECTURES
+from tests.helpers.families import ARCHITECTURES
 from tests.methods.test_virtual import IDS, build, logits
 
 pytestmark = pytest.mark.filterwarnings(

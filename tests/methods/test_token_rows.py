@@ -21,8 +21,8 @@ from peftkit.methods.base import Method
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
 from peftkit.quant.layers import QuantizedLinear, pack
-from tests.kinds import outputs, words
-from tests.methods.cell import built, saved, trained
+from tests.helpers.cell import built, saved, trained
+from tests.helpers.kinds import outputs, words
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name

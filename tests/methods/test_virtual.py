@@ -24,10 +24,10 @@ from peftkit.methods.base import Method
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.quant.quantize import quantize_model
-from tests.families import ARCHITECTURES, PAD
-from tests.methods.cell import built as build
-from tests.methods.cell import moved
-from tests.spread import spread
+from tests.helpers.cell import built as build
+from tests.helpers.cell import moved
+from tests.helpers.families import ARCHITECTURES, PAD
+from tests.helpers.spread import spread
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT asks by an old name

@@ -17,9 +17,9 @@ from peftkit.tasks.pairs.reward import RewardConfig
 from peftkit.tasks.table import TASKS
 from peftkit.tasks.text.masked_lm import MaskedLMConfig
 from peftkit.tasks.text.seq2seq import Seq2SeqConfig
-from tests.families import ARCHITECTURES, FAMILIES
-from tests.listening import HEARING
-from tests.speech import hears_frames
+from tests.helpers.families import ARCHITECTURES, FAMILIES
+from tests.helpers.listening import HEARING
+from tests.helpers.speech import hears_frames
 
 GB = 10**9
 

@@ -19,7 +19,7 @@ from peftkit.errors import DataError
 from peftkit.report.chart import SPANS, Chart, Line, charts, points
 from peftkit.report.history import CURVES, History, read_history
 from peftkit.report.page import page, write_report
-from tests.report.story import FACTS, STARTED, evaluation, step, write_run
+from tests.helpers.story import FACTS, STARTED, evaluation, step, write_run
 
 BAD = "<script>alert(1)</script><img src=x onerror=alert(2)>\x00\x1b"
 SAMPLES = [

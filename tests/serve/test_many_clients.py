@@ -15,7 +15,7 @@ from peftkit.inference.engine import Limits, Request
 from peftkit.inference.sampling import Sampling
 from peftkit.serve.app import make_app
 from peftkit.serve.worker import Job, Piece, Worker
-from tests.families import FAMILIES
+from tests.helpers.families import FAMILIES
 from tests.inference.test_bank import a_base
 
 

@@ -20,7 +20,7 @@ from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.serve.requests import RequestError
 from peftkit.serve.worker import Worker
-from tests.command_line import turn, write_rows
+from tests.helpers.command_line import turn, write_rows
 from tests.serve.test_worker import Asked
 
 WORDS = ("quick", "brown", "lazy", "other")

@@ -20,14 +20,14 @@ from peftkit.methods.prompt import PromptTuning
 from peftkit.methods.vera import VeRA
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
-from tests.families import ARCHITECTURES
-from tests.listening import QWEN2_AUDIO, SPOKEN
-from tests.listening import write_rows as write_sounds
+from tests.helpers.classifiers import save_base, write_rows, write_texts, write_words
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.listening import QWEN2_AUDIO, SPOKEN
+from tests.helpers.listening import write_rows as write_sounds
+from tests.helpers.speech import hears_frames, saved, whisper
+from tests.helpers.speech import write_rows as write_rows_of_speech
 from tests.simulated_gpu.same import CLOSE, Heard, train
 from tests.simulated_gpu.simulation import simulated
-from tests.speech import hears_frames, saved, whisper
-from tests.speech import write_rows as write_rows_of_speech
-from tests.tasks.classifiers import save_base, write_rows, write_texts, write_words
 from tests.tasks.test_image_classification import COLOURS, png
 
 METHODS: dict[str, Method] = {

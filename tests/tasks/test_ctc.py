@@ -25,7 +25,7 @@ from peftkit.tasks.media.ctc import CTC, CTCConfig
 from peftkit.tasks.media.media_classification import AudioClassificationConfig
 from peftkit.tasks.media.speech import ShortAudio
 from peftkit_cli.app import app
-from tests.speech import RATE, encoded, hears_frames, saved, tones, wav2vec2, write_rows
+from tests.helpers.speech import RATE, encoded, hears_frames, saved, tones, wav2vec2, write_rows
 
 pytestmark = pytest.mark.filterwarnings(  # PEFT's own
     "ignore:.is_gradient_checkpointing.:FutureWarning"

@@ -30,7 +30,7 @@ from peftkit.run import run as run_recipe
 from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.media.media_classification import ImageClassification, ImageClassificationConfig
 from peftkit.train.loop import fit
-from tests.families import ARCHITECTURES
+from tests.helpers.families import ARCHITECTURES
 
 COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
 SIZES = {"vit": 8, "swin": 16}

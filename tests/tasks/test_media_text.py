@@ -26,10 +26,10 @@ from peftkit.quant.quantize import quantize_model, tower_paths
 from peftkit.settings import DataConfig
 from peftkit.tasks.batches import split_micro_batches
 from peftkit.tasks.media.media_text import AudioTextConfig, ImageTextConfig, MediaText
-from tests import vision
-from tests.listening import EACH, FAMILIES, HEARING, write_rows
-from tests.speech import encoded, tones
-from tests.vision import ANSWERS, picture, said
+from tests.helpers import vision
+from tests.helpers.listening import EACH, FAMILIES, HEARING, write_rows
+from tests.helpers.speech import encoded, tones
+from tests.helpers.vision import ANSWERS, picture, said
 
 ANY_LENGTH = DataConfig(train="", max_length=None)
 CHATTING = [name for name, family in FAMILIES.items() if family.has_template]

@@ -18,7 +18,7 @@ from peftkit.tasks.classes.sequence_classification import (
     SequenceClassification,
     SequenceClassificationConfig,
 )
-from tests.tasks.classifiers import TEXTS, save_base, task_for, write_rows, write_texts
+from tests.helpers.classifiers import TEXTS, save_base, task_for, write_rows, write_texts
 
 PROBLEMS: dict[str, list[Any]] = {
     "single_label": ["b", "a", "b"],

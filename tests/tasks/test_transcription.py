@@ -34,8 +34,8 @@ from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.media.transcription import Transcription, TranscriptionConfig
 from peftkit.tasks.metrics import error_rates
 from peftkit_cli.app import app
-from tests.families import ARCHITECTURES
-from tests.speech import RATE, SEQ2SEQ, encoded, saved, tones, whisper, write_rows
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.speech import RATE, SEQ2SEQ, encoded, saved, tones, whisper, write_rows
 
 pytestmark = pytest.mark.filterwarnings(  # PEFT's own
     "ignore:.is_gradient_checkpointing.:FutureWarning"

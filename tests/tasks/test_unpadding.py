@@ -27,7 +27,7 @@ from peftkit.tasks.batches import split_micro_batches
 from peftkit.tasks.text.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
 from peftkit.tasks.text.seq2seq import Seq2Seq, Seq2SeqConfig
 from peftkit.tasks.tokens import CausalLM, TokenTask
-from tests.families import ARCHITECTURES, FURTHER, VOCAB
+from tests.helpers.families import ARCHITECTURES, FURTHER, VOCAB
 
 Tokenizer = PreTrainedTokenizerFast
 MODELS = {**ARCHITECTURES, **FURTHER}

@@ -14,7 +14,7 @@ import pytest
 from peftkit.errors import CheckpointError
 from peftkit.train import checkpoint_files
 from peftkit.train.checkpoint_files import Checkpoints
-from tests.train.toy import Crash, Played, Row, Toy, begin, crash_after, go_on, names, play, same
+from tests.helpers.toy import Crash, Played, Row, Toy, begin, crash_after, go_on, names, play, same
 
 FILES = ["weights.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"]
 

@@ -16,7 +16,7 @@ from peftkit.errors import OutputError, RunError
 from peftkit.events import Event, Saved
 from peftkit.train import checkpoint_files
 from peftkit.train.start import prepare_output
-from tests.train.toy import Played, Toy, begin, go_on, names, play
+from tests.helpers.toy import Played, Toy, begin, go_on, names, play
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import pytest
 from peftkit.errors import OutputError
 from peftkit.events import Event
 from peftkit.train import checkpoint_files
-from tests.train.children import exit_code, start
-from tests.train.toy import Played, Toy, go_on, names, play, same
+from tests.helpers.children import exit_code, start
+from tests.helpers.toy import Played, Toy, go_on, names, play, same
 
 FAILPOINTS = [
     "created",

@@ -20,7 +20,7 @@ from peftkit.execution.plan import Activations
 from peftkit.forward.blocks import Blocks
 from peftkit.train import memory
 from peftkit.train.fitting import ActivationBytes, saved_by
-from tests.train.toy import (
+from tests.helpers.toy import (
     CausalTask,
     Played,
     Row,
@@ -232,7 +232,7 @@ def test_counting_before_the_first_step_leaves_no_trace(tmp_path: Path) -> None:
 def test_what_is_planned_for_a_transformer_covers_what_its_batches_save(monkeypatch: Any) -> None:
     from peftkit.adapter import attach
     from peftkit.methods.lora import LoRA
-    from tests.families import FAMILIES
+    from tests.helpers.families import FAMILIES
 
     torch.manual_seed(0)
     model = FAMILIES["llama"]()

@@ -14,8 +14,8 @@ from peftkit.execution.plan import Activations
 from peftkit.forward.blocks import Blocks
 from peftkit.forward.offload import Offload, OffloadedInput
 from peftkit.methods.lora import LoRA
-from tests.families import FAMILIES
-from tests.train.toy import same
+from tests.helpers.families import FAMILIES
+from tests.helpers.toy import same
 
 IDS = torch.arange(36).remainder(23).view(3, 12) + 3
 

@@ -19,8 +19,8 @@ from peftkit.execution.out_of_memory import is_compile_error, is_out_of_memory
 from peftkit.forward.blocks import Blocks
 from peftkit.methods.lora import LoRA
 from peftkit.train import loop as loop_module
-from tests.families import FAMILIES
-from tests.train.toy import (
+from tests.helpers.families import FAMILIES
+from tests.helpers.toy import (
     COUNTED,
     CausalTask,
     Row,

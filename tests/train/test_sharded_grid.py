@@ -12,9 +12,9 @@ from transformers import LlamaForCausalLM
 from peftkit.formats.peft.folder import named_tensors
 from tests.base.test_gguf_blocks import config_of_a_small_llama, in_blocks
 from tests.base.test_locate import write_gguf
-from tests.train.sharded import Settings, alone, events, samples, settings_of, together
-from tests.vision import CONVERSATIONS, write_rows
-from tests.vision import FAMILIES as VISION
+from tests.helpers.sharded import Settings, alone, events, samples, settings_of, together
+from tests.helpers.vision import CONVERSATIONS, write_rows
+from tests.helpers.vision import FAMILIES as VISION
 
 SECTIONS: dict[str, dict[str, Settings]] = {
     "nf4": {"base": {"quantize": "nf4"}},

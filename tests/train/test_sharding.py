@@ -15,7 +15,7 @@ from peftkit.errors import ConfigError
 from peftkit.formats.peft.folder import named_tensors
 from peftkit.recipe import Recipe
 from peftkit.run import check, run
-from tests.train.sharded import alone, together
+from tests.helpers.sharded import alone, together
 
 WORDS = ("yes", "no", "perhaps", "of course not", "why do you ask me that again")
 ROWS = [

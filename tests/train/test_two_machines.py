@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.train.children import free_port
+from tests.helpers.children import free_port
 from tests.train.test_sharding import losses, recipe
 
 ROOT = Path(__file__).parents[2]

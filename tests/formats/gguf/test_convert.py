@@ -26,7 +26,7 @@ from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
-from tests.families import ARCHITECTURES
+from tests.helpers.families import ARCHITECTURES
 
 gguf = pytest.importorskip("gguf")
 

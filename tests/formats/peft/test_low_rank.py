@@ -15,7 +15,7 @@ from peftkit.formats.peft.low_rank import LowRank, read_low_rank, role_updates, 
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
-from tests.families import FAMILIES
+from tests.helpers.families import FAMILIES
 
 METHODS = {
     "rslora-patterns": LoRA(

@@ -23,8 +23,8 @@ from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
 from peftkit.methods.own_parameters import LNTuning
 from peftkit.methods.vera import VeRA
-from tests.families import ARCHITECTURES, FAMILIES
-from tests.methods import grid, laws
+from tests.helpers import grid, laws
+from tests.helpers.families import ARCHITECTURES, FAMILIES
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name

@@ -18,8 +18,8 @@ from peftkit.model.lift import take_off
 from peftkit.serve.app import Limits, make_app
 from peftkit.serve.training import TrainingOptions
 from peftkit.settings import BaseConfig
+from tests.helpers.wire_client import Client
 from tests.inference.test_bank import a_base
-from tests.serve.tinker.wire_client import Client
 
 HERE = "http://127.0.0.1:8000"
 Serve = Callable[..., TestClient]

@@ -19,9 +19,9 @@ from peftkit.serve.tinker import learner, tenants
 from peftkit.serve.tinker.learner import Learner
 from peftkit.serve.tinker.losses import LOSSES, Settings
 from peftkit.train.optim import LossScale
+from tests.helpers.wire_client import Client, Model, datum
 from tests.inference.test_bank import a_base
 from tests.serve.tinker.test_losses import formula
-from tests.serve.tinker.wire_client import Client, Model, datum
 
 CE = [
     datum([5, 6, 7, 8, 9, 10, 11]),

@@ -33,7 +33,7 @@ from peftkit.serve.tuning.recipes import ANSWER_TOKENS, ANSWERS, PROMPTS, REWARD
 from peftkit.train import checkpoint_files
 from peftkit_cli.about import recipe_file
 from peftkit_cli.app import app
-from tests.call_templates import TEMPLATES
+from tests.helpers.call_templates import TEMPLATES
 from tests.serve.tuning.conftest import (
     FILES,
     JOBS,

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.command_line import ROOT, start
+from tests.helpers.command_line import ROOT, start
 from tests.serve.tuning.conftest import JOBS, WEIGHTS, chats, hyper, serving
 from tests.serve.tuning.test_jobs import PAIRS
 

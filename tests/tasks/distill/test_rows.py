@@ -15,7 +15,7 @@ from peftkit.errors import DataError
 from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig
 from peftkit.tasks.distill.rows import TeacherPrompt, read_prompt
-from tests.tasks.distill.cases import PROMPT, QUESTIONS, settings, task_on, write, write_rows
+from tests.helpers.distill_cases import PROMPT, QUESTIONS, settings, task_on, write, write_rows
 
 TURNS = (
     {"role": "user", "content": "the quick fox?"},

@@ -31,8 +31,8 @@ from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.tasks.distill.rows import Distilled
 from peftkit.tasks.distill.teacher import other_model
-from tests.tasks.distill.cases import settings, task_on, write_rows
-from tests.tasks.preference.cases import moved_adapter
+from tests.helpers.distill_cases import settings, task_on, write_rows
+from tests.helpers.pair_cases import moved_adapter
 
 
 def logits_of(model: nn.Module, row: Row) -> Tensor:

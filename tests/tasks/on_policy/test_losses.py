@@ -18,7 +18,7 @@ from peftkit.settings import DataConfig
 from peftkit.tasks.rewards.grpo import GRPO, Group, GRPOConfig
 from peftkit.tasks.rewards.grpo_losses import advantages
 from peftkit.tasks.rewards.reward_functions import RewardTerm
-from tests.tasks.preference.cases import moved_adapter
+from tests.helpers.pair_cases import moved_adapter
 
 MAX_NEW, KL = 7, 0.3
 GROUPS = (

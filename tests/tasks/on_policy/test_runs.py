@@ -23,9 +23,9 @@ from peftkit.run import run as run_recipe
 from peftkit.settings import DataConfig
 from peftkit.tasks.rewards.reward_functions import Rewards, RewardTerm
 from peftkit_cli.app import run
-from tests.tasks.classifiers import write_rows as write
-from tests.tasks.finished import WEIGHTS, Finished, finished, recipe
-from tests.tasks.preference.cases import moved_adapter
+from tests.helpers.classifiers import write_rows as write
+from tests.helpers.finished import WEIGHTS, Finished, finished, recipe
+from tests.helpers.pair_cases import moved_adapter
 
 REWARDS = """
 import asyncio, time

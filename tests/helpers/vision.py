@@ -1,6 +1,6 @@
 """Tiny vision-language models with random weights, each with a processor, without a hub.
 
-The tokenizer is that of `tests.families` with each family's tokens for images added; the image
+The tokenizer of `tests.helpers.families` with each family's tokens for images; the image
 processors are transformers' own, computed by Pillow, at sizes of a few pixels. Where a processor
 also wants one for videos, which needs torchvision, it gets one that knows none.
 """
@@ -22,7 +22,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from peftkit.base.processors import UnreadVideos, blind_to_videos
 from peftkit.tasks.media.media_text import ImageTextConfig, MediaTextConfig
-from tests.families import _GROUPED, tiny_tokenizer
+from tests.helpers.families import _GROUPED, tiny_tokenizer
 
 VOCAB = 448
 WIDE = {"initializer_range": 0.2}

@@ -16,7 +16,7 @@ import transformers
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
 from peftkit.tasks.media.ctc import BLANK, SPACE, UNKNOWN, tokenizer_of
-from tests.families import tiny_tokenizer
+from tests.helpers.families import tiny_tokenizer
 
 RATE = 16_000
 END = "<|endoftext|>"

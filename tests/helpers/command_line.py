@@ -14,7 +14,7 @@ import pytest
 
 from peftkit_cli.app import run
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 class Done(NamedTuple):

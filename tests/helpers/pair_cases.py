@@ -15,7 +15,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig
 from peftkit.tasks.pairs.preference import Preference, PreferenceConfig
 from peftkit.tasks.pairs.preference_rows import Compared
-from tests.tasks.classifiers import write_rows as write
+from tests.helpers.classifiers import write_rows as write
 
 PAIRS = [
     ("the quick brown fox ", "jumps over the lazy dog", "sleeps"),

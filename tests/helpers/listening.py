@@ -11,9 +11,9 @@ import transformers
 
 from peftkit.base.processors import UnreadVideos, blind_to_videos
 from peftkit.tasks.media.media_text import AudioTextConfig
-from tests.speech import encoded, tones
-from tests.vision import FAMILIES as SEEING
-from tests.vision import (
+from tests.helpers.speech import encoded, tones
+from tests.helpers.vision import FAMILIES as SEEING
+from tests.helpers.vision import (
     GEMMA4,
     GEMMA4_CONFIG,
     TEXT,
@@ -27,7 +27,7 @@ from tests.vision import (
     token_id,
     tokenizer,
 )
-from tests.vision import write_rows as write_seen
+from tests.helpers.vision import write_rows as write_seen
 
 SPOKEN: list[dict[str, Any]] = [
     {

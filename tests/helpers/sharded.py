@@ -18,9 +18,9 @@ import torch
 from peftkit.config.schema import from_dict
 from peftkit.recipe import Recipe
 from peftkit.run import run
-from tests.families import ARCHITECTURES
-from tests.tasks.classifiers import save_base, write_rows, write_texts, write_words
-from tests.train.children import exit_code, start_ranks
+from tests.helpers.children import exit_code, start_ranks
+from tests.helpers.classifiers import save_base, write_rows, write_texts, write_words
+from tests.helpers.families import ARCHITECTURES
 
 Settings = dict[str, Any]
 SECONDS = 600

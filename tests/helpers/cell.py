@@ -17,8 +17,8 @@ from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.base import Method
 from peftkit.quant.quantize import quantize_model
-from tests.families import ARCHITECTURES
-from tests.kinds import loss, outputs
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.kinds import loss, outputs
 
 ROUNDING = 1e-5
 """Of float32 sums in another order, as a part of the largest logit (or gradient)."""

@@ -16,7 +16,7 @@ from peftkit.base.load import Base, load_base
 from peftkit.events import Event
 from peftkit.settings import DataConfig
 from peftkit.tasks.config import TaskConfig
-from tests.families import ARCHITECTURES, BOS, EOS, tiny_tokenizer
+from tests.helpers.families import ARCHITECTURES, BOS, EOS, tiny_tokenizer
 
 TEXTS = [
     ("the quick brown fox jumps", "animal"),
