@@ -267,7 +267,7 @@ def test_serve_takes_the_names_of_members(base: Path, tmp_path: Path) -> None:
     recipe = write(tmp_path / "data", base)
     over = ["method.targets=[q, v],../up", "train.learning_rate=1e-4"]
     names = [member.name for member in grid(recipe, over, out=tmp_path)]
-    assert names == ["targets-_q_v__learning_rate-1e-4", "targets-_up_learning_rate-1e-4"]
+    assert names == ["targets-_q_v__learning_rate-1e-4", "targets-__up_learning_rate-1e-4"]
     for name in names:
         check_name(name)
 
