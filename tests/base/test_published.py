@@ -35,7 +35,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.quant.audit import audit
 from peftkit.quant.layers import QuantizedLinear, weight_of
 from peftkit.settings import BaseConfig
-from tests.base.test_quantized import in_mxfp4
+from tests.helpers.bases import in_mxfp4
 from tests.helpers.families import ARCHITECTURES, tiny_tokenizer
 
 CPU = torch.device("cpu")

@@ -21,7 +21,10 @@ from transformers import PreTrainedModel
 from transformers.processing_utils import ProcessorMixin
 
 from peftkit.base.processors import UnreadVideos, blind_to_videos
-from peftkit.tasks.media.media_text import ImageTextConfig, MediaTextConfig
+from peftkit.tasks.media.media_text import (
+    ImageTextConfig,
+    MediaTextConfig,
+)
 from tests.helpers.families import _GROUPED, tiny_tokenizer
 
 VOCAB = 448
@@ -554,3 +557,13 @@ FAMILIES: dict[str, Family] = {
     "gemma4": _GEMMA4_FAMILY,
     "mistral3": _MISTRAL3,
 }
+
+
+COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
+
+
+def solid_png(colour: Any, size: tuple[int, int] = (8, 8), mode: str = "RGB") -> bytes:
+    """Return an image of one colour as a PNG file."""
+    file = io.BytesIO()
+    Image.new(mode, size, colour).save(file, "PNG")
+    return file.getvalue()

@@ -41,11 +41,18 @@ from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.media.media_text import ImageTextConfig
 from peftkit.train.loop import fit
 from peftkit_cli import app
-from tests.helpers.listening import EACH, FAMILIES, HEARING, write_rows
+from tests.helpers.listening import (
+    EACH,
+    FAMILIES,
+    HEARING,
+    model_of,
+    processor_of,
+    task_of,
+    write_rows,
+)
+from tests.helpers.memory import short_of_memory
 from tests.helpers.speech import encoded, tones
 from tests.helpers.vision import QUESTIONS, said
-from tests.inference.test_short_of_memory import short_of_memory
-from tests.tasks.test_media_text import model_of, processor_of, task_of
 
 ANY_LENGTH = DataConfig(train="", max_length=None)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from peftkit.methods.base import Method
 from peftkit.methods.bottleneck import Bottleneck
@@ -20,15 +19,15 @@ from peftkit.methods.prompt import PromptTuning
 from peftkit.methods.vera import VeRA
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
-from tests.helpers.classifiers import save_base, write_rows, write_texts, write_words
 from tests.helpers.families import ARCHITECTURES
 from tests.helpers.listening import QWEN2_AUDIO, SPOKEN
 from tests.helpers.listening import write_rows as write_sounds
 from tests.helpers.speech import hears_frames, saved, whisper
 from tests.helpers.speech import write_rows as write_rows_of_speech
+from tests.helpers.vision import COLOURS, solid_png
+from tests.simulated_gpu.recipes import recipe_for
 from tests.simulated_gpu.same import CLOSE, Heard, train
 from tests.simulated_gpu.simulation import simulated
-from tests.tasks.test_image_classification import COLOURS, png
 
 METHODS: dict[str, Method] = {
     "lora": LoRA(rank=4, alpha=8, dropout=0.1),
@@ -94,51 +93,14 @@ def test_every_way_of_keeping_activations_gives_the_same_numbers(
     assert peaks[True] < peaks["auto"]
 
 
-def recipe_for(task: str, folder: Path) -> Recipe:
-    """Return a recipe of three steps, its base and data in a folder."""
-    texts = [{"prompt": f"what is {n}?", "completion": "the fox " * n} for n in range(1, 7)]
-    plain = [
-        {"text": "the quick brown fox jumps over the lazy dog " * (n % 3 + 1)} for n in range(6)
-    ]
-    ranked = [{"query": "the fox", "positive": "a quick fox", "negatives": ["a", "pizza"]}] * 6
-    families = {"causal_lm": "llama", "seq2seq": "t5"}
-    writers: dict[str, Any] = {
-        "sequence_classification": write_texts,
-        "token_classification": write_words,
-        "masked_lm": lambda file: write_rows(file, plain),
-        "reranker": lambda file: write_rows(file, ranked),
-    }
-    write = writers.get(task, lambda file: write_rows(file, texts))
-    data = write(folder / "rows.jsonl")
-    model = ARCHITECTURES[families.get(task, "bert")]()
-    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
-        setattr(model.config, name, 0.0)  # padded rows would draw other numbers
-    base = save_base(folder / "base", model=model)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
-    tokenizer.mask_token = "<unk>"
-    tokenizer.save_pretrained(base)
-    return Recipe(
-        task=task,
-        base={"model": str(base), "dtype": "fp32"},
-        method={"type": "lora", "rank": 3, "targets": ["q", "v"]},
-        data={"train": data, "eval": data, "max_length": 64},
-        train={
-            "output_dir": folder / "out",
-            "max_steps": 3,
-            "batch_size": 3,
-            "learning_rate": 0.02,
-            "eval_every": None,
-            "compile": False,
-        },
-    )
-
-
 def image_recipe(folder: Path) -> Recipe:
     """Return a recipe over folders of pictures in one colour each."""
     for name, colour in COLOURS.items():
         (folder / "data" / name).mkdir(parents=True)
         for number in range(2):
-            (folder / "data" / name / f"{number}.png").write_bytes(png(colour, (9 + number, 41)))
+            (folder / "data" / name / f"{number}.png").write_bytes(
+                solid_png(colour, (9 + number, 41))
+            )
     ARCHITECTURES["vit"]().save_pretrained(folder / "base")
     return Recipe(
         task={"type": "image_classification", "fresh_head": True},

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from peftkit.data.pack import IGNORE, Row, collate
 from peftkit.forward.loss import Head, accepted, head_of, target_logits, token_loss
-from tests.conftest import use_small_chunks
 from tests.helpers.families import ARCHITECTURES, VOCAB
+from tests.helpers.memory import use_small_chunks
 
 MODELS = (
     *("llama", "gpt2"),  # the second one's head is its embedding

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +26,20 @@ from peftkit.settings import DataConfig
 from peftkit.tasks.batches import split_micro_batches
 from peftkit.tasks.media.media_text import AudioTextConfig, ImageTextConfig, MediaText
 from tests.helpers import vision
-from tests.helpers.listening import EACH, FAMILIES, HEARING, write_rows
+from tests.helpers.listening import (
+    EACH,
+    FAMILIES,
+    HEARING,
+    model_of,
+    processor_of,
+    task_of,
+    write_rows,
+)
 from tests.helpers.speech import encoded, tones
 from tests.helpers.vision import ANSWERS, picture, said
 
 ANY_LENGTH = DataConfig(train="", max_length=None)
 CHATTING = [name for name, family in FAMILIES.items() if family.has_template]
-
-
-@cache
-def processor_of(name: str) -> Any:
-    return FAMILIES[name].processor()
-
-
-def model_of(name: str) -> Any:
-    torch.manual_seed(0)
-    return FAMILIES[name].model().eval()
-
-
-def task_of(name: str, model: Any = None, *, on_event: Any = None, **data: Any) -> MediaText:
-    config = DataConfig(**{"train": "", "max_length": None, **data})
-    events = {} if on_event is None else {"on_event": on_event}
-    task = FAMILIES[name].config()
-    return task.on(model or model_of(name), processor_of(name), config, **events)
 
 
 @pytest.fixture(scope="module")

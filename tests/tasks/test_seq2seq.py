@@ -28,10 +28,9 @@ from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.metrics import rouge_l
 from peftkit.tasks.text.seq2seq import Seq2Seq, Seq2SeqConfig
 from peftkit.train.loop import fit
-from tests.conftest import use_small_chunks
 from tests.helpers.classifiers import write_rows as write
 from tests.helpers.families import ARCHITECTURES, EOS, PAD
-from tests.inference.test_short_of_memory import short_of_memory
+from tests.helpers.memory import short_of_memory, use_small_chunks
 
 Tokenizer = PreTrainedTokenizerFast
 ROWS = [

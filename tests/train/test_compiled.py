@@ -25,9 +25,18 @@ from peftkit.tasks.tokens import CausalLM
 from peftkit.train import memory
 from peftkit.train.memory import is_worth_it
 from tests.helpers.families import ARCHITECTURES, FAMILIES
-from tests.helpers.toy import Played, Row, crash_after, make_rows, play, same, trainer_of
-from tests.tasks.test_unpadding import a_row
-from tests.train.test_memory import CausalTask, Deep
+from tests.helpers.padding_free import a_row
+from tests.helpers.toy import (
+    CausalTask,
+    Deep,
+    Played,
+    Row,
+    crash_after,
+    make_rows,
+    play,
+    same,
+    trainer_of,
+)
 
 # torch.compile itself uses what torch has deprecated; who runs Python as usual does not see it
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")

@@ -32,9 +32,8 @@ from peftkit.train.context_parallel import (
 )
 from tests.helpers.children import exit_code, start
 from tests.helpers.families import ARCHITECTURES, FURTHER, tiny_tokenizer
-from tests.helpers.sharded import together
-from tests.tasks.test_unpadding import a_row
-from tests.train.test_sharding import losses, recipe
+from tests.helpers.padding_free import a_row
+from tests.helpers.sharded import losses, recipe, together
 
 MODELS = {**ARCHITECTURES, **FURTHER}
 CAN = {*("llama", "qwen2", "qwen3", "mixtral", "gpt2", "gpt_neox", "phi3", "olmo2", "qwen3_moe")}

@@ -10,8 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from peftkit.formats.peft.folder import named_tensors
-from tests.base.test_gguf_blocks import config_of_a_small_llama, in_blocks
-from tests.base.test_locate import write_gguf
+from tests.helpers.gguf_files import config_of_a_small_llama, in_blocks, write_gguf
 from tests.helpers.sharded import Settings, alone, events, samples, settings_of, together
 from tests.helpers.vision import CONVERSATIONS, write_rows
 from tests.helpers.vision import FAMILIES as VISION

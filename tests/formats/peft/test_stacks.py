@@ -15,7 +15,7 @@ from peftkit.errors import AdapterError
 from peftkit.formats.exchange import import_adapter
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.methods.lora import LoRA
-from tests.formats.test_mlx import logits
+from tests.helpers.adapters import logits
 from tests.helpers.families import ARCHITECTURES
 
 RANK = 3

@@ -34,9 +34,11 @@ from peftkit.train import checkpoint_files
 from peftkit_cli.about import recipe_file
 from peftkit_cli.app import app
 from tests.helpers.call_templates import TEMPLATES
-from tests.serve.tuning.conftest import (
+from tests.helpers.jobs import (
     FILES,
     JOBS,
+    LIKE,
+    PAIRS,
     WEIGHTS,
     Client,
     Served,
@@ -44,22 +46,6 @@ from tests.serve.tuning.conftest import (
     hyper,
     serving,
 )
-
-PAIRS = [
-    {
-        "input": {"messages": [{"role": "user", "content": f"the quick {n}"}]},
-        "preferred_output": [{"role": "assistant", "content": "brown fox"}],
-        "non_preferred_output": [{"role": "assistant", "content": "lazy dog"}],
-    }
-    for n in range(12)
-]
-LIKE = {
-    "type": "text_similarity",
-    "name": "like",
-    "input": "{{sample.output_text}}",
-    "reference": "{{item.answer}}",
-    "evaluation_metric": "fuzzy_match",
-}
 
 
 def prompts(number: int = 4) -> list[dict[str, Any]]:

@@ -28,8 +28,8 @@ from peftkit_cli.app import run
 from tests.helpers.children import exit_code, start_ranks
 from tests.helpers.classifiers import write_rows
 from tests.helpers.finished import WEIGHTS, Finished, finished
+from tests.helpers.on_policy import FORMULAS, MAX_NEW, gradients, task_of
 from tests.helpers.pair_cases import moved_adapter
-from tests.tasks.on_policy.test_losses import FORMULAS, MAX_NEW, gradients, task_of
 
 CODE = '''
 import threading

@@ -1,0 +1,34 @@
+"""Tiny models with an adapter whose tensors are not at their initial values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from peftkit.adapter import Adapter, attach
+from peftkit.methods.lora import LoRA
+from tests.helpers.families import FAMILIES
+
+IDS = torch.arange(20).view(2, 10) + 3
+
+
+def trained(family: str, method: LoRA) -> tuple[nn.Module, Adapter]:
+    """Return a tiny model with an adapter that does something."""
+    model = FAMILIES[family]().eval()
+    adapter = attach(model, method)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model, adapter
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    return model(input_ids=IDS).logits
+
+
+def base_folder(family: str, folder: Path) -> str:
+    FAMILIES[family]().config.save_pretrained(folder)
+    return str(folder)
