@@ -132,3 +132,16 @@ LIKE = {
     "reference": "{{item.answer}}",
     "evaluation_metric": "fuzzy_match",
 }
+
+
+def prompts(number: int = 4) -> list[dict[str, Any]]:
+    """Return rows of reinforcement."""
+    turns = [{"role": "user", "content": "the quick"}]
+    return [{"messages": turns, "answer": f"brown fox {n}"} for n in range(number)]
+
+
+def graded(grader: Any, **settings: Any) -> dict[str, Any]:
+    """Return a method of reinforcement."""
+    settings = {"n_epochs": 1, "batch_size": 4, "compute_multiplier": 0.25, **settings}
+    section = {"grader": grader, "hyperparameters": settings}
+    return {"type": "reinforcement", "reinforcement": section}
