@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -14,13 +15,19 @@ from tests.helpers.families import FAMILIES
 IDS = torch.arange(20).view(2, 10) + 3
 
 
+def perturb(parameters: Iterable[Tensor], std: float = 0.05, seed: int | None = None) -> None:
+    """Add normal noise to parameters, as training would move them."""
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter += std * torch.randn(parameter.shape, generator=generator).to(parameter)
+
+
 def trained(family: str, method: LoRA) -> tuple[nn.Module, Adapter]:
     """Return a tiny model with an adapter that does something."""
     model = FAMILIES[family]().eval()
     adapter = attach(model, method)
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
+    perturb(adapter.parameters())
     return model, adapter
 
 

@@ -15,6 +15,7 @@ from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
 from peftkit.quant.audit import audit
+from tests.helpers.adapters import perturb
 
 
 def a_base(model: nn.Module, tokenizer: Any = None) -> Base:
@@ -34,10 +35,7 @@ def a_base(model: nn.Module, tokenizer: Any = None) -> Base:
 def write(model: nn.Module, method: LoRA, folder: Path, seed: int, **provenance: Any) -> Path:
     """Write an adapter that has learnt something; the model is bare again."""
     adapter = attach(model, method, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    perturb(adapter.parameters(), seed=seed)
     save_adapter(adapter, folder, Provenance(**provenance))
     adapter.detach()
     return folder

@@ -21,6 +21,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.methods.own_parameters import LNTuning
 from peftkit.methods.vera import VeRA
 from peftkit.quant.quantize import quantize_model
+from tests.helpers.adapters import perturb
 from tests.helpers.families import FAMILIES
 
 IDS = torch.arange(3, 23).view(1, 20)
@@ -46,10 +47,7 @@ def logits(model: nn.Module) -> Tensor:
 def trained(model: nn.Module, method: Method, size: float = 0.05) -> Adapter:
     """Attach a method and move its tensors, as training would."""
     adapter = attach(model, method)
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter += size * torch.randn(parameter.shape, generator=generator)
+    perturb(adapter.parameters(), size, seed=7)
     return adapter
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
@@ -15,6 +14,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig
 from peftkit.tasks.pairs.preference import Preference, PreferenceConfig
 from peftkit.tasks.pairs.preference_rows import Compared
+from tests.helpers.adapters import perturb
 from tests.helpers.classifiers import write_rows as write
 
 PAIRS = [
@@ -61,8 +61,5 @@ def task_on(
 def moved_adapter(model: nn.Module, method: Method | None = None) -> Adapter:
     """Attach an adapter and move it away from the base."""
     adapter = attach(model, method or LoRA(rank=3, targets=("q", "v", "down")))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator).to(parameter)
+    perturb(adapter.parameters(), 0.3, seed=3)
     return adapter
