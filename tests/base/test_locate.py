@@ -11,23 +11,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
 from peftkit.base import locate, pretrained
 from peftkit.base.load import load_base, local_folder
 from peftkit.errors import BaseError
 from peftkit.events import Event, Progress, Stage
+from tests.helpers.bases import logits
 from tests.helpers.families import ARCHITECTURES
 from tests.helpers.gguf_files import write_gguf
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need: pip install gguf")
-
-
-def logits(model: nn.Module) -> Tensor:
-    ids = torch.arange(24).remainder(23).view(2, 12) + 3
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits
 
 
 @pytest.fixture(scope="module")

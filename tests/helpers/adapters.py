@@ -31,6 +31,14 @@ def trained(family: str, method: LoRA) -> tuple[nn.Module, Adapter]:
     return model, adapter
 
 
+def gradients(model: nn.Module, loss: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the gradients of a model, of a loss if there is one, by the parameters' names."""
+    if loss is not None:
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
 @torch.no_grad()
 def logits(model: nn.Module) -> Tensor:
     return model(input_ids=IDS).logits

@@ -30,7 +30,7 @@ from tests.helpers.vision import (
     token_id,
     tokenizer,
 )
-from tests.helpers.vision import write_rows as write_seen
+from tests.helpers.vision import write_image_rows as write_seen
 
 SPOKEN: list[dict[str, Any]] = [
     {
@@ -57,7 +57,7 @@ _ONE_EACH[1] = {"messages": said((Q, "see <audio> dog"), *_TURNS), "audios": ["b
 _SEEN_TOO = [*SPOKEN[:3], {**SPOKEN[3], "image": "a.png"}]
 
 
-def write_rows(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
+def write_sound_rows(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
     """Write rows, and the sounds and images that they name, into a folder."""
     (folder / "a.wav").write_bytes(encoded(tones(300, 500)))
     (folder / "b.wav").write_bytes(encoded(tones(700, seconds=0.35)))

@@ -14,7 +14,7 @@ from peftkit.adapter import Adapter
 from peftkit.settings import DataConfig
 from peftkit.tasks.rewards.grpo import GRPO, GRPOConfig
 from peftkit.tasks.rewards.reward_functions import RewardTerm
-from tests.helpers.classifiers import write_rows as write
+from tests.helpers.folders import write_rows as write
 
 MAX_NEW, KL = 7, 0.3
 

@@ -12,10 +12,9 @@ from peftkit.adapter import Adapter, attach
 from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig
-from peftkit.tasks.pairs.preference import Preference, PreferenceConfig
-from peftkit.tasks.pairs.preference_rows import Compared
+from peftkit.tasks.pairs.preference import PreferenceConfig
 from tests.helpers.adapters import perturb
-from tests.helpers.classifiers import write_rows as write
+from tests.helpers.folders import write_rows as write
 
 PAIRS = [
     ("the quick brown fox ", "jumps over the lazy dog", "sleeps"),
@@ -49,13 +48,14 @@ def settings(loss: str, **more: Any) -> PreferenceConfig:
 def task_on(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerFast,
-    asked: PreferenceConfig,
+    asked: Any,
     file: str,
     **data: Any,
-) -> tuple[Preference, list[Compared]]:
+) -> tuple[Any, list[Any]]:
+    """Return the task of a config over a model, and the rows of a file."""
     config = DataConfig(train=file, **{"max_length": 64, **data})
     task = asked.on(model, tokenizer, config)
-    return task, task.load(file)
+    return task, list(task.load(file))
 
 
 def moved_adapter(model: nn.Module, method: Method | None = None) -> Adapter:

@@ -13,7 +13,8 @@ from starlette.testclient import TestClient
 
 from peftkit.config.schema import from_dict
 from peftkit.recipe import Recipe
-from tests.helpers.command_line import turn, write_rows
+from tests.helpers.command_line import turn
+from tests.helpers.folders import write_rows
 
 HERE = "http://127.0.0.1:8000"
 Serve = Callable[..., TestClient]

@@ -19,8 +19,9 @@ from peftkit.config.schema import from_dict
 from peftkit.recipe import Recipe
 from peftkit.run import run
 from tests.helpers.children import exit_code, start_ranks
-from tests.helpers.classifiers import save_base, write_rows, write_texts, write_words
+from tests.helpers.classifiers import save_base, write_texts, write_words
 from tests.helpers.families import ARCHITECTURES
+from tests.helpers.folders import write_rows
 
 Settings = dict[str, Any]
 SECONDS = 600
@@ -174,7 +175,7 @@ SAYINGS = [
 
 def recipe(folder: Path, model: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     data = folder / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in SAYINGS))
+    write_rows(data, SAYINGS)
     settings: dict[str, dict[str, Any]] = {
         "base": {"model": str(model), "dtype": "fp32"},
         "method": {"type": "lora", "rank": 3, "targets": ["q", "v", "down"]},

@@ -8,7 +8,6 @@ also wants one for videos, which needs torchvision, it gets one that knows none.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from peftkit.tasks.media.media_text import (
     MediaTextConfig,
 )
 from tests.helpers.families import _GROUPED, tiny_tokenizer
+from tests.helpers.folders import write_rows
 
 VOCAB = 448
 WIDE = {"initializer_range": 0.2}
@@ -533,12 +533,12 @@ _MISTRAL3 = Family(
 )
 
 
-def write_rows(folder: Path, rows: Any) -> Path:
+def write_image_rows(folder: Path, rows: Any) -> Path:
     """Write rows, and the images that they name, into a folder."""
     (folder / "a.png").write_bytes(png())
     (folder / "b.png").write_bytes(png(size=(20, 9)))
     path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     return path
 
 

@@ -18,6 +18,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.model.blocks import feed_forward_modules
 from peftkit.quant.layers import keep_copies
 from peftkit.quant.quantize import quantize_model
+from tests.helpers.adapters import gradients as gradients_of
 from tests.helpers.adapters import perturb
 from tests.helpers.families import ARCHITECTURES
 from tests.helpers.kinds import inputs, loss
@@ -44,11 +45,8 @@ def moved(model: nn.Module, method: Method) -> nn.Module:
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     torch.manual_seed(3)
-    model.zero_grad(set_to_none=True)
     value = loss(model, inputs(model))
-    value.backward()
-    values = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {"loss": value.detach(), **values}
+    return {"loss": value.detach(), **gradients_of(model, value)}
 
 
 @pytest.mark.parametrize(("family", "count"), SIZES.items())

@@ -16,7 +16,8 @@ from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
-from tests.helpers.command_line import peftkit, turn, write_rows
+from tests.helpers.command_line import peftkit, turn
+from tests.helpers.folders import write_rows
 
 __all__ = ["peftkit"]  # a fixture of the command line's tests
 

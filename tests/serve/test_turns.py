@@ -20,7 +20,7 @@ from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.serve.requests import RequestError
 from peftkit.serve.worker import Worker
-from tests.helpers.command_line import write_rows
+from tests.helpers.folders import write_rows
 from tests.helpers.serving import WORDS, recipe, weights
 from tests.helpers.worker import Asked
 

@@ -8,8 +8,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from peftkit.recipe import Recipe
-from tests.helpers.classifiers import save_base, write_rows, write_texts, write_words
+from tests.helpers.classifiers import save_base, write_texts, write_words
 from tests.helpers.families import ARCHITECTURES
+from tests.helpers.folders import write_rows
 
 
 def recipe_for(task: str, folder: Path) -> Recipe:

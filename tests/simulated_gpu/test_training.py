@@ -20,10 +20,8 @@ from peftkit.methods.vera import VeRA
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from tests.helpers.families import ARCHITECTURES
-from tests.helpers.listening import QWEN2_AUDIO, SPOKEN
-from tests.helpers.listening import write_rows as write_sounds
-from tests.helpers.speech import hears_frames, saved, whisper
-from tests.helpers.speech import write_rows as write_rows_of_speech
+from tests.helpers.listening import QWEN2_AUDIO, SPOKEN, write_sound_rows
+from tests.helpers.speech import hears_frames, saved, whisper, write_speech_rows
 from tests.helpers.vision import COLOURS, solid_png
 from tests.simulated_gpu.recipes import recipe_for
 from tests.simulated_gpu.same import CLOSE, Heard, train
@@ -122,7 +120,7 @@ def audio_recipe(folder: Path) -> Recipe:
     model, processor = QWEN2_AUDIO.build()
     model.save_pretrained(folder / "base")
     processor.save_pretrained(folder / "base")
-    data = str(write_sounds(folder, SPOKEN))
+    data = str(write_sound_rows(folder, SPOKEN))
     return Recipe(
         task="audio_text",
         base={"model": str(folder / "base"), "dtype": "fp32"},
@@ -142,7 +140,7 @@ def audio_recipe(folder: Path) -> Recipe:
 def speech_recipe(task: dict[str, str], made: tuple[Any, Any], folder: Path) -> Recipe:
     """Return a recipe over tones and what they say."""
     rows = [{"audio": 3 * [440.0, 880.0], "text": "one"}, {"audio": 3 * [300.0], "text": "a"}]
-    data = str(write_rows_of_speech(folder, rows))
+    data = str(write_speech_rows(folder, rows))
     return Recipe(
         task=task,
         base={"model": str(saved(folder / "base", made)), "dtype": "fp32"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.media.media_classification import ImageClassification, ImageClassificationConfig
 from peftkit.train.loop import fit
 from tests.helpers.families import ARCHITECTURES
+from tests.helpers.folders import write_rows
 from tests.helpers.vision import COLOURS, solid_png
 
 SIZES = {"vit": 8, "swin": 16}
@@ -89,7 +89,7 @@ def test_class_folders_are_labels(folder: Path) -> None:
 def test_rows_name_files_beside_them(folder: Path) -> None:
     path = folder.parent / "rows.jsonl"
     lines = [{"file": "data/red/0.png", "kind": "red"}, {"file": "data/blue/1.png", "kind": "blue"}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(path, lines)
     task = task_on(model_of(), image="file", label="kind")
     rows = task.load(str(path))
     assert [(row.label, row.source) for row in rows] == [(2, f"{path}:1"), (0, f"{path}:2")]

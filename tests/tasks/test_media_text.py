@@ -33,7 +33,7 @@ from tests.helpers.listening import (
     model_of,
     processor_of,
     task_of,
-    write_rows,
+    write_sound_rows,
 )
 from tests.helpers.speech import encoded, tones
 from tests.helpers.vision import ANSWERS, picture, said
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_of(task: MediaText, name: str, folder: Path) -> list[MediaRow]:
-    return task.load(str(write_rows(folder, FAMILIES[name].examples())))
+    return task.load(str(write_sound_rows(folder, FAMILIES[name].examples())))
 
 
 def _image_id(task: MediaText) -> int:
@@ -236,7 +236,7 @@ def test_rows_are_never_cut_through_an_image(tmp_path: Path) -> None:
         {"messages": said(("user", parts), ("assistant", "the dog")), "images": ["a.png"] * 2},
         *[{"messages": said(("user", "what"), ("assistant", "the dog " * 20))}] * 2,
     ]
-    path = str(write_rows(tmp_path, rows))
+    path = str(write_sound_rows(tmp_path, rows))
     whole = task_of("llava").load(path)[0]
     second = len(whole.input_ids) - 1 - whole.input_ids[::-1].index(_image_id(task_of("llava")))
     short = task_of("llava", max_length=second, max_dropped=0.5, on_event=events.append)
@@ -252,7 +252,7 @@ def test_rows_are_never_cut_through_an_image(tmp_path: Path) -> None:
 
 def test_max_pixels_bounds_what_an_image_costs(tmp_path: Path) -> None:
     row = {"messages": said(("user", "<image>"), ("assistant", "dog")), "image": "big.png"}
-    path = write_rows(tmp_path, [row])
+    path = write_sound_rows(tmp_path, [row])
     (tmp_path / "big.png").write_bytes(vision.png(size=(32, 16)))
     (large,) = task_of("qwen2_vl").load(str(path))
     task = task_of("qwen2_vl", max_pixels=130)
@@ -296,7 +296,7 @@ def test_an_answer_melted_into_its_prompt_is_carried_on(tmp_path: Path, folder: 
     }
     model = model_of("mllama")
     task = task_of("mllama", model, chat_template=str(template))
-    (found,) = task.load(str(write_rows(tmp_path, [row])))
+    (found,) = task.load(str(write_sound_rows(tmp_path, [row])))
     learnt = [label for label in found.labels if label != -100]
     assert task.tokenizer.decode(learnt) == "nswer is it<|im_end|>"
     mask = task.collate([found])["cross_attention_mask"][0, :, 0, 0]
@@ -342,7 +342,7 @@ def test_a_template_that_writes_no_images_is_named(tmp_path: Path) -> None:
 
 def test_the_processors_own_mark_in_a_text_is_named(tmp_path: Path) -> None:
     row = {"messages": said(("user", "a <|image_pad|> b"), ("assistant", "dog")), "image": "a.png"}
-    path = write_rows(tmp_path, [row])
+    path = write_sound_rows(tmp_path, [row])
     with pytest.raises(DataError, match=r"rows.jsonl:1(.|\n)*1 of them(.|\n)*2 of the"):
         task_of("qwen2_vl").load(str(path))
 
@@ -350,10 +350,10 @@ def test_the_processors_own_mark_in_a_text_is_named(tmp_path: Path) -> None:
 def test_a_processor_of_prompt_and_answer_refuses_what_it_cannot_take(tmp_path: Path) -> None:
     task = task_of("paligemma")
     turns = said(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
-    path = write_rows(tmp_path, [{"messages": turns, "image": "a.png"}])
+    path = write_sound_rows(tmp_path, [{"messages": turns, "image": "a.png"}])
     with pytest.raises(DataError, match=r"rows.jsonl:1(.|\n)*one prompt and one answer"):
         task.load(str(path))
-    path = write_rows(tmp_path, [{"prompt": "a", "completion": "b"}])
+    path = write_sound_rows(tmp_path, [{"prompt": "a", "completion": "b"}])
     with pytest.raises(DataError, match=r"cannot take (.|\n)*rows.jsonl:1"):
         task.load(str(path))
 
@@ -414,7 +414,7 @@ def spoken(folder: Path, sound: bytes | None, **more: Any) -> str:
     if sound is not None:
         (folder / "it.wav").write_bytes(sound)
     row = {"messages": said(("user", "what?"), ("assistant", "dog")), "audio": "it.wav"}
-    return str(write_rows(folder, [{**row, **more}]))
+    return str(write_sound_rows(folder, [{**row, **more}]))
 
 
 def test_silence_is_heard(tmp_path: Path) -> None:

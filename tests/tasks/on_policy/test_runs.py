@@ -23,8 +23,8 @@ from peftkit.run import run as run_recipe
 from peftkit.settings import DataConfig
 from peftkit.tasks.rewards.reward_functions import Rewards, RewardTerm
 from peftkit_cli.app import run
-from tests.helpers.classifiers import write_rows as write
 from tests.helpers.finished import WEIGHTS, Finished, finished, recipe
+from tests.helpers.folders import write_rows as write
 from tests.helpers.on_policy import REWARDS, spec
 from tests.helpers.pair_cases import moved_adapter
 
