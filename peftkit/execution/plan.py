@@ -205,14 +205,15 @@ def plan_of(
     num_processes: int = 1,
     *,
     placement: Placement = "device",
-    shard: Shard = "none",
+    shard: Shard | None = None,
     dtype: str = "",
     autocast: str = "",
 ) -> ExecutionPlan:
-    """Return the plan of a run whose memory suffices for everything that its settings request.
+    """Return the plan that `train` requests, before it is adapted to the memory.
 
     Args:
         device: Kind of device.
+        shard: By default `train.shard`; auto: none, until `place_weights` decides.
     """
     tokens = train.tokens_per_batch
     if tokens == "auto":
@@ -221,7 +222,7 @@ def plan_of(
         device=device,
         num_processes=num_processes,
         placement=placement,
-        shard=shard,
+        shard=shard or ("none" if train.shard == "auto" else train.shard),
         rows=train.batch_size,
         tokens=tokens,
         compile=None if train.compile == "auto" else train.compile,
