@@ -36,7 +36,7 @@ NORMS = "norms"
 
 
 class LNTuning(Method):
-    """Training of the normalisation layers alone."""
+    """Training of normalisation layers only."""
 
     changes_bias: ClassVar[bool] = True
 
@@ -213,7 +213,7 @@ class BitFitFormat(PeftFormat[BitFit]):
             raise AdapterError(
                 "this LORA adapter uses features that peftkit does not read",
                 found=f"bias: {fields.get('bias')}; biases are trained too, next to a LoRA",
-                fix="Merge it with the tool that made it.",
+                fix="Merge it with the tool that wrote it.",
             )
         plain = {
             name.removesuffix(_INNER) + _BIAS if name.endswith(_INNER) else name: tensor
