@@ -87,7 +87,14 @@ MAIN_PATH = (
     *("data/rows/encoder", "data/rows/cache"),
     *("forward/attention", "forward/padding_free", "forward/loss", "forward/blocks"),
     *("tasks/base", "tasks/config", "tasks/batches"),
-    *("train/start", "train/loop", "train/step", "train/validation", "train/memory"),
+    *(
+        "train/start",
+        "train/loop",
+        "train/step",
+        "train/validation",
+        "train/memory",
+        "train/fitting",
+    ),
     *("train/checkpoint", "train/checkpoint_files"),
     *("train/batches", "train/optim"),
     *("formats/peft/folder",),
@@ -118,7 +125,7 @@ SHARED = (
 )
 """Tables of leaves, and what stands for all of them."""
 
-CLOSURES = {"peftkit.recipe": 33, "peftkit.run": 95}
+CLOSURES = {"peftkit.recipe": 32, "peftkit.run": 95}
 """Modules that importing these loads, at most."""
 
 WITHOUT_TORCH = (

@@ -133,7 +133,12 @@ class Trainer:
 
         def compute() -> tuple[StepFacts, Tensor] | None:
             nonlocal ran_out
-            batches = self._collated(rows)
+            passes = self.run.parallel.align(self.run.micro_batches(rows))
+            own = iter(self.prefetcher.batches([part for part, is_own in passes if is_own]))
+            batches = [
+                (next(own) if is_own else self.prefetcher.batches([part])[0], is_own)
+                for part, is_own in passes
+            ]
             if coming is not None and self.prefetcher.is_ahead:  # with this attempt's plan
                 self.prefetcher.prefetch(self.run.micro_batches(coming))
             targets = sum(self.task.num_targets(batch) for batch, is_own in batches if is_own)
@@ -205,9 +210,7 @@ class Trainer:
             sums = self.sums(batch)
             (sums[0] * (self.fitting.scale.factor / total if is_own else 0.0)).backward()
             if is_own:
-                total_sums += (
-                    sums.detach()
-                )  # on the device: .item() would synchronise with the host
+                total_sums += sums.detach()  # .item() would synchronise with the host
         return total_sums
 
     def _no_sums(self) -> Tensor:
@@ -222,14 +225,6 @@ class Trainer:
         """Return `Task.loss` of a batch."""
         with self.world.autocast():
             return self.task.loss(self.model, OnDevice(batch, self.world.device))
-
-    def _collated(self, rows: Sequence[Any]) -> list[Batch]:
-        passes = self.run.parallel.align(self.run.micro_batches(rows))
-        batches = iter(self.prefetcher.batches([part for part, is_own in passes if is_own]))
-        return [
-            (next(batches) if is_own else self.prefetcher.batches([part])[0], is_own)
-            for part, is_own in passes
-        ]
 
     def _use_less_memory(self, rows: Sequence[Any], ran_out: bool, start: rng.State) -> None:
         """Switch to the next plan in the fallback order, the same on all processes.
