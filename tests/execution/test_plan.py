@@ -6,14 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from peftkit.execution.plan import (
-    Activations,
-    ExecutionPlan,
-    activation_modes,
-    choose,
-    plan_from,
-    smaller,
-)
+from peftkit.execution.plan import Activations, ExecutionPlan, activation_modes, plan_from
+from peftkit.train.fitting import choose, smaller
 
 COSTS: list[tuple[Activations, float]] = [("keep", 10.0), ("recompute", 4.0), ("offload", 2.0)]
 ALL: tuple[Activations, ...] = ("keep", "recompute", "offload")

@@ -30,7 +30,7 @@ from peftkit.serve.tinker.losses import LOSSES, Loss, Settings
 from peftkit.serve.tinker.rows import Datum, DatumTask
 from peftkit.serve.tinker.tenant import Tenant
 from peftkit.tasks.batches import split_micro_batches
-from peftkit.train.fitting import AUTO_SHARE, Costs, Fitting, saved_by
+from peftkit.train.fitting import AUTO_SHARE, Costs, Fitting, choose, saved_by
 
 ROWS = 1024
 """Maximum rows at once."""
@@ -217,7 +217,7 @@ class Learner:
         costs, longest = self._costs_of(tenant), _longest(rows)
         available = AUTO_SHARE * environment.usable - tenant.num_later
         requested = replace(self.plan, rows=min(ROWS, len(rows)))
-        plan = self.fitting.planned(costs, available, longest, requested)
+        plan = choose(requested, costs, available, self.task.num_positions([longest]))
         if plan is None:
             raise _too_long(longest, int(max(available, 0) / min(cost for _, cost in costs)))
         return replace(plan, rows=self.plan.rows)
