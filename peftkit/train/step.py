@@ -130,6 +130,7 @@ class Trainer:
             RunError: A single row does not fit into memory.
         """
         start, before, device = rng.capture(self.world.device), self.plan, self.world.device
+        ran_out = False  # on this process
 
         def compute() -> tuple[StepFacts, Tensor] | None:
             nonlocal ran_out
@@ -156,7 +157,6 @@ class Trainer:
             release_memory()
             rng.restore(start, device)
 
-        ran_out = False
         facts, grad_norm = self.fitting.retry(
             compute,
             overflows=overflows,
