@@ -19,15 +19,10 @@ from peftkit.serve.tinker import learner, tenants
 from peftkit.serve.tinker.learner import Learner
 from peftkit.serve.tinker.losses import LOSSES, Settings
 from peftkit.train.optim import LossScale
-from tests.helpers.wire_client import Client, Model, datum
-from tests.inference.test_bank import a_base
-from tests.serve.tinker.test_losses import formula
+from tests.helpers.bank import a_base
+from tests.helpers.tinker import CE, UNLIKE, formula, learn
+from tests.helpers.wire_client import Client, datum
 
-CE = [
-    datum([5, 6, 7, 8, 9, 10, 11]),
-    datum([5, 6, 7, 30, 31, 32], weights=[0, 0, 1, 1, 0.5]),
-    datum([40, 41, 42], weights=[-1.0, 0.3]),
-]
 ADAM = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-7, "weight_decay": 0.1, "grad_clip_norm": 5.0}
 
 
@@ -143,23 +138,6 @@ def test_gradients_add_up_until_the_step_and_forward_alone_adds_none(client: Cli
     before = none.forward(CE, forward_only=True)[0]
     assert none.step(learning_rate=0.1)["metrics"]["grad_norm:mean"] == 0.0
     assert none.forward(CE)[0] == pytest.approx(before, rel=1e-5) != after
-
-
-def learn(model: Model, number: int) -> list[Any]:
-    """Take some steps; return all that is told of them."""
-    told: list[Any] = []
-    for _ in range(number):
-        total, rows = model.forward(CE)
-        told += [total, [row["logprobs"].tolist() for row in rows]]
-        told.append(model.step(learning_rate=0.05))
-    return told
-
-
-UNLIKE = (
-    {"rank": 2, "seed": 1},
-    {"rank": 5, "seed": 2, "train_mlp": False, "train_unembed": True},
-    {"rank": 3, "seed": 1, "train_attn": False},
-)
 
 
 def test_tenants_of_unlike_ranks_learn_what_each_learns_alone(client: Client) -> None:
