@@ -3,7 +3,7 @@
 The fallback order, from fastest to least memory: keep all activations; recompute the blocks;
 offload their inputs to main memory. Each mode first tries fewer rows at once. On a GPU, the next
 mode comes before micro-batches too small to keep it busy. Before the first step, `choose` picks the
-first plan that fits by counted bytes. If memory runs out later, `smaller` returns the next plan.
+first plan that fits by counted bytes. If memory runs out later, `Fitting.smaller` returns the next.
 
 Training runs (step.py, memory.py) and the server of Tinker's API share this file.
 """
@@ -95,10 +95,7 @@ def saved_by(run: Callable[[], Tensor], blocks: Sequence[nn.Module]) -> Activati
 
 
 def choose(
-    requested: ExecutionPlan,
-    costs: Costs,
-    available: float,
-    longest: int,
+    requested: ExecutionPlan, costs: Costs, available: float, longest: int
 ) -> ExecutionPlan | None:
     """Return the plan with the first activation mode that fits; None if no row fits.
 
@@ -121,35 +118,6 @@ def choose(
                 return replace(requested, activations=activations, tokens=fit)
             if fit >= least:
                 return replace(requested, activations=activations, rows=fit, tokens=None)
-    return None
-
-
-def smaller(
-    plan: ExecutionPlan,
-    requested: ExecutionPlan,
-    modes: Sequence[Activations],
-    *,
-    rows: int,
-    tokens: int,
-    counts_tokens: bool = True,
-) -> ExecutionPlan | None:
-    """Return the next plan in the fallback order after running out of memory; None: no more.
-
-    Args:
-        requested: The recipe's plan: a new mode starts with its rows and tokens.
-        modes: Activation modes, fastest first.
-        rows, tokens: Size of the largest current micro-batch.
-        counts_tokens: Whether rows have a length, which decides whether a device is busy.
-    """
-    later = modes[modes.index(plan.activations) + 1 :]
-    busy = plan.busy_tokens if counts_tokens else 0
-    if rows > 1 and (tokens / 2 >= busy or not later):
-        if plan.tokens is None:
-            return replace(plan, rows=_halved(plan.rows, rows))
-        # a single row may have more tokens than the limit
-        return replace(plan, tokens=_halved(plan.tokens, min(tokens, plan.tokens)))
-    if later:
-        return replace(plan, activations=later[0], rows=requested.rows, tokens=requested.tokens)
     return None
 
 
@@ -204,21 +172,23 @@ class Fitting:
             parts: The micro-batches for which memory ran out.
             agree: Returns the maximum of each size over all processes.
         """
-        rows, tokens, has_tokens = agree(
-            [
-                max(map(len, parts), default=0),
-                max(map(self.num_positions, parts), default=0),
-                int(any(num_tokens(row) for part in parts for row in part)),
-            ]
-        )
-        return smaller(
-            plan,
-            self.requested,
-            self.modes,
-            rows=rows,
-            tokens=tokens,
-            counts_tokens=bool(has_tokens),
-        )
+        sizes = [
+            max(map(len, parts), default=0),
+            max(map(self.num_positions, parts), default=0),
+            int(any(num_tokens(row) for part in parts for row in part)),
+        ]
+        rows, tokens, have_length = agree(sizes)
+        later = self.modes[self.modes.index(plan.activations) + 1 :]
+        busy = plan.busy_tokens if have_length else 0
+        if rows > 1 and (tokens / 2 >= busy or not later):
+            if plan.tokens is None:
+                return replace(plan, rows=_halved(plan.rows, rows))
+            # a single row may have more tokens than the limit
+            return replace(plan, tokens=_halved(plan.tokens, min(tokens, plan.tokens)))
+        if later:  # a new mode starts with the requested rows and tokens
+            requested = self.requested
+            return replace(plan, activations=later[0], rows=requested.rows, tokens=requested.tokens)
+        return None
 
     def retry(
         self,

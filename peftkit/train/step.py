@@ -235,14 +235,9 @@ class Trainer:
         Raises:
             RunError: A single row does not fit.
         """
-
-        def agree(sizes: list[int]) -> list[int]:
-            gathered = self.world.gather(torch.tensor(sizes, device=self.world.device))
-            largest: list[int] = gathered.amax(0).tolist()
-            return largest
-
         self.optimizer.zero_grad(set_to_none=True)
-        plan = self.fitting.smaller(self.plan, self.run.micro_batches(rows), agree)
+        parts, largest = self.run.micro_batches(rows), self.world.max
+        plan = self.fitting.smaller(self.plan, parts, lambda sizes: [*map(largest, sizes)])
         if plan is not None:
             self.use(plan)
             return
