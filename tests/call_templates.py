@@ -6,7 +6,7 @@ import copy
 import re
 from typing import Any
 
-from peftkit.data.chat import CHATML
+from peftkit.data.chat_template import CHATML
 from peftkit.inference.call_formats import deepseek_mark
 
 _ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

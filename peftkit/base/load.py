@@ -24,14 +24,12 @@ from peftkit.base.pretrained import (
 )
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.request import compute_dtype, place_of_weights, request_of
-from peftkit.base.store import open_or_build
 from peftkit.config.schema import from_dict
 from peftkit.events import Listener, Notice, Stage, ignore
 from peftkit.execution.environment import as_current, default_device, free_now
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.world import World
 from peftkit.quant.audit import Audit, audit
-from peftkit.quant.layers import keep_copies
 from peftkit.settings import BaseConfig
 
 CPU = torch.device("cpu")
@@ -203,7 +201,9 @@ def _open(
             dtype = compute_dtype(settings, weights.device)
             request = replace(request, device=weights.device, dtype=dtype)
         if sharing is None:
-            loaded = open_or_build(request, on_event)
+            from peftkit.base.store import open_or_build
+
+            loaded = open_or_build(request, on_event)  # below 500 MB: built in memory
         else:
             from peftkit.base.sharding import open_together
 
@@ -213,6 +213,8 @@ def _open(
 
         BlockStream(loaded.model, weights.device)
     elif not is_shared and not free_now(weights.device).on_gpu:
+        from peftkit.quant.copies import keep_copies
+
         keep_copies(loaded.model)
     checkpoint = published_codes(request.config, settings)
     if checkpoint is not None:

@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from peftkit.adapter import Adapter, attach, prepared_for_training
-from peftkit.base.purpose import ClassHead, head_modules
+from peftkit.base.heads import ClassHead
+from peftkit.base.purpose import head_modules
 from peftkit.base.skeleton import on_meta, packed_skeleton, untraced
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.forward.attention import training_attention
@@ -31,7 +32,7 @@ from peftkit.kernels.cross_entropy import ALIGNMENT, rows_of_chunk
 from peftkit.model.modes import begin_training
 from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.planning.counter import GPU_ROUNDING, Counter
-from peftkit.quant.layers import keep_copies
+from peftkit.quant.copies import keep_copies
 from peftkit.recipe import Recipe
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.retrieval.embedding import Pooled, pooled

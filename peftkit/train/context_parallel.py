@@ -25,7 +25,7 @@ from peftkit.execution.world import PATIENCE, World
 from peftkit.forward.attention import TrainingAttention, training_attention
 from peftkit.forward.attention_kernels import SharedRows
 from peftkit.forward.loss import accepted, head_of, token_loss, unwrapped
-from peftkit.forward.padding_free import logits_of, rms_difference
+from peftkit.forward.probes import logits_of, rms_difference
 from peftkit.model.modes import evaluating
 from peftkit.model.places import num_virtual
 from peftkit.tasks.base import Task

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from peftkit.adapter import attach
+from peftkit.base.heads import ClassHead
 from peftkit.base.load import Base, load_base
-from peftkit.base.purpose import ClassHead, Purpose
+from peftkit.base.purpose import Purpose
 from peftkit.errors import BaseError
 from peftkit.methods.lora import LoRA
 from peftkit.quant.layers import QuantizedLinear

@@ -22,7 +22,8 @@ from peftkit.errors import BaseError
 from peftkit.events import Event, Notice
 from peftkit.execution.plan import compute_dtype, plan_of
 from peftkit.kernels.gguf_blocks import TYPES, row_bytes, unpack_gguf
-from peftkit.quant.layers import QuantizedEmbedding, packed_tensors
+from peftkit.quant.embedding import QuantizedEmbedding
+from peftkit.quant.layers import packed_tensors
 from peftkit.settings import BaseConfig
 from peftkit.tasks.rows import check_vocabulary
 from tests.base.test_gguf import FAMILIES, SEQ2SEQ, write_random

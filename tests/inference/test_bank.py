@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from peftkit.adapter import attach
 from peftkit.base.fingerprint import fingerprint
 from peftkit.base.load import Base, load_base
-from peftkit.data.encode import Style
+from peftkit.data.style import Style
 from peftkit.errors import AdapterError
 from peftkit.events import Notice
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.bank import AdapterBank, open_bank
 from peftkit.inference.bank_layer import BankLinear

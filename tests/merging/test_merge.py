@@ -24,7 +24,8 @@ from peftkit.adapter import Adapter, attach
 from peftkit.base.skeleton import skeleton
 from peftkit.errors import AdapterError, MergeError, OutputError, RunError
 from peftkit.events import Event, Saved, Table
-from peftkit.formats.peft.folder import read_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import read_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.merging.fold import Tally, merge_into
 from peftkit.merging.merge import Dtype, merge
@@ -305,7 +306,7 @@ def test_an_adapter_that_names_no_base_wants_one(saved: Saver) -> None:
     config = saved.adapter / "adapter_config.json"
     fields = json.loads(config.read_text()) | {"base_model_name_or_path": None}
     config.write_text(json.dumps(fields))
-    with pytest.raises(AdapterError, match="does not say which base"):
+    with pytest.raises(AdapterError, match="does not name its base"):
         merge(saved.adapter, saved.out)
     merge(saved.adapter, saved.out, base=str(saved.base), verify=False)
     torch.testing.assert_close(logits(saved.merged()), saved.logits, atol=CLOSE, rtol=0)

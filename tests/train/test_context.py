@@ -17,7 +17,7 @@ from peftkit.adapter import attach
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError, PeftkitError
 from peftkit.execution.world import PATIENCE
-from peftkit.formats.peft.folder import named_tensors
+from peftkit.formats.peft.load import named_tensors
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run

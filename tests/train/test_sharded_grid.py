@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from peftkit.formats.peft.folder import named_tensors
+from peftkit.formats.peft.load import named_tensors
 from tests.base.test_gguf_blocks import config_of_a_small_llama, in_blocks
 from tests.base.test_locate import write_gguf
 from tests.train.sharded import Settings, alone, events, samples, settings_of, together
