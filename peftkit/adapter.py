@@ -39,11 +39,12 @@ class Adapter:
     ) -> None:
         self.model, self.method, self.modules = model, method, modules
         self.full = frozenset(full)
-        self._handles = method.connect(model, self.own)
+        self._handles = method.connect(model, self.method_modules)
         self._step_hook: RemovableHandle | None = None
 
     @property
-    def own(self) -> dict[str, AdapterModule]:
+    def method_modules(self) -> dict[str, AdapterModule]:
+        """The modules without those of `full`."""
         return {path: module for path, module in self.modules.items() if path not in self.full}
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -101,7 +102,7 @@ class Adapter:
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors to save, by "module.path.tensor_name" or shared name."""
-        return self.method.shared(self.own) | {
+        return self.method.shared(self.method_modules) | {
             f"{path}.{name}": tensor
             for path, module in self.modules.items()
             for name, tensor in module.state().items()
@@ -113,7 +114,7 @@ class Adapter:
         Raises:
             AdapterError: Tensors are missing, unexpected or misshapen; lists all of them.
         """
-        shared = self.method.shared(self.own)
+        shared = self.method.shared(self.method_modules)
         expected = {name: tuple(tensor.shape) for name, tensor in shared.items()} | {
             f"{path}.{name}": shape
             for path, module in self.modules.items()

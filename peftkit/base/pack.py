@@ -109,11 +109,14 @@ class PackingLoader:
         self._in_float32 = kept_in_float32(model, self.request.dtype)
         self._head = head_modules(model) if self.request.purpose.head is not None else ()
         if self._packs:
-            with _as_tied(model):
-                jobs = weights_to_pack(
-                    self.request.settings, model, self._head, tables=self.reads_tables
-                )
-            self._jobs = {f"{job[0]}.{job[2]}": (job, kind) for job, kind in jobs.items()}
+            self._find_jobs(model)
+
+    def _find_jobs(self, model: Any) -> None:
+        """Set the weights to pack, or to keep as codes."""
+        settings = self.request.settings
+        with _as_tied(model):
+            jobs = weights_to_pack(settings, model, self._head, tables=self.reads_tables)
+        self._jobs = {f"{job[0]}.{job[2]}": (job, kind) for job, kind in jobs.items()}
 
     def bytes_per_value(self, name: str) -> float | None:
         """Return the bytes per value of a packed parameter, scales included; None if unpacked."""

@@ -255,8 +255,8 @@ class DocumentEncoder(RowEncoder):
             row = encoder.encode(example)
             cut = cut_document(row, self._max_length)
             if cut.num_targets == 0:
-                why = NOTHING if all(label == IGNORE for label in row.labels) else BEYOND
-                rows.append(Dropped(row.source, why))
+                reason = NOTHING if all(label == IGNORE for label in row.labels) else BEYOND
+                rows.append(Dropped(row.source, reason))
                 continue
             counts["cut"] += len(row.input_ids) > self._max_length
             counts["targets"] += cut.num_targets

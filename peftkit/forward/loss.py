@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.execution.plan import plan_of
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.kernels.cross_entropy import chunked_cross_entropy
 from peftkit.model.places import is_linear, linear_shape, unwrap_adapter
 
@@ -139,14 +139,14 @@ class Head:
             logits = logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
-    def losses(self, rows: Tensor, targets: Tensor, *, alike: bool = False) -> Tensor:
+    def losses(self, rows: Tensor, targets: Tensor, *, equal_weights: bool = False) -> Tensor:
         """Return the cross entropy of each row (n,); see `chunked_cross_entropy`."""
         return chunked_cross_entropy(
             rows,
             targets,
             self,
             trainable=[p for p in self.module.parameters() if p.requires_grad],
-            alike=alike,
+            equal_weights=equal_weights,
             vocab_size=self.vocab_size,
             chunk_bytes=self.chunk_bytes,
         )
@@ -172,7 +172,8 @@ def head_of(model: nn.Module, extra: Mapping[str, Tensor] | None = None) -> Head
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
-    head = Head(module, scale, None if cap is None else float(cap), plan_of(whole).chunk_bytes)
+    chunk_bytes = ExecutionPlan.for_model(whole).chunk_bytes
+    head = Head(module, scale, None if cap is None else float(cap), chunk_bytes)
     return head if _agrees(whole, head, extra or {}) else None
 
 
@@ -196,7 +197,7 @@ def token_loss(
         logits = target_logits(model, inputs, target_index).float()
         return functional.cross_entropy(logits, targets, reduction="sum")
     rows = target_rows(model, inputs, target_index)
-    return head.losses(rows, targets, alike=True).sum()
+    return head.losses(rows, targets, equal_weights=True).sum()
 
 
 def token_log_probs(

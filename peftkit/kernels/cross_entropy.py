@@ -53,7 +53,7 @@ def chunked_cross_entropy(
     head: Head,
     *,
     trainable: Sequence[Tensor] = (),
-    alike: bool = False,
+    equal_weights: bool = False,
     chunk_rows: int | None = None,
     vocab_size: int = 0,
     chunk_bytes: int = CHUNK_BYTES,
@@ -65,8 +65,8 @@ def chunked_cross_entropy(
         targets: (n,) int64.
         head: Applied to a chunk of rows at a time.
         trainable: Tensors inside `head` that get gradients.
-        alike: Whether all rows have the same weight in the loss, as in a sum: the forward pass can
-            then compute the gradients of `trainable` too.
+        equal_weights: Whether all rows have the same weight in the loss, as in a sum: the forward
+            pass can then compute the gradients of `trainable` too.
         chunk_rows: Maximum C, rounded up; by default the rows that `chunk_bytes` allows for a
             vocabulary of `vocab_size`. Chunks have about equal sizes.
     """
@@ -75,7 +75,7 @@ def chunked_cross_entropy(
         return losses_and_gradient(logits, targets[chunk])
 
     rows = rows_of_chunk(hidden, chunk_rows, vocab_size, chunk_bytes)
-    return ChunkedValues.apply(hidden, head, measure, rows, alike, *trainable)
+    return ChunkedValues.apply(hidden, head, measure, rows, equal_weights, *trainable)
 
 
 def rows_of_chunk(hidden: Tensor, max_rows: int | None, vocab_size: int, chunk_bytes: int) -> int:
@@ -152,12 +152,12 @@ class ChunkedValues(torch.autograd.Function):
         head: Head,
         measure: Measure,
         chunk_rows: int,
-        alike: bool,
+        equal_weights: bool,
         *trainable: Tensor,
     ) -> Tensor:
         ctx.settings = head, measure, chunk_rows, trainable
         wants_grad = any(ctx.needs_input_grad)
-        ctx.recomputes = wants_grad and bool(trainable) and not alike
+        ctx.recomputes = wants_grad and bool(trainable) and not equal_weights
         values, *grads = _walk(hidden, ctx.settings, wants_grad and not ctx.recomputes)
         ctx.save_for_backward(*([hidden] if ctx.recomputes else grads))
         return values

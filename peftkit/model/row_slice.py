@@ -36,12 +36,13 @@ class RowSlice(nn.Module):
     ) -> None:
         super().__init__()
         self.site, self.num_outputs = site, num_outputs
-        parts = list(site.rows.values()) if site.rows else []
-        self.num_roles = len(parts) or 1
+        rows_of_roles = list(site.rows.values()) if site.rows else []
+        self.num_roles = len(rows_of_roles) or 1
         rows = columns = None
-        if parts:
-            rows = torch.cat(parts).to(device)
-            owner = torch.arange(len(parts)).repeat_interleave(torch.tensor(list(map(len, parts))))
+        if rows_of_roles:
+            rows = torch.cat(rows_of_roles).to(device)
+            sizes = torch.tensor(list(map(len, rows_of_roles)))
+            owner = torch.arange(len(sizes)).repeat_interleave(sizes)  # (N,): role of each row
             columns = (owner[:, None] * rank + torch.arange(rank)).to(device)
         self.num_rows = num_outputs if rows is None else len(rows)
         self.register_buffer("rows", rows, persistent=False)

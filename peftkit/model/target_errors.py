@@ -87,11 +87,11 @@ def _roles_found(places: list[ModelWeight]) -> str:
     grouped: dict[int, list[str]] = {}
     for name in sorted(counts, key=_order):
         grouped.setdefault(len(counts[name] - {""}), []).append(name)
-    parts = []
+    texts = []
     for count, names in grouped.items():
         layers = f" ({count} layer{'s' if count > 1 else ''})" if count else ""
-        parts.append(", ".join(names) + layers)
-    return f"Roles found: {', '.join(parts)}."
+        texts.append(", ".join(names) + layers)
+    return f"Roles found: {', '.join(texts)}."
 
 
 def _order(name: str) -> tuple[bool, int]:

@@ -61,13 +61,13 @@ class FewChunks(Head):
     skipped = 0
     _room: Tensor | None = None
 
-    def losses(self, rows: Tensor, targets: Tensor, *, alike: bool = False) -> Tensor:
+    def losses(self, rows: Tensor, targets: Tensor, *, equal_weights: bool = False) -> Tensor:
         some = 2 * rows_of_chunk(rows, None, self.vocab_size, self.chunk_bytes)
         self.skipped = max(len(rows) - some, 0)
         self._room = torch.empty_like(rows[some:])  # for the gradients that are not computed
         if rows.requires_grad:
             rows.register_hook(self._leave)
-        losses = super().losses(rows[:some], targets[:some], alike=alike)
+        losses = super().losses(rows[:some], targets[:some], equal_weights=equal_weights)
         return functional.pad(losses, (0, self.skipped))
 
     def _leave(self, gradient: Tensor) -> None:
@@ -77,7 +77,9 @@ class FewChunks(Head):
         """Compute loss and gradient of some rows, and nothing else."""
         width = linear_shape(unwrap_adapter(self.module))[0]
         rows = torch.zeros(num_rows, width, dtype=dtype, requires_grad=True)
-        super().losses(rows, torch.zeros(num_rows, dtype=torch.long), alike=True).sum().backward()
+        super().losses(
+            rows, torch.zeros(num_rows, dtype=torch.long), equal_weights=True
+        ).sum().backward()
 
 
 def loss_of(

@@ -21,7 +21,7 @@ from peftkit.data.chat_template import choose_template, shortened
 from peftkit.data.encode import agreed_style
 from peftkit.data.generation import template_of
 from peftkit.data.pack import padded
-from peftkit.data.records import Record
+from peftkit.data.records import Record, sources_of
 from peftkit.data.rows.cache import encoded
 from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.encoder import RowEncoder
@@ -235,7 +235,7 @@ class Task(ABC):
         Raises:
             DataError: Rows cannot be used; or no row, or every row, is held out.
         """
-        sources, share = data.sources, data.eval
+        sources, share = sources_of(data), data.eval
         if isinstance(share, str) or share is None:
             trained = [(self.load(source.path), source.weight) for source in sources]
             style = self._style

@@ -17,7 +17,7 @@ from peftkit.data.generation import prompt_ids
 from peftkit.data.pack import IGNORE
 from peftkit.data.style import Style
 from peftkit.errors import DataError
-from tests.families import tiny_tokenizer
+from tests.helpers.families import tiny_tokenizer
 
 _SPLIT = r"\s*[\r\n]+|\s+(?!\S)| ?[^\s\d]+| ?\d+|\s+"  # merges line breaks, as Llama 3 and Qwen do
 

@@ -20,7 +20,7 @@ from peftkit.methods.base import AdapterModule
 from peftkit.methods.lora import LoRA
 from peftkit.methods.modules_to_save import named_modules
 from peftkit.quant.quantize import quantize_model
-from tests.methods.cell import built, saved, trained
+from tests.helpers.cell import built, saved, trained
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name
@@ -34,8 +34,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 def test_targets_inside_are_trained_whole_and_not_adapted() -> None:
     adapter = attach(built("llama"), LoRA(rank=2, train_fully=("layers.1", "layers.0.mlp")))
-    assert all(path.startswith("model.layers.0.self_attn") for path in adapter.own)
-    assert len(adapter.own) == 4
+    assert all(path.startswith("model.layers.0.self_attn") for path in adapter.method_modules)
+    assert len(adapter.method_modules) == 4
     with pytest.raises(TargetError, match="no modules to adapt with lora"):
         attach(built("llama"), LoRA(rank=2, train_fully=("layers",)))
 

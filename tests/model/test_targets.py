@@ -12,8 +12,8 @@ from peftkit.model import roles as table
 from peftkit.model.blocks import blocks
 from peftkit.model.places import FrozenWrapper, find_places, is_linear
 from peftkit.model.targets import Site, find_roles, resolve
-from tests.families import ARCHITECTURES
-from tests.spread import spread
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.spread import spread
 
 
 def paths(model: nn.Module, *targets: str) -> list[str]:
@@ -235,7 +235,11 @@ def message(model: nn.Module, *targets: str) -> str:
         ("llama", "vision.q", "'vision.q' in LlamaForCausalLM"),
         ("llama", "*norm*", "'*norm*' matches modules, but none of them is linear: 5 Llama"),
         ("llama", "embed_tokens", "matches modules, but none of them is linear: 1 Embedding."),
-        ("llama", r".*\.(q|v)_proj$", "looks like a regular expression; patterns use shell wildcards"),
+        (
+            "llama",
+            r".*\.(q|v)_proj$",
+            "looks like a regular expression; patterns use shell wildcards",
+        ),
         ("llama", "", "no linear layer matches target '' in LlamaForCausalLM."),
     ],
 )

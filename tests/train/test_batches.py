@@ -13,7 +13,7 @@ from peftkit.data.pack import padded
 from peftkit.data.rows.lazy import num_tokens
 from peftkit.tasks.batches import split_micro_batches
 from peftkit.tasks.text.seq2seq import PairRow
-from tests.train.toy import Row, Toy, crash_after, make_rows, play, same
+from tests.helpers.toy import Row, Toy, crash_after, make_rows, play, same
 
 
 def rows_of(*lengths: int) -> list[Row]:

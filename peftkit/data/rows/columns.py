@@ -73,7 +73,7 @@ class Columns:
             values: dict[str, Any] = dict.fromkeys(self._names)
             status, tokens, digest = IS_ROW, 0, 0
             if isinstance(row, Dropped):
-                status = 1 + row.why
+                status = 1 + row.reason
             else:
                 values = self._stored(row)
                 tokens, digest = num_tokens(row), self.digest(row, values)
@@ -270,7 +270,7 @@ class StoredRows(LazyRows):
         status = _numbers(table.column("status"))
         self._rows = (status == IS_ROW).nonzero().flatten()
         self._dropped = (status != IS_ROW).nonzero().flatten()
-        self._why = status[self._dropped] - 1
+        self._reasons = status[self._dropped] - 1
         self.num_dropped = len(self._dropped)
         self.digests = _numbers(table.column("digest"))[self._rows]
         self.num_read: int = facts["num_read"]
@@ -307,9 +307,10 @@ class StoredRows(LazyRows):
     def values(self, name: str) -> Tensor:
         return self._columns.values(self._table, name)
 
-    def dropped(self, why: int) -> Sequence[str]:
+    def dropped(self, reason: int) -> Sequence[str]:
         """Return the sources of the records that were dropped for a reason."""
-        return [self._source(index) for index in self._dropped[self._why == why].tolist()]
+        places = self._dropped[self._reasons == reason]
+        return [self._source(index) for index in places.tolist()]
 
     def _source(self, index: int) -> str:
         line = self._table.column("line")[index].as_py()

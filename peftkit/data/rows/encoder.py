@@ -17,10 +17,10 @@ from peftkit.data.records import Part, Record
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A record without a row; `why` is the index of the reason in `RowEncoder.drops`."""
+    """A record without a row; `reason` is its index in `RowEncoder.drops`."""
 
     source: str
-    why: int
+    reason: int
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class RowEncoder(ABC):
         kind: The rows' dataclass, with a field `source`.
         in_processes: Whether several processes may encode a file.
         at_once: Records that are encoded between two reports of progress.
-        drops: Reasons to drop a record, each with a fix; `Dropped.why` is an index.
+        drops: Reasons to drop a record, each with a fix; `Dropped.reason` is an index.
     """
 
     kind: ClassVar[type[Any]]

@@ -85,7 +85,7 @@ def _in_processes(
         for part in parts:
             with warnings.catch_warnings():  # about forks with threads, which no child uses
                 warnings.simplefilter("ignore", DeprecationWarning)
-                pending.append(pool.submit(_work, part))
+                pending.append(pool.submit(_encode_part, part))
             if len(pending) > 2 * processes:
                 yield from pending.popleft().result()
         while pending:
@@ -120,7 +120,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _work(part: Part) -> list[Block]:
+def _encode_part(part: Part) -> list[Block]:
     assert _job is not None
     return list(_part_blocks(part, *_job))
 

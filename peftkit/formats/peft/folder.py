@@ -49,7 +49,9 @@ def save_adapter(
     """
     provenance = provenance or Provenance()
     fields = _config_fields(adapter, provenance)
-    state = format_of(adapter.method).to_file(adapter.state(), adapter.model, adapter.own)
+    state = format_of(adapter.method).to_file(
+        adapter.state(), adapter.model, adapter.method_modules
+    )
     return write_folder(Path(folder), state, fields, adapter.method, provenance)
 
 

@@ -148,7 +148,7 @@ def load_adapter(
         ) from error
     try:
         check_targets_of(fields, adapter, file.folder)
-        tensors = form.with_missing(fields, adapter.own, tensors)
+        tensors = form.with_missing(fields, adapter.method_modules, tensors)
         if head:  # tensors that the folder lacks keep the base's values
             prefixes = tuple(f"{path}." for path in head)
             from_base = {n: t for n, t in adapter.state().items() if n.startswith(prefixes)}

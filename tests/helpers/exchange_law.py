@@ -15,9 +15,9 @@ from peftkit.errors import PeftkitError
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.notes import Provenance
-from tests.kinds import outputs
-from tests.methods.cell import Cell, bare_model, demand_close, largest, moved, own_warnings
-from tests.methods.grid import PEFT_LIMITS, READING_LIMITS
+from tests.helpers.cell import Cell, bare_model, demand_close, largest, moved, own_warnings
+from tests.helpers.grid import PEFT_LIMITS, READING_LIMITS
+from tests.helpers.kinds import outputs
 
 
 def peft_agrees(cell: Cell) -> None:
