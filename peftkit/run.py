@@ -12,7 +12,7 @@ from peftkit.adapter import Adapter, attach, check_fits
 from peftkit.base.load import Base, open_base
 from peftkit.base.skeleton import skeleton
 from peftkit.config.schema import flat
-from peftkit.data.pack import fingerprint
+from peftkit.data.rows.lazy import fingerprint
 from peftkit.defaults import why_too_short
 from peftkit.errors import ConfigError
 from peftkit.events import Event, Listener, Notice, Table, ignore, to_all

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from peftkit.data.pack import num_tokens
+from peftkit.data.rows.lazy import num_tokens
 from peftkit.errors import RunError
 from peftkit.execution.out_of_memory import attempt, is_out_of_memory
 from peftkit.execution.parallel import Parallel, Part

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from peftkit.data.pack import num_tokens, tokens_of_each
+from peftkit.data.rows.lazy import num_tokens, tokens_of_each
 from peftkit.errors import RunError
 from peftkit.events import Notice, Stage
 from peftkit.execution import rng

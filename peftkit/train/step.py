@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.adapter import refresh_copies
-from peftkit.data.pack import num_tokens
+from peftkit.data.rows.lazy import num_tokens
 from peftkit.errors import ConfigError, DataError, RunError
 from peftkit.execution import rng
 from peftkit.execution.out_of_memory import (

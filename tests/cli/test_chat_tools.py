@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from peftkit.data.chat import CHATML
-from peftkit.data.encode import Style
+from peftkit.data.chat_template import CHATML
+from peftkit.data.style import Style
 from peftkit.errors import ConfigError
 from peftkit.inference.bank import AdapterBank
 from peftkit.methods.lora import LoRA

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import transformers
 from PIL import Image
 
-from peftkit.data.format import Conversation
+from peftkit.data.examples import Conversation
 from peftkit.data.media import files as media
 from peftkit.data.media.files import Picture, Video
 from peftkit.data.media.text import parse_with_media

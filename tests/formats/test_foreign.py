@@ -12,13 +12,8 @@ from safetensors.torch import load_file, save_file
 from peftkit.errors import AdapterError
 from peftkit.formats.exchange import import_adapter, recognise
 from peftkit.formats.folders import START
-from peftkit.formats.peft.folder import (
-    PREFIX,
-    AdapterFolder,
-    load_adapter,
-    plain_name,
-    save_adapter,
-)
+from peftkit.formats.peft.folder import AdapterFolder, save_adapter
+from peftkit.formats.peft.load import PREFIX, load_adapter, plain_name
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.base import Method
@@ -50,7 +45,10 @@ METHODS: dict[str, Method] = {
         ("base_model.model.model.layers.0.q_proj.hada_w1_a", "LoHa"),
         ("base_model.model.model.layers.0.q_proj.lokr_w2_a", "LoKr"),
         ("model.layers.0.q_proj.lora_down.weight", "LyCORIS"),
-        ("base_model.model.model.layers.0.mlp.experts.lora_A.weight", "cannot tell the layout"),
+        (
+            "base_model.model.model.layers.0.mlp.experts.lora_A.weight",
+            "layout of the adapter's stacked experts",
+        ),
         (
             "base_model.model.model.layers.0.mlp.experts.base_layer.lora_B.weight",
             "columns were swapped",

@@ -14,7 +14,8 @@ from torch import Tensor
 from peftkit.errors import AdapterError
 from peftkit.formats.exchange import export_adapter, import_adapter
 from peftkit.formats.mlx import MLX_TENSORS, read_mlx
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA

@@ -17,7 +17,8 @@ from peftkit.errors import AdapterError
 from peftkit.events import Event, Notice
 from peftkit.formats.card import adapter_usage, render_card, training_card
 from peftkit.formats.exchange import export_adapter
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.low_rank import LowRank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.serving import MAX_LORA_RANKS, check_serving, max_lora_rank, served_rank

@@ -12,7 +12,8 @@ import peft
 from torch import Tensor, nn
 
 from peftkit.errors import PeftkitError
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.notes import Provenance
 from tests.helpers.cell import Cell, bare_model, demand_close, largest, moved, own_warnings
 from tests.helpers.grid import PEFT_LIMITS, READING_LIMITS

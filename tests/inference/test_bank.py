@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.base.load import load_base
-from peftkit.data.encode import Style
+from peftkit.data.style import Style
 from peftkit.errors import AdapterError
 from peftkit.events import Notice
-from peftkit.formats.peft.folder import load_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.inference.bank import AdapterBank, open_bank
 from peftkit.inference.bank_layer import BankLinear
 from peftkit.inference.engine import Limits, Request

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from peftkit.data.encode import Style
+from peftkit.data.style import Style
 from peftkit.errors import DataError
 from peftkit.inference.generate import generate, generate_ids, stream
 from tests.helpers.families import EOS

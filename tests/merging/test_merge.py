@@ -22,7 +22,7 @@ from transformers import (
 from peftkit.base.skeleton import skeleton
 from peftkit.errors import AdapterError, MergeError, OutputError, RunError
 from peftkit.events import Event, Saved, Table
-from peftkit.formats.peft.folder import read_adapter
+from peftkit.formats.peft.load import read_adapter
 from peftkit.merging.fold import Tally, merge_into
 from peftkit.merging.merge import Dtype, merge
 from peftkit.merging.over_files import changes_of, find_shards
@@ -225,7 +225,7 @@ def test_an_adapter_that_names_no_base_wants_one(saved: Saver) -> None:
     config = saved.adapter / "adapter_config.json"
     fields = json.loads(config.read_text()) | {"base_model_name_or_path": None}
     config.write_text(json.dumps(fields))
-    with pytest.raises(AdapterError, match="does not say which base"):
+    with pytest.raises(AdapterError, match="does not name its base"):
         merge(saved.adapter, saved.out)
     merge(saved.adapter, saved.out, base=str(saved.base), verify=False)
     torch.testing.assert_close(logits(saved.merged()), saved.logits, atol=CLOSE, rtol=0)

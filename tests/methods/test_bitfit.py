@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, TargetError
 from peftkit.formats.folders import CONFIG, TENSORS
-from peftkit.formats.peft.folder import load_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.methods.own_parameters import BitFit
 from tests.helpers.cell import built, moved, saved, trained
 from tests.helpers.kinds import outputs

@@ -13,7 +13,7 @@ from peftkit.adapter import attach
 from peftkit.errors import AdapterError, TargetError
 from peftkit.formats.exchange import export_adapter
 from peftkit.formats.folders import CONFIG, NOTES, TENSORS
-from peftkit.formats.peft.folder import load_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.merging.combine import combine
 from peftkit.methods.base import AdapterModule
@@ -34,9 +34,9 @@ pytestmark = pytest.mark.filterwarnings(
 
 def test_targets_inside_are_trained_whole_and_not_adapted() -> None:
     adapter = attach(built("llama"), LoRA(rank=2, train_fully=("layers.1", "layers.0.mlp")))
-    assert all(path.startswith("model.layers.0.self_attn") for path in adapter.own)
-    assert len(adapter.own) == 4
-    with pytest.raises(TargetError, match="nothing left for lora"):
+    assert all(path.startswith("model.layers.0.self_attn") for path in adapter.method_modules)
+    assert len(adapter.method_modules) == 4
+    with pytest.raises(TargetError, match="no modules to adapt with lora"):
         attach(built("llama"), LoRA(rank=2, train_fully=("layers",)))
 
 

@@ -16,7 +16,7 @@ from peftkit.base.new_tokens import add_tokens, restore_tokens, save_tokenizer, 
 from peftkit.errors import AdapterError, DataError, TargetError
 from peftkit.formats.exchange import export_adapter, import_adapter
 from peftkit.formats.folders import CONFIG, TENSORS
-from peftkit.formats.peft.folder import load_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.methods.base import Method
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from peftkit.adapter import Adapter, attach
 from peftkit.errors import AdapterError, DataError, MergeError, TargetError
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.serving import check_serving
 from peftkit.forward.blocks import Blocks
-from peftkit.forward.padding_free import check_packing
+from peftkit.forward.probes import check_packing
 from peftkit.merging.fold import merge_into
 from peftkit.methods.base import Method
 from peftkit.methods.prefix import PrefixTuning

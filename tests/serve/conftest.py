@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from peftkit.data.encode import Style
+from peftkit.data.style import Style
 from peftkit.inference.bank import AdapterBank
 from peftkit.methods.lora import LoRA
 from tests.helpers.bank import a_base, write

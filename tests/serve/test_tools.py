@@ -16,8 +16,8 @@ pytest.importorskip("starlette", reason="the extra peftkit[serve] is not install
 pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
 import uvicorn  # noqa: E402
 
-from peftkit.data.chat import CHATML  # noqa: E402
-from peftkit.data.encode import Style  # noqa: E402
+from peftkit.data.chat_template import CHATML  # noqa: E402
+from peftkit.data.style import Style  # noqa: E402
 from peftkit.inference.bank import AdapterBank  # noqa: E402
 from peftkit.inference.call_formats import FORMATS  # noqa: E402
 from peftkit.methods.lora import LoRA  # noqa: E402

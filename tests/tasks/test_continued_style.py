@@ -58,7 +58,7 @@ def test_rows_of_another_style_are_refused_with_the_cure(plain: Finished, tmp_pa
     file = write_rows(tmp_path / "chat.jsonl", [turn("the dog", "and the fox")] * 4)
     with pytest.raises(DataError) as refused:
         continued(plain, data={"train": file})
-    assert "'chat', the adapter learnt 'plain'" in str(refused.value)
+    assert "'chat', the adapter was trained on 'plain'" in str(refused.value)
     assert "data.format" in str(refused.value)
 
 

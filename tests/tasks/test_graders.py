@@ -14,8 +14,8 @@ from rouge_score.rouge_scorer import RougeScorer
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.config.schema import dump_yaml, json_schema
-from peftkit.data.chat import CHATML
-from peftkit.data.encode import tokens
+from peftkit.data.chat_template import CHATML
+from peftkit.data.tokens import tokens
 from peftkit.errors import ConfigError, RunError
 from peftkit.events import RolledOut
 from peftkit.inference.generate import answers_to

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from peftkit.adapter import attach
 from peftkit.data.media.text import MediaRow
-from peftkit.data.pack import fingerprint
+from peftkit.data.rows.lazy import fingerprint
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Table
-from peftkit.forward.padding_free import check_causal_answer
+from peftkit.forward.probes import check_causal_answer
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model, tower_paths
 from peftkit.settings import DataConfig

@@ -16,7 +16,8 @@ from peftkit.data.pack import Row
 from peftkit.errors import PeftkitError
 from peftkit.forward.attention import training_attention
 from peftkit.forward.blocks import Blocks
-from peftkit.forward.padding_free import can_unpad, num_positions
+from peftkit.forward.padding_free import num_positions
+from peftkit.forward.probes import can_unpad
 from peftkit.kernels.varlen import one_of_few
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from peftkit.formats.peft.folder import named_tensors
+from peftkit.formats.peft.load import named_tensors
 from tests.helpers.gguf_files import config_of_a_small_llama, in_blocks, write_gguf
 from tests.helpers.sharded import Settings, alone, events, samples, settings_of, together
 from tests.helpers.vision import CONVERSATIONS, write_image_rows

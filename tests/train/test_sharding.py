@@ -11,7 +11,7 @@ import torch
 
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
-from peftkit.formats.peft.folder import named_tensors
+from peftkit.formats.peft.load import named_tensors
 from peftkit.recipe import Recipe
 from peftkit.run import check, run
 from tests.helpers.sharded import alone, losses, recipe, together

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 
-from peftkit.formats.peft.folder import load_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.serve.tinker import weights, wire
 from tests.helpers.serving import Serve
 from tests.helpers.tinker import CE, UNLIKE, learn

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from peftkit import open_adapter
 from peftkit.errors import ConfigError
-from peftkit.formats.peft.folder import read_adapter
+from peftkit.formats.peft.load import read_adapter
 from peftkit.inference.generate import generate
 from peftkit.recipe import load
 from peftkit.report.history import read_history
