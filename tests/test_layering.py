@@ -97,7 +97,7 @@ MAIN_PATH = (
 LEAVES = (
     *("tasks/", "methods/", "serve/", "report/", "sweeps", "merging/", "cli/", "formats/gguf/"),
     *("formats/mlx", "formats/exchange", "formats/hub", "inference/"),
-    *("train/lockstep", "train/context_parallel", "planning/"),
+    *("train/lockstep", "planning/"),
     *(
         "base/published/",
         "base/gguf",

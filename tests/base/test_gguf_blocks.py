@@ -19,7 +19,7 @@ from peftkit.base.request import request_of
 from peftkit.base.skeleton import read_config, weight_bytes
 from peftkit.errors import BaseError
 from peftkit.events import Event, Notice
-from peftkit.execution.plan import compute_dtype, plan_of
+from peftkit.execution.plan import ExecutionPlan, compute_dtype
 from peftkit.kernels.gguf_blocks import TYPES, row_bytes, unpack_gguf
 from peftkit.quant.layers import QuantizedEmbedding, packed_tensors
 from peftkit.settings import BaseConfig
@@ -235,7 +235,7 @@ def test_a_base_computes_in_its_dtype_whatever_its_first_parameter_is(
     model = load_base(str(mixture), dtype="bf16", **settings).model
     attach(model, LoRA(rank=2, targets="all-linear"))
     assert compute_dtype(model) == torch.bfloat16
-    assert plan_of(model).dtype == "bfloat16"
+    assert ExecutionPlan.for_model(model).dtype == "bfloat16"
     assert compute_dtype(model.float()) == torch.float32
 
 

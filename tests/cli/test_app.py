@@ -28,7 +28,7 @@ COMMANDS: dict[str, list[str]] = {
     "distill": [
         "PROMPT.md", "--base", "--data", "--out", "--questions", "--set", "--resume", "--overwrite",
     ],
-    "plan": ["RECIPE|MODEL", "--memory", "--ranks", "--link", "--set", "--json"],
+    "plan": ["RECIPE|MODEL", "--memory", "--link", "--set", "--json"],
     "generate": [
         "ADAPTER", "--prompt", "--image", "--audio", "--video", "--system", "--base",
         "--max-new-tokens", "--temperature", "--seed", "--force",

@@ -19,7 +19,7 @@ from peftkit.execution.environment import used_bytes
 from peftkit.execution.plan import Activations
 from peftkit.forward.blocks import Blocks
 from peftkit.train import memory
-from peftkit.train.memory import ActivationBytes, saved_by
+from peftkit.train.fitting import ActivationBytes, saved_by
 from tests.helpers.toy import (
     CausalTask,
     Deep,
@@ -162,7 +162,7 @@ def test_where_no_row_fits_it_is_told_before_training(tmp_path: Path, monkeypatc
     assert run.losses == []
     text = str(run.error)
     assert "The longest row, train.jsonl:14, has 9 tokens." in text
-    assert "MB where activations are recomputed." in text
+    assert "B where activations are recomputed." in text
     assert "Rows of 10 tokens would fit" in text
     kept = planned(tmp_path, monkeypatch, 15 * KEEP, gradient_checkpointing=False)
     assert "Rows of 15 tokens would fit" in str(kept.error)
@@ -177,7 +177,7 @@ def test_auto_takes_a_share_of_what_is_free_on_a_cpu(tmp_path: Path, monkeypatch
     monkeypatch.setattr(memory, "free_bytes", lambda: (20 * KEEP + trained) / memory.AUTO_SHARE + 1)
     little = play(tmp_path / "b", model=Deep(), **settings)
     (notice,) = little.notices
-    assert "GB of what is free for activations" in notice
+    assert "iB of free memory for activations" in notice
     assert state_of(tmp_path / "b")["plan"]["tokens"] == 20
     assert little.losses == pytest.approx(plenty.losses, rel=1e-4)
 

@@ -268,15 +268,15 @@ def test_only_a_pass_that_went_well_makes_later_ones_smaller(
     teacher = Learner(a_base(llama, tokenizer))
     tenant = teacher.new(LoRA(rank=2, alpha=32), 1, fresh=True)
     rows = [learner.Datum.of(list(range(5, 25))) for _ in range(4)]
-    before, rest = teacher._plan, (LOSSES["cross_entropy"], Settings(), True)
+    before, rest = teacher.plan, (LOSSES["cross_entropy"], Settings(), True)
     with monkeypatch.context() as patch:
         Memory(patch, most=10)
         with pytest.raises(learner.RequestError, match="alone does not fit"):
             teacher.forward(tenant, rows, *rest)
-    assert teacher._plan == before
+    assert teacher.plan == before
     Memory(monkeypatch, most=40)
     teacher.forward(tenant, rows, *rest)
-    assert teacher._plan.less_than(before)
+    assert teacher.plan.less_than(before)
 
 
 def test_a_step_that_runs_out_of_memory_is_done_again_as_if_it_had_not(
@@ -322,7 +322,7 @@ def test_a_gradient_is_whole_in_the_pass_after_which_its_factor_grows(
 ) -> None:
     teacher = Learner(a_base(llama, tokenizer))
     tenant = teacher.new(LoRA(rank=2, alpha=32), 1, fresh=True)
-    teacher._scale = scale = LossScale(needed=True)  # as on a GPU with fp16
+    teacher.fitting.scale = scale = LossScale(needed=True)  # as on a GPU with fp16
     before, rows = scale.factor, [learner.Datum.of([5, 6, 7, 8, 9])]
 
     def gradients(backward: bool = True) -> list[Tensor | None]:
