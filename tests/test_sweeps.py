@@ -18,6 +18,7 @@ from peftkit.events import Event, Notice, Progress, Stage, StepDone, Table
 from peftkit.execution.signals import Interrupted
 from peftkit.figures import recent_mean
 from peftkit.formats.peft.folder import named_tensors
+from peftkit.inference.bank import check_name
 from peftkit.recipe import load
 from peftkit.run import run
 from peftkit.sweeps import check_members, grid, pick, sweep
@@ -261,6 +262,15 @@ def test_members_with_other_labels_need_another_base(base: Path, tmp_path: Path)
     over = [f"data.train={tmp_path}/ab.jsonl,{tmp_path}/ac.jsonl"]
     with pytest.raises(ConfigError, match="what the task loads the base for differs"):
         check_members(grid(recipe, over, classify, out=tmp_path / "out"))
+
+
+def test_serve_takes_the_names_of_members(base: Path, tmp_path: Path) -> None:
+    recipe = write(tmp_path / "data", base)
+    over = ["method.targets=[q, v],../up", "train.learning_rate=1e-4"]
+    names = [member.name for member in grid(recipe, over, out=tmp_path)]
+    assert names == ["targets-_q_v__learning_rate-1e-4", "targets-__up_learning_rate-1e-4"]
+    for name in names:
+        check_name(name)
 
 
 def test_members_are_picked_by_name(base: Path, tmp_path: Path) -> None:

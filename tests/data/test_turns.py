@@ -38,7 +38,7 @@ def test_replies_of_tools_continue_as_a_full_rendering_does(name: str, tokenizer
 
 
 def test_an_answer_ends_with_the_token_that_was_sampled(tokenizer: Any) -> None:
-    own = with_template(tokenizer, TEMPLATES["glm"])
+    own = with_template(tokenizer, TEMPLATES["observed"])
     by_call = Turns(own, None).after([REPLY], [("weather", ID)], TOOLS, ended_by="<|observation|>")
     assert own.decode(by_call[1]) == "\n19 degrees<|assistant|>"
     by_user = Turns(own, None).after([USER], ended_by="<|user|>")
