@@ -43,8 +43,8 @@ def classifier(labels: tuple[str, ...] | None, count: int = 3) -> Any:
     ("family", "head"),
     [
         ("bert", ("bert.pooler", "classifier")),  # a model of masked words has no pooler
-        ("distilbert", ("classifier", "pre_classifier")),
-        ("deberta_v2", ("classifier", "pooler")),
+        pytest.param("distilbert", ("classifier", "pre_classifier"), marks=pytest.mark.slow),
+        pytest.param("deberta_v2", ("classifier", "pooler"), marks=pytest.mark.slow),
         ("modernbert", ("classifier", "head")),
         ("llama", ("score",)),
         ("t5", ("classification_head",)),

@@ -25,8 +25,8 @@ from peftkit.methods.base import Method
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.quant.quantize import quantize_model
-from tests.helpers.cell import built as build
-from tests.helpers.cell import moved
+from tests.helpers.cell import perturb_trained
+from tests.helpers.cell import tiny_model as build
 from tests.helpers.families import ARCHITECTURES, PAD
 from tests.helpers.spread import spread
 from tests.helpers.virtual_tokens import IDS, inputs_of, logits
@@ -179,7 +179,7 @@ def test_peft_loads_our_files_and_we_load_theirs(task, name, tmp_path) -> None:
     theirs = peft.PeftModel.from_pretrained(case(family, task), tmp_path).eval()
     torch.testing.assert_close(of_peft(theirs), logits(model), atol=TOLERANCE, rtol=0)
     theirs.requires_grad_(True)  # as loaded, it is frozen
-    moved(theirs, parts=("prompt",))
+    perturb_trained(theirs, parts=("prompt",))
     theirs.save_pretrained(tmp_path / "theirs")
     adapter.detach()
     adapter = load_adapter(model, tmp_path / "theirs")

@@ -68,7 +68,7 @@ def test_another_style_that_is_asked_for_is_told(plain: Finished, tmp_path: Path
     record = continued(plain, events, data={"train": file, "format": "messages"})
     assert record.task.style.kind == "chat"
     texts = [event.text for event in events if isinstance(event, Notice)]
-    assert [text for text in texts if text.endswith("chat, and it was plain.")]
+    assert [text for text in texts if text.endswith("chat instead of plain.")]
 
 
 def test_rows_of_the_same_style_go_on_without_a_word(plain: Finished) -> None:
