@@ -370,13 +370,13 @@ def _open_all(
     if adapter is not None:
         return _open(adapter, base, force)
     folders = named_adapters(named or ())
-    from peftkit.base.new_tokens import tell_split_tokens
+    from peftkit.base.new_tokens import notify_split_tokens
     from peftkit.inference.bank import open_bank
     from peftkit_cli.render import Renderer
 
     with Renderer(transient=True) as on_event:
         bank = open_bank(folders, base, force=force, on_event=on_event)
-        tell_split_tokens(folders, bank.base.tokenizer, on_event)
+        notify_split_tokens(folders, bank.base.tokenizer, on_event)
         return bank
 
 

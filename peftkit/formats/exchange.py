@@ -38,7 +38,7 @@ from peftkit.formats.folders import (
     new_adapter_folder,
 )
 from peftkit.formats.gguf.header import read_header
-from peftkit.formats.guard import check_safetensors, read_json, what_is
+from peftkit.formats.guard import check_safetensors, file_kind, read_json
 from peftkit.formats.mlx import MLX_TENSORS, read_mlx
 from peftkit.formats.open_adapter import task_of
 from peftkit.formats.peft.folder import save_adapter
@@ -228,7 +228,7 @@ def recognise(path: Path) -> Foreign:
     if not path.exists():
         raise AdapterError(message, found="There is no such file or folder.")
     file = path if path.is_file() else _only_file(path, message)
-    kind = what_is(file)
+    kind = file_kind(file)
     if kind == GGUF:
         return Foreign("gguf", file.parent, file)
     names = list(check_safetensors(file).tensors)

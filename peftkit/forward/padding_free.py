@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from peftkit.forward.attention import Layout, TrainingAttention
-from peftkit.kernels.varlen import Grid, Spans, grid_of, one_of_few, spans_of
+from peftkit.kernels.varlen import Grid, Spans, grid_of, rounded_size, spans_of
 
 ALIGNMENT, SIZES = 16, 16
 """N is a multiple of ALIGNMENT, and one of SIZES sizes between two powers of two."""
@@ -74,7 +74,7 @@ def unpadded(batch: Mapping[str, Tensor], *, share: bool, spans: bool = False) -
     documents = [document.tolist() for document in ids.split(lengths)]
     places = _places_in_row(documents, share=share)
     # at least one token of padding
-    shape = (1, one_of_few(max(map(max, places)) + 2, ALIGNMENT, SIZES))
+    shape = (1, rounded_size(max(map(max, places)) + 2, ALIGNMENT, SIZES))
     place = torch.tensor([n for document in places for n in document])
     padding_free = {name: tensor for name, tensor in batch.items() if name not in PADDED}
     padding_free |= {  # filled with a real token: of zeros some norms have no gradient

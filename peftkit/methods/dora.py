@@ -28,7 +28,7 @@ class DoRALinear(LoRALinear):
     """A frozen linear layer with a LoRA on its direction and trained row norms.
 
     Attributes:
-        lora_magnitude: (num_rows,): the trained norms of the adapted output rows.
+        lora_magnitude: (num_rows,) trained norms of the adapted output rows.
         squared_norms: (out,) float32: ||w||^2 of the frozen rows.
     """
 
@@ -45,7 +45,7 @@ class DoRALinear(LoRALinear):
                 squared.copy_(weight_of(base).float().square().sum(1))
 
     def full_magnitude(self) -> Tensor:
-        """Return m of every output row (out,): the frozen norm where nothing is adapted."""
+        """Return m of every output row (out,): the frozen norm if the row is not adapted."""
         rows = self.slice.rows
         if rows is None:
             return self.lora_magnitude
@@ -68,9 +68,9 @@ class DoRALinear(LoRALinear):
         return add_lora(out, self.dropout(x), self.full_a(), scaled_b, self.scaling)
 
     @torch.no_grad()
-    def init_from(self, *values: Tensor | None) -> None:
-        super().init_from(*values)
-        # by the same formula as in forward, so that the ratio starts at exactly one
+    def init_from(self, *start: Tensor | None) -> None:
+        super().init_from(*start)
+        # by the same formula as in forward, to start with a ratio of exactly one
         norms = self._row_norms(weight_of(self.base), self.squared_norms)
         self.lora_magnitude.copy_(norms if self.slice.rows is None else norms[self.slice.rows])
 
@@ -104,7 +104,9 @@ class DoRA(LoRA):
     """Initialisation of A: default (Kaiming), gaussian, eva (from activations); B is zero."""
 
     def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
-        return Method.wrap_experts(self, experts, sites)  # norms of rows there are not made
+        return Method.wrap_experts(
+            self, experts, sites
+        )  # row norms of stacked experts are not supported
 
 
 class DoRAFormat(LoRAFormat):

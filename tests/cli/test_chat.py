@@ -150,7 +150,7 @@ def test_tokens_that_a_bank_splits_are_told(
     done = peftkit("chat", "--adapter", one, "--adapter", two["sql"], "--max-new-tokens", "5")
     assert done.code == 0
     told = " ".join(done.err.split())
-    assert "'json' was trained with tokens that its base does not know: <tool>." in told
+    assert "'json' was trained with tokens that its base lacks: <tool>." in told
     assert "'sql' was trained" not in told
     (one / "tokenizer.json").write_text("{")
     typed(monkeypatch, ASKED)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from peftkit.base.processors import UnreadVideos, blind_to_videos
+from peftkit.base.processors import UnreadVideos, without_video_support
 from peftkit.settings import DataConfig
 from peftkit.tasks.media.media_text import AudioTextConfig, MediaText
 from tests.helpers.speech import encoded, tones
@@ -136,7 +136,7 @@ GEMMA4_HEARING = Family(
             },
         },
     ),
-    lambda: blind_to_videos(transformers.Gemma4Processor)(
+    lambda: without_video_support(transformers.Gemma4Processor)(
         feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
         image_processor=transformers.Gemma4ImageProcessorPil(
             patch_size=4, pooling_kernel_size=2, max_soft_tokens=70
@@ -184,7 +184,7 @@ QWEN2_5_OMNI = Family(
             for end, own in (("start", "bos"), ("end", "eos"))
         },
     ),
-    lambda: blind_to_videos(transformers.Qwen2_5OmniProcessor)(
+    lambda: without_video_support(transformers.Qwen2_5OmniProcessor)(
         image_processor=transformers.Qwen2VLImageProcessorPil(
             patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024}
         ),

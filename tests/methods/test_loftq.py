@@ -58,7 +58,7 @@ def test_without_its_start_it_is_refused_by_the_name_of_what_makes_it() -> None:
 
 def test_over_weights_that_lost_nothing_it_is_refused(tmp_path: Path) -> None:
     original, model = pair("llama")
-    with pytest.raises(TargetError, match="the weight equals the original"):
+    with pytest.raises(TargetError, match="The weight equals the original"):
         loftq_starts(original, LOFTQ, copy.deepcopy(original))
     save_adapter(attach(model, LOFTQ, starts=loftq_starts(model, LOFTQ, original)), tmp_path)
     with pytest.raises(AdapterError, match="this layer is not quantised"):

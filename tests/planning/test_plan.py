@@ -73,7 +73,7 @@ def test_a_product_is_measured_when_the_machine_is_free_for_a_moment(
 ) -> None:
     clock = Clock(busy=8)
     monkeypatch.setattr(planner, "time", clock)
-    monkeypatch.setattr(planner, "gpu_here", lambda: None)
+    monkeypatch.setattr(planner, "local_gpu", lambda: None)
     monkeypatch.setattr(torch, "ones", lambda *sizes, **more: clock)
     assert planner.measured_rate(torch.float32) == pytest.approx(2 * 512**3 / 0.001)
     assert clock.seconds < 2 * planner.MOMENT

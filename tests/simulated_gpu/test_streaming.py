@@ -140,7 +140,7 @@ def test_weights_share_pinned_memory_instead_of_being_rounded_up_each(card: Card
     sizes = [41_000, 1_300, 70_000, 33_000, 3] * 40
     tensors = [torch.randn(n) for n in sizes]
     expected = [tensor.clone() for tensor in tensors]
-    assert transfer.PinnedArena().take_in(tensors)
+    assert transfer.PinnedArena().pin(tensors)
     total = sum(tensor.nbytes for tensor in tensors)
     assert total <= card.pinned.held < 1.25 * total
     assert all(tensor.is_pinned() for tensor in tensors)

@@ -18,7 +18,7 @@ from peftkit.forward.attention import training_attention
 from peftkit.forward.blocks import Blocks
 from peftkit.forward.padding_free import num_positions
 from peftkit.forward.probes import can_unpad
-from peftkit.kernels.varlen import one_of_few
+from peftkit.kernels.varlen import rounded_size
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
@@ -193,7 +193,7 @@ def test_micro_batches_count_tokens_and_some_of_the_padding(tokenizer: Tokenizer
 
 
 def test_sizes_are_few_and_little_is_lost() -> None:
-    sizes = [one_of_few(size, 8, 16) for size in range(1, 2049)]
+    sizes = [rounded_size(size, 8, 16) for size in range(1, 2049)]
     assert all(0 <= found - size < max(8, size / 16) for size, found in enumerate(sizes, 1))
     assert all(found % 8 == 0 for found in sizes)
     assert len({size for size in sizes if 1024 < size <= 2048}) == 16
