@@ -17,10 +17,10 @@ from starlette.responses import JSONResponse
 from peftkit.errors import OutputError, PeftkitError, RunError
 from peftkit.inference.sampling import Chosen
 from peftkit.serve.answer_calls import call_fields
+from peftkit.serve.generation import Generation, Output
 from peftkit.serve.requests import RequestError
-from peftkit.serve.worker import Job, Piece
 
-PieceQueue = asyncio.Queue[tuple[int, Piece | Exception]]
+OutputQueue = asyncio.Queue[tuple[int, Output | Exception]]
 """Pieces of the answers to one request, each with the index of its answer."""
 
 
@@ -74,7 +74,7 @@ class ReplyFormat:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, answers: Sequence[Piece], num_prompt: int) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
         """Return the response with whole answers."""
         choices = [
             self._choice(index, "message", message(answer), answer)
@@ -85,31 +85,31 @@ class ReplyFormat:
     def begin(self, index: int) -> list[dict[str, Any]]:
         """Return the chunks before the first text: in a chat, the role."""
         delta = {"role": "assistant", "content": ""}
-        choice = self._choice(index, "delta", delta, Piece(""))
+        choice = self._choice(index, "delta", delta, Output(""))
         return [self._object([choice], True)] if self.is_chat else []
 
-    def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+    def piece(self, index: int, piece: Output) -> list[dict[str, Any]]:
         """Return the chunks of a piece: its text, and the end of the answer."""
-        parts: list[tuple[dict[str, Any], Piece]] = []
+        parts: list[tuple[dict[str, Any], Output]] = []
         if piece.text or piece.chosen:
-            parts.append(({"content": piece.text}, Piece(piece.text, piece.chosen)))
+            parts.append(({"content": piece.text}, Output(piece.text, piece.chosen)))
         if piece.thought:
-            parts.append(({"reasoning_content": piece.thought}, Piece("")))
+            parts.append(({"reasoning_content": piece.thought}, Output("")))
         for call in piece.calls:
             number = self.num_calls[index] = self.num_calls.get(index, -1) + 1
-            parts.append(({"tool_calls": [{"index": number, **call_fields(call)}]}, Piece("")))
+            parts.append(({"tool_calls": [{"index": number, **call_fields(call)}]}, Output("")))
         if piece.reason is not None:
-            parts.append(({}, Piece("", (), piece.reason)))
+            parts.append(({}, Output("", (), piece.reason)))
         return [
             self._object([self._choice(index, "delta", delta, part)], True) for delta, part in parts
         ]
 
-    def used(self, answers: Sequence[Piece], num_prompt: int) -> dict[str, Any]:
+    def used(self, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
         """Return the chunk with the token counts."""
         return self._object([], True) | {"usage": usage(answers, num_prompt)}
 
     def _choice(
-        self, index: int, place: str, turn: Mapping[str, Any], piece: Piece
+        self, index: int, place: str, turn: Mapping[str, Any], piece: Output
     ) -> dict[str, Any]:
         content = {place: dict(turn)} if self.is_chat else {"text": piece.text}
         has_log_probs = self.num_top is not None and piece.chosen
@@ -160,7 +160,7 @@ class ReplyFormat:
         }
 
 
-def message(answer: Piece) -> dict[str, Any]:
+def message(answer: Output) -> dict[str, Any]:
     """Return a whole answer as a message; its content is null where it only calls."""
     fields: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.thought:
@@ -171,7 +171,7 @@ def message(answer: Piece) -> dict[str, Any]:
     return fields
 
 
-def usage(answers: Sequence[Piece], num_prompt: int) -> dict[str, int]:
+def usage(answers: Sequence[Output], num_prompt: int) -> dict[str, int]:
     """Return the token counts of a request."""
     new = sum(answer.num_tokens for answer in answers)
     return {
@@ -186,9 +186,11 @@ def event(fields: Mapping[str, Any] | None) -> str:
     return f"data: {'[DONE]' if fields is None else json.dumps(fields, ensure_ascii=False)}\n\n"
 
 
-async def whole_answers(request: Request, jobs: Sequence[Job], queue: PieceQueue) -> list[Piece]:
+async def whole_answers(
+    request: Request, jobs: Sequence[Generation], queue: OutputQueue
+) -> list[Output]:
     """Return the whole answers, in order; cancel the jobs if the client disconnects."""
-    pieces: list[list[Piece]] = [[] for _ in jobs]
+    pieces: list[list[Output]] = [[] for _ in jobs]
     gone = asyncio.create_task(_gone(request))
     try:
         while not all(of and of[-1].reason for of in pieces):
@@ -224,10 +226,14 @@ async def _gone(request: Request) -> None:
 
 
 async def streamed(
-    form: ReplyFormat, jobs: Sequence[Job], queue: PieceQueue, num_prompt: int, wants_usage: bool
+    form: ReplyFormat,
+    jobs: Sequence[Generation],
+    queue: OutputQueue,
+    num_prompt: int,
+    wants_usage: bool,
 ) -> AsyncIterator[str]:
     """Yield the events of a streamed answer; an error after the first comes as an event too."""
-    ended: list[Piece] = []
+    ended: list[Output] = []
     try:
         for chunk in (chunk for index in range(len(jobs)) for chunk in form.begin(index)):
             yield event(chunk)

@@ -30,10 +30,11 @@ from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
 from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.serve.access import Gate
 from peftkit.serve.answer_calls import AnswerCalls
-from peftkit.serve.answers import PieceQueue, ReplyFormat, refusal, streamed, whole_answers
+from peftkit.serve.answers import OutputQueue, ReplyFormat, refusal, streamed, whole_answers
 from peftkit.serve.body import bounded_body
 from peftkit.serve.call_grammar import call_grammar
 from peftkit.serve.dialects import dialects
+from peftkit.serve.generation import Generation, Output, resolve_seed
 from peftkit.serve.grammars import Grammars
 from peftkit.serve.models import BARE, Models
 from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
@@ -41,7 +42,7 @@ from peftkit.serve.store import Store
 from peftkit.serve.tokens import TokenBody, token_answers, unknown_token, vocabulary
 from peftkit.serve.tool_fields import ToolUse
 from peftkit.serve.training import Dialect, Training, TrainingOptions
-from peftkit.serve.worker import Job, Piece, Worker, own_seed
+from peftkit.serve.worker import Worker
 
 B = TypeVar("B", bound=Body)
 
@@ -269,9 +270,9 @@ class _Service:
         data = await bounded_body(request, self._limits.max_body)
         loop = asyncio.get_running_loop()
         owner = request.state.owner
-        queue: PieceQueue = asyncio.Queue()
+        queue: OutputQueue = asyncio.Queue()
 
-        def prepared() -> tuple[_Read, list[Job]]:
+        def prepared() -> tuple[_Read, list[Generation]]:
             found = read(data, owner)
             return found, self._jobs(found, queue, loop)
 
@@ -289,15 +290,17 @@ class _Service:
             return JSONResponse(token_answers(body.model, answers, num_prompt))
         return JSONResponse(form.whole(answers, num_prompt))
 
-    def _jobs(self, found: _Read, queue: PieceQueue, loop: asyncio.AbstractEventLoop) -> list[Job]:
+    def _jobs(
+        self, found: _Read, queue: OutputQueue, loop: asyncio.AbstractEventLoop
+    ) -> list[Generation]:
         body, adapter, style, prompts, calls, _ = found
         copies = body.n or 1
         length = body.max_new_tokens or self._limits.max_new_tokens
-        jobs: list[Job] = []
+        jobs: list[Generation] = []
         for index in range(len(prompts) * copies):
             ids = prompts[index // copies]
 
-            def send(piece: Piece | Exception, index: int = index) -> None:
+            def send(piece: Output | Exception, index: int = index) -> None:
                 with suppress(RuntimeError):  # the loop has been closed
                     loop.call_soon_threadsafe(queue.put_nowait, (index, piece))
 
@@ -305,7 +308,7 @@ class _Service:
                 max_new_tokens=self._worker.room_for(ids, length),
                 temperature=_given(body.temperature, self._limits.temperature),
                 top_p=_given(body.top_p, 1.0),
-                seed=own_seed(body.seed),
+                seed=resolve_seed(body.seed),
                 top_k=body.num_likeliest,
                 stops=[*(calls.stops if calls else self._stops(style)), *body.stop_ids],
                 top_logprobs=body.num_top or 0,
@@ -318,7 +321,9 @@ class _Service:
                 log_probs=body.num_top is not None,
                 constraint=self._constraint(found, ids, sampling),
             )
-            jobs.append(Job(answer, send, body.stop_texts, found.reader(ids), body.keeps_end))
+            jobs.append(
+                Generation(answer, send, body.stop_texts, found.reader(ids), body.keeps_end)
+            )
         return jobs
 
     def _constraint(self, found: _Read, ids: list[int], sampling: Sampling) -> Constraint | None:

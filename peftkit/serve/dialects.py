@@ -12,7 +12,7 @@ def dialects(training: Training) -> list[Dialect]:
     """Return the interfaces that a server has; Tinker's needs protobuf."""
     spoken = [tuning.dialect(training)]
     if find_spec("google") is None or find_spec("google.protobuf") is None:
-        training.say("Tinker's clients are not answered: pip install 'peftkit[train-api]'")
+        training.log("Tinker's clients are not answered: pip install 'peftkit[train-api]'")
         return spoken
     from peftkit.serve.tinker import api as tinker
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from peftkit.serve.answers import usage
+from peftkit.serve.generation import Output
 from peftkit.serve.requests import Body, RequestError
-from peftkit.serve.worker import Piece
 
 MAX_STOPS = 64
 _SETTINGS = "sampling_params"
@@ -81,7 +81,7 @@ def unknown_token(where: str, token: int, size: int, param: str | None = None) -
     )
 
 
-def token_answers(model: str, answers: Sequence[Piece], num_prompt: int) -> dict[str, Any]:
+def token_answers(model: str, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
     """Return the response: each answer's token ids with its end token, and their log-probabilities.
 
     Log-probabilities are natural logarithms by softmax(logits / temperature), before top_p and
@@ -96,7 +96,7 @@ def token_answers(model: str, answers: Sequence[Piece], num_prompt: int) -> dict
     }
 
 
-def _choice(index: int, answer: Piece) -> dict[str, Any]:
+def _choice(index: int, answer: Output) -> dict[str, Any]:
     content = [
         {"token": f"token_id:{one.token}", "token_id": one.token, "logprob": one.log_prob}
         for one in answer.chosen

@@ -54,7 +54,7 @@ class Training:
     def folder(self) -> Path:
         return self.options.folder
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Show a line in the terminal that serves."""
         self.options.say(text)
 

@@ -19,8 +19,9 @@ from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Completion, Limits, Request
 from peftkit.inference.generate import TextStream
 from peftkit.inference.sampling import Chosen, Sampling
+from peftkit.serve.generation import Generation, Output
 from peftkit.serve.requests import RequestError
-from peftkit.serve.worker import Job, Piece, Worker
+from peftkit.serve.worker import Worker
 
 
 class Asked:
@@ -29,12 +30,12 @@ class Asked:
     def __init__(self, adapter: str | None, ids: list[int], seed: int = 0, **settings: Any) -> None:
         self.queue: SimpleQueue[Any] = SimpleQueue()
         sampling = Sampling(**{"max_new_tokens": 4, **settings})
-        self.job = Job(Request(ids, sampling, seed, adapter), self.queue.put)
+        self.job = Generation(Request(ids, sampling, seed, adapter), self.queue.put)
 
     def end(self) -> Any:
         """Return the whole answer, or the error."""
         text = ""
-        while isinstance(what := self.queue.get(timeout=20), Piece):
+        while isinstance(what := self.queue.get(timeout=20), Output):
             text += what.text
             if what.reason is not None:
                 return replace(what, text=text)
@@ -147,7 +148,7 @@ def test_what_fails_is_told_and_those_after_it_are_answered(
     worker.start()
     failed = first.end()
     worker.submit([second.job])
-    assert isinstance(second.end(), Piece)
+    assert isinstance(second.end(), Output)
     worker.stop()
     assert isinstance(failed, RunError)
     assert "no more" in str(failed)
@@ -171,7 +172,7 @@ def test_a_model_that_cannot_begin_to_answer_fails_what_waits(
         assert isinstance(error, RunError)
         assert "no more" in str(error)
         worker.submit([second.job])
-        assert isinstance(second.end(), Piece)
+        assert isinstance(second.end(), Output)
     finally:
         worker.stop()
 

@@ -20,7 +20,7 @@ from peftkit.serve.answers import refusal
 from peftkit.serve.body import bounded_body
 from peftkit.serve.requests import RequestError
 from peftkit.serve.tinker import bodies
-from peftkit.serve.tinker.bodies import Asked, Body, checked, digest_of, fields_of
+from peftkit.serve.tinker.bodies import Body, RequestContext, checked, digest_of, fields_of
 from peftkit.serve.tinker.service import Service
 from peftkit.serve.tinker.wire import parsed
 from peftkit.serve.training import Dialect, Training
@@ -92,7 +92,7 @@ def _routes(service: Service) -> list[BaseRoute]:
 
 
 def _fixed(reply: dict[str, Any]) -> Handler:
-    """Return a handler with one reply, whatever it is asked."""
+    """Return a handler with one reply, whatever it is context."""
 
     async def handle(request: Request) -> Response:
         await bounded_body(request, MAX_BODY)
@@ -101,31 +101,31 @@ def _fixed(reply: dict[str, Any]) -> Handler:
     return handle
 
 
-def _json(kind: type[Body], of: Callable[[Any, Asked], dict[str, Any]]) -> Handler:
+def _json(kind: type[Body], of: Callable[[Any, RequestContext], dict[str, Any]]) -> Handler:
     """Return a handler of a JSON body."""
 
     async def handle(request: Request) -> Response:
-        asked = await _asked(request)
-        body = await run_in_threadpool(checked, asked.fields, kind)
-        return JSONResponse(of(body, asked))
+        context = await _asked(request)
+        body = await run_in_threadpool(checked, context.fields, kind)
+        return JSONResponse(of(body, context))
 
     return handle
 
 
 def _operation(
-    service: Service, kind: type[bodies.Ordered], of: Callable[[Any, Any], Callable[[], Any]]
+    service: Service, kind: type[bodies.OperationBody], of: Callable[[Any, Any], Callable[[], Any]]
 ) -> Handler:
     """Return a handler of an operation of a model, whose body may be wrong: then it fails."""
 
     async def handle(request: Request) -> Response:
-        asked = await _asked(request)
-        place = {name: asked.fields.get(name) for name in ("model_id", "seq_id")}
+        context = await _asked(request)
+        place = {name: context.fields.get(name) for name in ("model_id", "seq_id")}
 
         def prepare(model: Any) -> Callable[[], Any]:
-            return of(checked(asked.fields, kind), model)
+            return of(checked(context.fields, kind), model)
 
-        ordered = checked(place, bodies.Ordered)
-        return JSONResponse(await run_in_threadpool(service.submit, ordered, asked, prepare))
+        ordered = checked(place, bodies.OperationBody)
+        return JSONResponse(await run_in_threadpool(service.submit, ordered, context, prepare))
 
     return handle
 
@@ -139,12 +139,14 @@ def _forward_backward(service: Service) -> Handler:
             raise RequestError("forward_backward is read as protobuf.", fix=fix, status=415)
         data = await bounded_body(request, MAX_PROTOBUF)
         message = await run_in_threadpool(parsed, "ForwardBackward", data)
-        place = checked({"model_id": message.model_id, "seq_id": message.seq_id}, bodies.Ordered)
+        place = checked(
+            {"model_id": message.model_id, "seq_id": message.seq_id}, bodies.OperationBody
+        )
         digest = digest_of(message.SerializeToString(deterministic=True))
-        asked = Asked(_owner(request), digest, len(data))
+        context = RequestContext(_owner(request), digest, len(data))
         return JSONResponse(
             await run_in_threadpool(
-                service.submit, place, asked, lambda model: service.forward(message, model)
+                service.submit, place, context, lambda model: service.forward(message, model)
             )
         )
 
@@ -153,9 +155,9 @@ def _forward_backward(service: Service) -> Handler:
 
 def _retrieve(service: Service) -> Handler:
     async def handle(request: Request) -> Response:
-        asked = await _asked(request)
-        body = await run_in_threadpool(checked, asked.fields, bodies.OfFuture)
-        pending = service.pending(body, asked)
+        context = await _asked(request)
+        body = await run_in_threadpool(checked, context.fields, bodies.OfFuture)
+        pending = service.pending(body, context)
         pending.check()
         await asyncio.wait([asyncio.wrap_future(pending.future)], timeout=HOLD_SECONDS)
         result = pending.future.result() if pending.future.done() else None
@@ -198,12 +200,12 @@ def _owner(request: Request) -> str:
     return str(request.state.owner)
 
 
-async def _asked(request: Request) -> Asked:
+async def _asked(request: Request) -> RequestContext:
     data, key = await bounded_body(request, MAX_BODY), request.headers.get("x-idempotency-key", "")
 
-    def read() -> Asked:
+    def read() -> RequestContext:
         fields = fields_of(data)
-        return Asked(_owner(request), digest_of(fields), len(data), fields, key[:200])
+        return RequestContext(_owner(request), digest_of(fields), len(data), fields, key[:200])
 
     return await run_in_threadpool(read)  # others have their turn meanwhile
 

@@ -103,7 +103,7 @@ class OfModel(Body):
     model_id: Id
 
 
-class Ordered(OfModel):
+class OperationBody(OfModel):
     """What has its place among the operations of a model."""
 
     seq_id: Number
@@ -120,13 +120,13 @@ class Adam(Body):
     grad_clip_norm: Annotated[float, Field(ge=0)] = 0.0
 
 
-class Step(Ordered):
+class Step(OperationBody):
     """optim_step."""
 
     adam_params: Adam
 
 
-class Save(Ordered):
+class Save(OperationBody):
     """save_weights."""
 
     path: Name | None = None
@@ -135,7 +135,7 @@ class Save(Ordered):
     user_metadata: Metadata = {}
 
 
-class SaveForSampler(Ordered):
+class SaveForSampler(OperationBody):
     """save_weights_for_sampler: with a path, or for a sampler of its own."""
 
     path: Name | None = None
@@ -245,7 +245,7 @@ class OfPath(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestContext:
     """A request, besides its checked body.
 
     Attributes:

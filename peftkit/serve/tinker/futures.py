@@ -30,15 +30,15 @@ MAX_AHEAD = 4096
 """How far ahead of its turn an operation may come."""
 MAX_WAITING_BYTES = 1 << 29
 """Of the requests that wait."""
-MAX_KEPT, MAX_KEPT_BYTES = 1 << 16, 1 << 28
+MAX_RESULTS, MAX_RESULT_BYTES = 1 << 16, 1 << 28
 """Results that are kept; the oldest go."""
-MAX_KNOWN = 1 << 16
+MAX_REPLIES = 1 << 16
 """Requests whose repeats are known."""
 
 _LOG = logging.getLogger(__name__)
 
 
-class Known(Generic[T]):
+class ReplyCache(Generic[T]):
     """The replies to earlier requests: one that is sent again does nothing."""
 
     def __init__(self) -> None:
@@ -60,12 +60,12 @@ class Known(Generic[T]):
     def keep(self, key: Any, digest: str, reply: T) -> None:
         """Keep the reply to a request."""
         self._replies[key] = digest, reply
-        while len(self._replies) > MAX_KNOWN:
+        while len(self._replies) > MAX_REPLIES:
             self._replies.popitem(last=False)
 
 
 @dataclass(eq=False, slots=True)
-class Pending:
+class PendingResult:
     """A result to come.
 
     Attributes:
@@ -111,20 +111,20 @@ class Futures:
     """
 
     def __init__(self) -> None:
-        self._run, self._all = new_id("")[:8], dict[str, Pending]()
+        self._run, self._all = new_id("")[:8], dict[str, PendingResult]()
         self._done: OrderedDict[str, int] = OrderedDict()
         self._kept = self._waiting = 0
         self._lock = threading.Lock()
 
-    def new(self, owner: str) -> Pending:
+    def new(self, owner: str) -> PendingResult:
         """Return a result to come."""
-        pending = Pending(f"{self._run}-{new_id('')}", owner)
+        pending = PendingResult(f"{self._run}-{new_id('')}", owner)
         with self._lock:
             self._all[pending.id] = pending
         pending.future.add_done_callback(partial(self._keep, pending.id))
         return pending
 
-    def get(self, id: str, owner: str) -> Pending:
+    def get(self, id: str, owner: str) -> PendingResult:
         """Return a result to come.
 
         Raises:
@@ -137,7 +137,7 @@ class Futures:
             raise RequestError("the server was restarted; this result is lost.", status=410)
         raise RequestError(f"there is no request {id} here.", status=404)
 
-    def forget(self, pending: Pending) -> None:
+    def forget(self, pending: PendingResult) -> None:
         """Drop a result that nobody was told of."""
         with self._lock:
             self._all.pop(pending.id, None)
@@ -149,7 +149,7 @@ class Futures:
                 self._done[id] = size = len(result) if isinstance(result, bytes) else 256
                 self._kept += size
             while len(self._done) > 1 and (
-                len(self._done) > MAX_KEPT or self._kept > MAX_KEPT_BYTES
+                len(self._done) > MAX_RESULTS or self._kept > MAX_RESULT_BYTES
             ):
                 oldest, size = self._done.popitem(last=False)
                 self._kept -= size
@@ -184,13 +184,13 @@ class Futures:
 class Operation:
     """One of a model's operations, and the bytes of its request."""
 
-    pending: Pending
+    pending: PendingResult
     run: Run
     size: int
     since: float = field(default_factory=time.monotonic)
 
 
-class Order:
+class OperationQueue:
     """The operations of one model, one after the other; the first has the number 0.
 
     Args:
@@ -201,7 +201,7 @@ class Order:
         self._call, self._futures, self._next = call, futures, 0
         self._held: dict[int, Operation] = {}
         self._ready: deque[Operation] = deque()
-        self._known: Known[str] = Known()
+        self._known: ReplyCache[str] = ReplyCache()
         self._is_busy = False
         self._closed: RequestError | None = None
         self._lock = threading.RLock()

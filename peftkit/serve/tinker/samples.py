@@ -16,16 +16,16 @@ from peftkit.forward.loss import Head, target_logits, target_rows
 from peftkit.inference.engine import Request as AnswerRequest
 from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.model.modes import evaluating
+from peftkit.serve.generation import Generation, Output, resolve_seed
 from peftkit.serve.requests import MAX_TOKENS, RequestError
-from peftkit.serve.tinker.bodies import Asked, Sample
-from peftkit.serve.tinker.futures import Futures, Known, Pending
+from peftkit.serve.tinker.bodies import RequestContext, Sample
+from peftkit.serve.tinker.futures import Futures, PendingResult, ReplyCache
 from peftkit.serve.tinker.learner import Learner
 from peftkit.serve.tinker.rows import check_tokens
 from peftkit.serve.tinker.weights import Weights
 from peftkit.serve.tinker.wire import LENGTH, MESSAGES, STOP, bytes_of, set_topk
 from peftkit.serve.tokens import vocabulary
 from peftkit.serve.training import Training
-from peftkit.serve.worker import Job, Piece, own_seed
 
 SAMPLER = "tinker.sampler"
 """Kind of the store's documents."""
@@ -44,15 +44,15 @@ class Answers:
         message: `Sampled`; the answers are added when all have ended.
     """
 
-    def __init__(self, body: Sample, pending: Pending) -> None:
+    def __init__(self, body: Sample, pending: PendingResult) -> None:
         self._num_top, self._pending = body.topk_sample_logprobs, pending
         self.message = MESSAGES["Sampled"]()
-        self._parts: list[list[Piece]] = [[] for _ in range(body.num_samples)]
+        self._parts: list[list[Output]] = [[] for _ in range(body.num_samples)]
 
-    def sender(self, index: int) -> Callable[[Piece | Exception], None]:
+    def sender(self, index: int) -> Callable[[Output | Exception], None]:
         """Return what takes the pieces of an answer."""
 
-        def send(piece: Piece | Exception) -> None:
+        def send(piece: Output | Exception) -> None:
             if isinstance(piece, Exception):
                 self._pending.finish(piece)
                 return
@@ -84,7 +84,7 @@ class Samplers:
     ) -> None:
         self._training, self._store, self._weights = training, training.store, weights
         self._learner, self._futures = learner, futures
-        self._known: Known[Reply] = Known()
+        self._known: ReplyCache[Reply] = ReplyCache()
 
     def add(self, session: str, number: int, owner: str, base_model: str, path: str | None) -> str:
         """Make a sampler, or find it again; return its id.
@@ -113,16 +113,16 @@ class Samplers:
             raise RequestError(f"there is no sampler {id[:80]}.", status=404)
         return facts
 
-    def sample(self, body: Sample, asked: Asked) -> Reply:
+    def sample(self, body: Sample, context: RequestContext) -> Reply:
         """Have answers sampled."""
         key, adapter = (body.sampling_session_id, body.seq_id), None
-        path = self.get(asked.owner, body.sampling_session_id)["model_path"]
-        if (reply := self._known.reply(key, asked.digest)) is not None:
+        path = self.get(context.owner, body.sampling_session_id)["model_path"]
+        if (reply := self._known.reply(key, context.digest)) is not None:
             return reply
         if path is not None:
-            self._weights.get(path, asked.owner)
-            adapter = self._training.models.inner(path, asked.owner)
-        pending = self._futures.new(asked.owner)
+            self._weights.get(path, context.owner)
+            adapter = self._training.models.inner(path, context.owner)
+        pending = self._futures.new(context.owner)
         try:
             self._submit(body, adapter, pending)
         except PeftkitError as error:
@@ -132,10 +132,10 @@ class Samplers:
             pending.finish(error)
         names = [f"{pending.id}:{number}" for number in range(body.num_samples)]
         reply = {"request_id": pending.id, "sample_sequence_ids": names}
-        self._known.keep(key, asked.digest, reply)
+        self._known.keep(key, context.digest, reply)
         return reply
 
-    def _submit(self, body: Sample, adapter: str | None, pending: Pending) -> None:
+    def _submit(self, body: Sample, adapter: str | None, pending: PendingResult) -> None:
         """Have a request answered; the result is a message `Sampled`."""
         worker, bank, models = self._training.worker, self._training.bank, self._training.models
         answers = Answers(body, pending)
@@ -156,7 +156,9 @@ class Samplers:
         worker.submit(jobs, scored if is_scored else None)
 
 
-def _jobs(training: Training, body: Sample, adapter: str | None, answers: Answers) -> list[Job]:
+def _jobs(
+    training: Training, body: Sample, adapter: str | None, answers: Answers
+) -> list[Generation]:
     worker, model = training.worker, training.bank.base.model
     settings, ids = body.sampling_params, body.prompt.ids
     check_tokens(torch.tensor(ids, dtype=torch.long), model, "the prompt")
@@ -172,7 +174,7 @@ def _jobs(training: Training, body: Sample, adapter: str | None, answers: Answer
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=max(settings.top_k, 0),
-        seed=own_seed(settings.seed),
+        seed=resolve_seed(settings.seed),
         top_logprobs=body.topk_sample_logprobs,
     )
     stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop
@@ -183,7 +185,7 @@ def _jobs(training: Training, body: Sample, adapter: str | None, answers: Answer
         ends |= {added[text] for text in texts if text in added}
     seeds = [seed_of(sampling, number) for number in range(body.num_samples)]
     return [
-        Job(
+        Generation(
             AnswerRequest(ids, sampling, seed, adapter, log_probs=True, ends=ends),
             answers.sender(number),
             texts,

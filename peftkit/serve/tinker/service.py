@@ -18,8 +18,15 @@ from peftkit.inference.engine import context_length
 from peftkit.serve.requests import RequestError
 from peftkit.serve.store import new_id
 from peftkit.serve.tinker import bodies
-from peftkit.serve.tinker.bodies import Asked, Lora
-from peftkit.serve.tinker.futures import Futures, Known, Order, Pending, Result, Run
+from peftkit.serve.tinker.bodies import Lora, RequestContext
+from peftkit.serve.tinker.futures import (
+    Futures,
+    OperationQueue,
+    PendingResult,
+    ReplyCache,
+    Result,
+    Run,
+)
 from peftkit.serve.tinker.losses import loss_of, settings_of
 from peftkit.serve.tinker.rows import datums_of
 from peftkit.serve.tinker.samples import Samplers
@@ -41,14 +48,14 @@ Sized = tuple[Run, int]
 
 @dataclass(eq=False, slots=True)
 class Model:
-    """A model that is trained; `asked`: when it was last asked for anything."""
+    """A model that is trained; `context`: when it was last context for anything."""
 
     id: str
     owner: str
     base_model: str
     config: Lora
-    order: Order
-    asked: float
+    order: OperationQueue
+    context: float
 
     @property
     def facts(self) -> Reply:
@@ -61,7 +68,7 @@ class Service:
 
     def __init__(self, training: Training) -> None:
         self._training, self._store = training, training.store
-        self._futures, self._sessions = Futures(), Known[Reply]()
+        self._futures, self._sessions = Futures(), ReplyCache[Reply]()
         self._weights, self._tenants = Weights(training), Tenants(training)
         learner = self._tenants.learner
         self.samplers = Samplers(training, self._weights, learner, self._futures)
@@ -70,21 +77,21 @@ class Service:
 
     # ------------------------------------------------------------- sessions
 
-    def create_session(self, body: bodies.NewSession, asked: Asked) -> Reply:
+    def create_session(self, body: bodies.NewSession, context: RequestContext) -> Reply:
         """Make a session: models and samplers are of one."""
-        key = asked.owner, asked.key or new_id("")
-        reply = self._sessions.reply(key, asked.digest)
+        key = context.owner, context.key or new_id("")
+        reply = self._sessions.reply(key, context.digest)
         if reply is None:
             id = new_id("")
             facts = {"session_id": id, "created": time.time(), **body.model_dump()}
-            self._store.put(SESSION, id, facts, owner=asked.owner)
+            self._store.put(SESSION, id, facts, owner=context.owner)
             reply = {"type": "create_session", "session_id": id}
-            self._sessions.keep(key, asked.digest, reply)
+            self._sessions.keep(key, context.digest, reply)
         return reply
 
-    def heartbeat(self, body: bodies.OfSession, asked: Asked) -> Reply:
+    def heartbeat(self, body: bodies.OfSession, context: RequestContext) -> Reply:
         """Say whether a session is known."""
-        self._check_session(body.session_id, asked.owner, status=410)
+        self._check_session(body.session_id, context.owner, status=410)
         self._seen[body.session_id] = time.time()
         return {"type": "session_heartbeat"}
 
@@ -109,21 +116,21 @@ class Service:
 
     # ------------------------------------------------------------- models
 
-    def create_model(self, body: bodies.NewModel, asked: Asked) -> Reply:
+    def create_model(self, body: bodies.NewModel, context: RequestContext) -> Reply:
         """Make a model, with an adapter of its own."""
         self._check_base(body.base_model)
         seed = body.lora_config.seed
         seed = secrets.randbelow(1 << 31) if seed is None else seed
         config = body.lora_config.model_copy(update={"seed": seed})
-        return self._new_model(body, asked, body.base_model, config, None)
+        return self._new_model(body, context, body.base_model, config, None)
 
-    def load_weights(self, body: bodies.Load, asked: Asked) -> Reply:
+    def load_weights(self, body: bodies.Load, context: RequestContext) -> Reply:
         """Make a model of saved weights, or load them into one that has done nothing yet."""
         if body.base_model is not None:
             self._check_base(body.base_model)
 
         def saved_weights() -> Reply:
-            return self._weights.get(body.path, asked.owner, with_optimizer=body.optimizer)
+            return self._weights.get(body.path, context.owner, with_optimizer=body.optimizer)
 
         def load(id: str) -> None:
             folder = self._weights.folder(saved_weights())
@@ -132,7 +139,7 @@ class Service:
         if body.session_id is not None:
             saved = saved_weights()
             base_model = body.base_model or saved["base_model"]
-            return self._new_model(body, asked, base_model, Lora(**saved["config"]), load)
+            return self._new_model(body, context, base_model, Lora(**saved["config"]), load)
 
         def prepare(model: Model) -> Run:
             if body.seq_id != 1:
@@ -147,18 +154,18 @@ class Service:
 
             return run
 
-        place = bodies.Ordered(model_id=str(body.model_id), seq_id=body.seq_id or 0)
-        return self.submit(place, asked, prepare)
+        place = bodies.OperationBody(model_id=str(body.model_id), seq_id=body.seq_id or 0)
+        return self.submit(place, context, prepare)
 
     def _new_model(
         self,
         body: bodies.NewModel | bodies.Load,
-        asked: Asked,
+        context: RequestContext,
         base_model: str,
         config: Lora,
         load: Callable[[str], None] | None,
     ) -> Reply:
-        owner, session = asked.owner, str(body.session_id)
+        owner, session = context.owner, str(body.session_id)
         self._check_session(session, owner)
         id = f"{session}:train:{body.model_seq_id}"
         if id not in self._models:
@@ -167,7 +174,7 @@ class Service:
             self._make_room()
             facts = {"model_id": id, "created": time.time(), "metadata": body.user_metadata}
             call = partial(self._training.worker.call, is_taken=True)  # one of a model at a time
-            order = Order(call, self._futures)
+            order = OperationQueue(call, self._futures)
             model = Model(id, owner, base_model, config, order, time.time())
             self._store.put(MODEL, id, {**facts, **model.facts}, owner=owner, parent=session)
             self._models[id] = model
@@ -183,7 +190,7 @@ class Service:
                 raise
             return {"model_id": id, "type": "create_model" if load is None else "load_weights"}
 
-        return self.submit(bodies.Ordered(model_id=id, seq_id=0), asked, lambda model: run)
+        return self.submit(bodies.OperationBody(model_id=id, seq_id=0), context, lambda model: run)
 
     def _make_room(self) -> None:
         """Drop the model that has been idle for longest where there are too many.
@@ -197,16 +204,16 @@ class Service:
         if time.time() - self._last_sign(oldest) < IDLE_SECONDS:
             found = f"{MAX_MODELS} models are being trained."
             raise RequestError("there is no room for another model.", found=found, status=429)
-        self.unload(bodies.OfModel(model_id=oldest.id), Asked(oldest.owner, "", 0))
+        self.unload(bodies.OfModel(model_id=oldest.id), RequestContext(oldest.owner, "", 0))
 
     def _last_sign(self, model: Model) -> float:
-        return max(model.asked, self._seen.get(model.id.partition(":")[0], 0.0))
+        return max(model.context, self._seen.get(model.id.partition(":")[0], 0.0))
 
     def _model(self, id: str, owner: str) -> Model:
         model = self._models.get(id)
         if model is None or model.owner != owner:
             raise self._ended(id, owner)
-        model.asked = time.time()
+        model.context = time.time()
         return model
 
     def _ended(self, id: str, owner: str) -> RequestError:
@@ -225,9 +232,9 @@ class Service:
             status=404,
         )
 
-    def get_info(self, body: bodies.OfModel, asked: Asked) -> Reply:
+    def get_info(self, body: bodies.OfModel, context: RequestContext) -> Reply:
         """Say what a model is."""
-        model, base = self._model(body.model_id, asked.owner), self._training.bank.base
+        model, base = self._model(body.model_id, context.owner), self._training.bank.base
         data = {
             "arch": type(base.model).__name__,
             "model_name": model.base_model,
@@ -242,37 +249,40 @@ class Service:
             "model_name": model.base_model,
         }
 
-    def unload(self, body: bodies.OfModel, asked: Asked) -> Reply:
+    def unload(self, body: bodies.OfModel, context: RequestContext) -> Reply:
         """Forget a model; its saved weights stay."""
-        if self._store.get(MODEL, body.model_id, asked.owner) is None:
-            raise self._ended(body.model_id, asked.owner)
+        if self._store.get(MODEL, body.model_id, context.owner) is None:
+            raise self._ended(body.model_id, context.owner)
 
         def run() -> Result:
             self._tenants.drop(body.model_id)
-            self._weights.drop_unnamed(asked.owner, body.model_id)
+            self._weights.drop_unnamed(context.owner, body.model_id)
             return {"type": "unload_model", "model_id": body.model_id}
 
-        done, pending = self._training.worker.call(run), self._futures.new(asked.owner)
+        done, pending = self._training.worker.call(run), self._futures.new(context.owner)
         done.add_done_callback(pending.finish_with)
         if (model := self._models.pop(body.model_id, None)) is not None:
-            model.order.close(self._ended(model.id, asked.owner))
+            model.order.close(self._ended(model.id, context.owner))
         return {"request_id": pending.id, "model_id": body.model_id}
 
     # ------------------------------------------------------------- operations
 
     def submit(
-        self, place: bodies.Ordered, asked: Asked, prepare: Callable[[Model], Run | Sized]
+        self,
+        place: bodies.OperationBody,
+        context: RequestContext,
+        prepare: Callable[[Model], Run | Sized],
     ) -> Reply:
         """Queue an operation of a model; what is wrong with it is its result."""
-        model = self._model(place.model_id, asked.owner)
+        model = self._model(place.model_id, context.owner)
         try:
             prepared = prepare(model)
         except PeftkitError as error:
             prepared = _raising(error)
-        run, size = prepared if isinstance(prepared, tuple) else (prepared, asked.size)
+        run, size = prepared if isinstance(prepared, tuple) else (prepared, context.size)
         for other in [*self._models.values()]:
             other.order.give_up_lost()  # a client that is gone does not ask for its results
-        id = model.order.submit(place.seq_id, asked.digest, model.owner, run, size)
+        id = model.order.submit(place.seq_id, context.digest, model.owner, run, size)
         return {"request_id": id, "model_id": model.id}
 
     def forward(self, message: Any, model: Model) -> Sized:
@@ -349,34 +359,34 @@ class Service:
 
     # ------------------------------------------------------------- samples
 
-    def create_sampler(self, body: bodies.NewSampler, asked: Asked) -> Reply:
+    def create_sampler(self, body: bodies.NewSampler, context: RequestContext) -> Reply:
         """Make a sampler of the base, or of saved weights."""
-        self._check_session(body.session_id, asked.owner)
+        self._check_session(body.session_id, context.owner)
         base_model, path = body.base_model, body.model_path
         if path is not None:
-            base_model = self._weights.get(path, asked.owner)["base_model"]
+            base_model = self._weights.get(path, context.owner)["base_model"]
         elif base_model is None:
             raise RequestError("a sampler needs base_model or model_path.")
         else:
             self._check_base(base_model)
         number = body.sampling_session_seq_id
-        id = self.samplers.add(body.session_id, number, asked.owner, str(base_model), path)
+        id = self.samplers.add(body.session_id, number, context.owner, str(base_model), path)
         return {"type": "create_sampling_session", "sampling_session_id": id}
 
     # ------------------------------------------------------------- results, weights
 
-    def pending(self, body: bodies.OfFuture, asked: Asked) -> Pending:
+    def pending(self, body: bodies.OfFuture, context: RequestContext) -> PendingResult:
         """Return a result to come."""
-        return self._futures.get(body.request_id, asked.owner)
+        return self._futures.get(body.request_id, context.owner)
 
-    def cancel(self, body: bodies.OfFuture, asked: Asked) -> Reply:
+    def cancel(self, body: bodies.OfFuture, context: RequestContext) -> Reply:
         """Stop what nobody waits for."""
-        self.pending(body, asked).cancel()
+        self.pending(body, context).cancel()
         return {}
 
-    def weights_info(self, body: bodies.OfPath, asked: Asked) -> Reply:
+    def weights_info(self, body: bodies.OfPath, context: RequestContext) -> Reply:
         """Say what saved weights are."""
-        saved = self._weights.get(body.tinker_path, asked.owner)
+        saved = self._weights.get(body.tinker_path, context.owner)
         config = saved["config"]
         parts = {name: config[name] for name in ("train_attn", "train_mlp", "train_unembed")}
         facts = {"base_model": saved["base_model"], "is_lora": True, "lora_rank": config["rank"]}
@@ -403,7 +413,7 @@ class Service:
             "model_owner": owner or "local",
             "is_lora": True,
             "lora_rank": facts["config"]["rank"],
-            "last_request_time": iso(facts["created"] if model is None else model.asked),
+            "last_request_time": iso(facts["created"] if model is None else model.context),
             "last_checkpoint": saved.get("weights"),
             "last_sampler_checkpoint": saved.get("sampler_weights"),
             "user_metadata": texts(facts["metadata"]),

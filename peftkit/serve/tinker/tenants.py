@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 ALPHA = 32
 """Of every adapter, whatever its rank: Tinker's."""
-MAX_HERE = 16
+MAX_LOADED = 16
 """Tenants in memory."""
 OPTIMIZER_FILE = "optimizer.safetensors"
 """Beside the adapter's files."""
@@ -78,9 +78,9 @@ class Tenants:
     def _targets(self, config: Lora) -> tuple[str, ...]:
         """Return the groups of layers that a client asks for and the base has."""
         present = {role for place in find_places(self.learner.model) for role in place.roles}
-        asked = ["attention"] * config.train_attn + ["ffn", "experts"] * config.train_mlp
-        asked += ["head"] * config.train_unembed
-        targets = tuple(name for name in asked if present & {*roles.GROUPS.get(name, (name,))})
+        context = ["attention"] * config.train_attn + ["ffn", "experts"] * config.train_mlp
+        context += ["head"] * config.train_unembed
+        targets = tuple(name for name in context if present & {*roles.GROUPS.get(name, (name,))})
         if not targets:
             raise RequestError(
                 "the model has nothing to train.",
@@ -135,7 +135,7 @@ class Tenants:
         """Send tenants away, those first that have been idle for longest."""
         for id in [id for id in self._here if id != but]:
             free = free_now(self.learner.model.device)
-            if len(self._here) <= MAX_HERE and (free.memory is None or num_bytes < free.usable):
+            if len(self._here) <= MAX_LOADED and (free.memory is None or num_bytes < free.usable):
                 return
             self._send_away(id)
 

@@ -18,6 +18,7 @@ from peftkit.errors import PeftkitError, RunError
 from peftkit.inference.engine import Request as AnswerRequest
 from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.serve.answers import status_of
+from peftkit.serve.generation import Generation, Output
 from peftkit.serve.requests import RequestError
 from peftkit.serve.training import Dialect, Training
 from peftkit.serve.tuning.bodies import GraderBody, GraderRun, JobBody
@@ -26,7 +27,6 @@ from peftkit.serve.tuning.files import Files
 from peftkit.serve.tuning.jobs import MAY, Jobs
 from peftkit.serve.tuning.pages import Page, body_of
 from peftkit.serve.tuning.recipes import grader_of
-from peftkit.serve.worker import Job, Piece
 from peftkit.tasks.rewards.grading import Answered, Grading
 from peftkit.tasks.user_code import UserCode
 
@@ -144,8 +144,8 @@ class _Api:
         tokenizer, style = self._training.bank.base.tokenizer, Style("chat")
         ids = worker.call(lambda: prompt_ids(tokenizer, turns, style)).result()
         sampling = Sampling(**settings, stops=stop_ids(tokenizer, style))
-        heard: SimpleQueue[Piece | Exception] = SimpleQueue()
-        worker.submit([Job(AnswerRequest(ids, sampling, seed_of(sampling, 0)), heard.put)])
+        heard: SimpleQueue[Output | Exception] = SimpleQueue()
+        worker.submit([Generation(AnswerRequest(ids, sampling, seed_of(sampling, 0)), heard.put)])
         text, is_over = "", False
         while not is_over:
             piece = heard.get()

@@ -43,7 +43,7 @@ def tell(
     store.append(id, event)
 
 
-def tell_once(store: Store, id: str, text: str) -> None:
+def add_warning_once(store: Store, id: str, text: str) -> None:
     """Warn of what a run says each time that it goes on."""
     if " ".join(text.split()) not in (event["message"] for event in store.entries(id)):
         tell(store, id, text, "warn")

@@ -36,7 +36,7 @@ from peftkit.serve.requests import RequestError
 from peftkit.serve.store import StoreError, new_id
 from peftkit.serve.training import Training
 from peftkit.serve.tuning.bodies import JobBody
-from peftkit.serve.tuning.documents import ENDED, JOB, changing, tell, tell_once
+from peftkit.serve.tuning.documents import ENDED, JOB, add_event, add_warning_once, changing
 from peftkit.serve.tuning.files import PURPOSE, RESULTS, Files
 from peftkit.serve.tuning.progress import JobProgress, results
 from peftkit.serve.tuning.recipes import grader_of, recipe_of
@@ -127,12 +127,12 @@ class Jobs:
             job = {"told": told, "asked": body.model_dump(), "name": _model_name(body, id)}
             job["base"] = self._base_here
             self._store.put(JOB, id, job, owner=owner)
-            tell(self._store, id, f"Created fine-tuning job: {id}")
-            tell(self._store, id, f"Validating training file: {body.training_file}")
+            add_event(self._store, id, f"Created fine-tuning job: {id}")
+            add_event(self._store, id, f"Validating training file: {body.training_file}")
             if body.validation_file:
-                tell(self._store, id, f"Validating validation file: {body.validation_file}")
+                add_event(self._store, id, f"Validating validation file: {body.validation_file}")
             self._keep_start(id, body.model, owner)
-        self._training.say(f"{id}: created, {body.kind}, over {body.model}")
+        self._training.log(f"{id}: created, {body.kind}, over {body.model}")
         self._start(id)
         return told
 
@@ -163,8 +163,8 @@ class Jobs:
                 raise RequestError(text, code="invalid_status")
             ended = int(time.time()) if status in ENDED else None
             told |= {"status": status, "estimated_finish": None, "finished_at": ended}
-            tell(self._store, id, f"The job is {status}")
-        self._training.say(f"{id}: {status}")
+            add_event(self._store, id, f"The job is {status}")
+        self._training.log(f"{id}: {status}")
         if what == "resume":
             self._queue(id)
         return told
@@ -176,7 +176,7 @@ class Jobs:
             if status == "validating_files":
                 self._start(id)
             elif status in ("queued", "running"):
-                self._training.say(f"{id}: goes on")
+                self._training.log(f"{id}: goes on")
                 self._queue(id)
 
     # Before the run: files are checked in a thread of their own, so that answers go on.
@@ -236,7 +236,7 @@ class Jobs:
             if job["told"]["status"] == "validating_files":  # else it was cancelled
                 job["told"] |= {"status": "queued", "hyperparameters": numbers}
                 job["told"]["method"][body.kind]["hyperparameters"] = numbers
-                tell(self._store, id, "Files validated, moving job to queued state")
+                add_event(self._store, id, "Files validated, moving job to queued state")
 
     # The run, in the thread that has the model.
 
@@ -247,12 +247,12 @@ class Jobs:
                 self._queued.add(id)
                 self._training.worker.queue(partial(self._run, id))
 
-    def _run(self, id: str, give_way: Callable[[], None]) -> None:
+    def _run(self, id: str, yield_model: Callable[[], None]) -> None:
         """Run a job from its newest checkpoint, or from its start."""
         with self._queueing:
             self._queued.discard(id)
         with self._or_later(id, self._queue):
-            self._run_now(id, give_way)
+            self._run_now(id, yield_model)
 
     @contextmanager
     def _or_later(self, id: str, again: Callable[[str], None]) -> Iterator[None]:
@@ -262,16 +262,16 @@ class Jobs:
             self._tries.pop(id, None)
         except StoreError as error:
             if not self._tries[id]:
-                self._training.say(f"{id}: goes on later: {printable(error.found)}")
+                self._training.log(f"{id}: goes on later: {printable(error.found)}")
                 with suppress(StoreError):
-                    tell(self._store, id, "The job waits: the server's disk is full", "warn")
+                    add_event(self._store, id, "The job waits: the server's disk is full", "warn")
             seconds = min(RETRY_SECONDS * 2 ** min(self._tries[id], 9), LONGEST_RETRY)
             self._tries[id] += 1
             timer = threading.Timer(seconds, again, (id,))
             timer.daemon = True
             timer.start()
 
-    def _run_now(self, id: str, give_way: Callable[[], None]) -> None:
+    def _run_now(self, id: str, yield_model: Callable[[], None]) -> None:
         if self._has_ended(id) or self._waits_for_its_base(id):
             return
         with changing(self._store, id) as job:
@@ -279,7 +279,7 @@ class Jobs:
                 return  # it was cancelled or paused while it waited
             job["told"]["status"] = "running"
         folder = self.folder(id)
-        progress = JobProgress(self._training, id, folder, give_way)
+        progress = JobProgress(self._training, id, folder, yield_model)
         try:
             with _full_disk_as_store_error():
                 self._train(id, progress)
@@ -304,7 +304,7 @@ class Jobs:
         changed = {f"base.{name}": pair for name, pair in pairs.items() if pair[0] != pair[1]}
         if changed and not resume:  # else the run says so itself
             said = "; ".join(f"{key}: {old} -> {new}" for key, (old, new) in changed.items())
-            tell_once(self._store, id, f"The base is loaded otherwise than it was: {said}")
+            add_warning_once(self._store, id, f"The base is loaded otherwise than it was: {said}")
         run(
             recipe.model_copy(update={"base": here}),
             resume=resume,
@@ -322,8 +322,8 @@ class Jobs:
         if base["fingerprint"] == self._base_here["fingerprint"]:
             return False
         text = f"The job waits for a server with its base: {base['model']}"
-        tell_once(self._store, id, text)
-        self._training.say(f"{id}: {text}")
+        add_warning_once(self._store, id, text)
+        self._training.log(f"{id}: {text}")
         return True
 
     def _has_ended(self, id: str) -> bool:
@@ -347,10 +347,10 @@ class Jobs:
                 "trained_tokens": history.num_tokens,
                 "estimated_finish": None,
             }
-            tell(self._store, id, f"New fine-tuned model created: {name}")
-            tell(self._store, id, "The job has successfully completed")
+            add_event(self._store, id, f"New fine-tuned model created: {name}")
+            add_event(self._store, id, "The job has successfully completed")
         progress.forget_old()
-        self._training.say(f"{id}: done, {name}")
+        self._training.log(f"{id}: done, {name}")
 
     def _fail(self, id: str, code: str, message: str, param: str | None = None) -> None:
         with changing(self._store, id) as job:
@@ -362,8 +362,8 @@ class Jobs:
                 "estimated_finish": None,
                 "error": {"code": code, "message": message, "param": param},
             }
-            tell(self._store, id, f"The job failed: {message}", "error")
-        self._training.say(f"{id}: failed: {printable(message)}")
+            add_event(self._store, id, f"The job failed: {message}", "error")
+        self._training.log(f"{id}: failed: {printable(message)}")
 
     def _fail_unexpectedly(self, id: str, problem: Exception) -> None:
         _LOG.exception("the job %s", id)

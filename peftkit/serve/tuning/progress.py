@@ -26,12 +26,12 @@ from peftkit.formats.folders import CONFIG, NOTES, TENSORS
 from peftkit.report.history import History, read_history
 from peftkit.serve.store import new_id
 from peftkit.serve.training import Training
-from peftkit.serve.tuning.documents import CHECKPOINT, JOB, changing, tell, tell_once
+from peftkit.serve.tuning.documents import CHECKPOINT, JOB, add_event, add_warning_once, changing
 from peftkit.serve.tuning.rows import public
 
-KEPT = 3
+MAX_CHECKPOINTS = 3
 """Checkpoints of a job that can be chatted with: the newest, at ends of epochs."""
-SHOWN_STEPS = 10
+PRINTED_STEPS = 10
 """Steps of a run that the terminal shows, about."""
 TURNS = (StepDone, EvalDone, Saved, RolledOut, Progress)
 """Events at which nothing is under way: others have their turn."""
@@ -42,14 +42,14 @@ class JobProgress:
 
     Args:
         folder: Of the run.
-        give_way: Lets others have their turn.
+        yield_model: Lets others have their turn.
     """
 
     def __init__(
-        self, training: Training, id: str, folder: Path, give_way: Callable[[], None]
+        self, training: Training, id: str, folder: Path, yield_model: Callable[[], None]
     ) -> None:
         self._training, self._store, self._id = training, training.store, id
-        self._folder, self._give_way = folder, give_way
+        self._folder, self._yield_model = folder, yield_model
         job = training.store.get(JOB, id)
         assert job is not None
         self._name, self._owner = job["name"], training.store.owner(JOB, id)
@@ -76,11 +76,13 @@ class JobProgress:
             self.flush()
             self._keep(int(event.path.name.rpartition("-")[2]))
         elif isinstance(event, Notice):
-            tell_once(self._store, self._id, public(event.text, self._training.folder.resolve()))
+            add_warning_once(
+                self._store, self._id, public(event.text, self._training.folder.resolve())
+            )
         elif isinstance(event, Table) and event.source:
             self._count(event)
         if isinstance(event, TURNS):
-            self._give_way()
+            self._yield_model()
 
     def flush(self, valid: Mapping[str, float] | None = None) -> None:
         """Tell of the last step, with the figures of an evaluation after it."""
@@ -96,17 +98,17 @@ class JobProgress:
         words += "".join(f", {k}={data[name]:.2f}" for k, name in shown.items() if name in data)
         facts = {"step": step.step, "total_steps": step.num_steps, **data}
         with changing(self._store, self._id) as job:
-            tell(self._store, self._id, words, data=facts)
+            add_event(self._store, self._id, words, data=facts)
             if job["told"]["status"] == "running":
                 job["told"]["estimated_finish"] = int(time.time() + step.seconds_left)
-        if step.step % math.ceil(step.num_steps / SHOWN_STEPS) == 0:
-            self._training.say(f"{self._id}: {words}")
+        if step.step % math.ceil(step.num_steps / PRINTED_STEPS) == 0:
+            self._training.log(f"{self._id}: {words}")
 
     def _start(self, event: RunStarted) -> None:
         self._num_steps, start = event.num_steps, event.start_step
         words = f"goes on after step {start}" if start else "started"
-        tell(self._store, self._id, f"Fine-tuning job {words}")
-        self._training.say(f"{self._id}: {words}, {event.num_steps} steps, {event.device}")
+        add_event(self._store, self._id, f"Fine-tuning job {words}")
+        self._training.log(f"{self._id}: {words}, {event.num_steps} steps, {event.device}")
         if start:
             self._keep(start)  # the last server may have ended before it did
 
@@ -115,7 +117,9 @@ class JobProgress:
         cut, dropped = (table.counts.get(name, 0) for name in ("num_cut", "num_dropped"))
         if cut or dropped:
             text = f"{cut} rows of {Path(table.source).stem} are longer than the model reads and "
-            tell_once(self._store, self._id, f"{text}were cut; {dropped} have nothing to learn.")
+            add_warning_once(
+                self._store, self._id, f"{text}were cut; {dropped} have nothing to learn."
+            )
 
     # Checkpoints.
 
@@ -150,11 +154,11 @@ class JobProgress:
         body = {"told": told, "epoch": step * self._epochs // self._num_steps}
         self._training.models.publish(model, folder, self._owner)
         self._store.put(CHECKPOINT, id, body, owner=self._owner, parent=self._id)
-        tell(self._store, self._id, f"Checkpoint created at step {step}")
+        add_event(self._store, self._id, f"Checkpoint created at step {step}")
 
     def forget_old(self) -> None:
         """Delete checkpoints but the newest."""
-        for old in self._store.all(CHECKPOINT, parent=self._id)[:-KEPT]:
+        for old in self._store.all(CHECKPOINT, parent=self._id)[:-MAX_CHECKPOINTS]:
             told = old["told"]
             with self._store.transaction():
                 self._training.models.withdraw(told["fine_tuned_model_checkpoint"])

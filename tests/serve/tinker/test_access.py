@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 
 from peftkit.serve.tinker import api, rows, wire
-from peftkit.serve.tinker.bodies import Ordered
+from peftkit.serve.tinker.bodies import OperationBody
 from tests.helpers.wire_client import API, Client, datum, message
 from tests.serve.tinker.conftest import Serve
 
@@ -224,7 +224,7 @@ def test_bodies_are_checked_beside_the_loop(
 ) -> None:
     def beside(read: Any) -> Any:
         def reads(*args: Any) -> Any:
-            if Ordered not in args:  # two numbers
+            if OperationBody not in args:  # two numbers
                 with pytest.raises(RuntimeError, match="no running event loop"):
                     asyncio.get_running_loop()
             return read(*args)

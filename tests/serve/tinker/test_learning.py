@@ -177,7 +177,7 @@ def test_tenants_that_were_on_the_disk_learn_the_same(
     client: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     alone = [learn(client.model(**config), 3) for config in UNLIKE]
-    monkeypatch.setattr(tenants, "MAX_HERE", 1)
+    monkeypatch.setattr(tenants, "MAX_LOADED", 1)
     models = [client.model(**config) for config in UNLIKE]
     away = tmp_path / "state" / "tinker" / "away"
     assert len(list(away.iterdir())) == 5

@@ -578,9 +578,9 @@ def test_a_server_that_died_before_a_checkpoint_or_after_the_last_one_goes_on(
     # as if it had been killed before it could say that it is done
     store = Store(client.folder)
     with changing(store, id) as job:
-        job["told"] |= {"status": "running", "fine_tuned_model": None, "result_files": []}
+        job["response"] |= {"status": "running", "fine_tuned_model": None, "result_files": []}
     for one in store.all(CHECKPOINT, parent=id):
-        store.delete(CHECKPOINT, one["told"]["id"])
+        store.delete(CHECKPOINT, one["response"]["id"])
     store.close()
     with served() as client:
         done = client.until(id)
@@ -598,7 +598,7 @@ def test_a_job_is_cancelled_at_its_next_step_or_before_it_begins(served: Served)
         client.until(second, "queued")
         for what in ("pause", "resume") * 3:
             assert client.post(f"{JOBS}/{second}/{what}").status_code == 200
-        assert len(client.app.state.worker._works) == 1  # it waits once
+        assert len(client.app.state.worker._training_runs) == 1  # it waits once
         file = client.get(f"{JOBS}/{first}").json()["training_file"]
         assert client.delete(f"{FILES}/{file}").json()["error"]["code"] == "file_in_use"
         for id in (second, first):
@@ -747,7 +747,7 @@ def test_a_full_disk_is_not_the_client_s_fault(
 def test_a_job_has_what_it_starts_from_when_that_is_gone_meanwhile(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "KEPT", 1)
+    monkeypatch.setattr(progress, "MAX_CHECKPOINTS", 1)
     gate = Gated("Step 5/9")
     with served(say=gate.say) as client:
         first = client.job(chats(), method=hyper())["id"]
