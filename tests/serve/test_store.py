@@ -63,7 +63,7 @@ def test_a_full_disk_is_told_and_costs_what_did_not_fit(tmp_path: Path) -> None:
             store.put("job", "small", {})
             store.put("job", "large", {"text": "x" * 100_000})
 
-    with pytest.raises(OutputError, match=r"(?s)cannot keep its state.*disk is full"):
+    with pytest.raises(OutputError, match=r"(?s)cannot store its state.*disk is full"):
         write()
     assert store.all("job") == [{"n": 1}]
     with store.transaction():
@@ -141,7 +141,7 @@ def test_a_folder_belongs_to_one_server(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot keep its state"):
+    with pytest.raises(OutputError, match="cannot store its state"):
         Store(tmp_path / "file")
 
 

@@ -213,26 +213,26 @@ MADE = {
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tools": [], "tool_choice": "required"}, "tool_choice needs tools"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice requires tools"),
         ({"tool_choice": NAMED}, "tool_choice names later"),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools are called add"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools have the name add"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type"),
         ({"tools": [tool("no spaces")]}, "tools.0.function.name"),
         ({"tools": TOOLS * 65}, "tools"),
-        ({"model": "plain"}, "writes no calls"),
-        ({"model": "mute"}, "writes no calls"),
+        ({"model": "plain"}, "has no format of tool calls"),
+        ({"model": "mute"}, "has no format of tool calls"),
         (
             {"tools": [tool("f", a={"type": "nothing"})], "tool_choice": "required"},
-            "held to this tool_choice",
+            "constrained to this tool_choice",
         ),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "exclude"),
         (
             {"messages": [*ASKED, {"role": "tool", "tool_call_id": "b", "content": "3"}]},
-            "messages.1 replies to a call that is not there",
+            "messages.1 refers to an unknown call",
         ),
         ({"messages": [*ASKED, {"role": "tool", "content": "3"}]}, "tool_call_id"),
-        ({"messages": [*ASKED, {**MADE, "role": "user", "content": ""}]}, "the assistant's"),
-        ({"model": "mute", "messages": [*ASKED, MADE], "tools": []}, "writes no calls"),
+        ({"messages": [*ASKED, {**MADE, "role": "user", "content": ""}]}, "role assistant"),
+        ({"model": "mute", "messages": [*ASKED, MADE], "tools": []}, "has no format of tool calls"),
     ],
 )
 def test_what_cannot_be_done_is_one_clear_refusal(options: Any, message: str, client: Any) -> None:

@@ -274,7 +274,7 @@ def test_functions_of_clients_run_only_where_the_operator_says_so(served: Served
 
 
 BAD: list[tuple[Any, dict[str, Any], str, str]] = [
-    (chats(9), {}, "invalid_n_examples", "9 rows; supervised takes 10 at least"),
+    (chats(9), {}, "invalid_n_examples", "9 rows; supervised requires at least 10"),
     (b"not JSON\n" * 10, {}, "invalid_file_format", "line 1 as JSON"),
     (b"", {}, "invalid_file_format", "empty"),
     (b"\x1f\x8b\x08", {}, "invalid_file_format", "gzip"),
@@ -475,7 +475,7 @@ def test_a_job_that_was_interrupted_ends_with_the_same_bits(
         assert client.until(id)["status"] == "succeeded"
         assert (folder / WEIGHTS).read_bytes() == alone
         told = client.events(id)
-        assert "Fine-tuning job goes on after step 4" in told
+        assert "Fine-tuning job resumed after step 4" in told
         steps = [text.split("/")[0] for text in told if text.startswith("Step ")]
         assert steps == [f"Step {n}" for n in range(1, 10)]
         kept = client.get(f"{JOBS}/{id}/checkpoints").json()["data"]
@@ -503,7 +503,7 @@ def test_jobs_go_on_over_a_base_that_is_loaded_otherwise_and_say_so(
         assert client.until(id)["status"] == client.until(waits)["status"] == "succeeded"
         (told,) = (text for text in client.events(id) if "No exact continuation" in text)
         assert [change for change in changes if change in told] == changes
-        (told,) = (text for text in client.events(waits) if "loaded otherwise" in text)
+        (told,) = (text for text in client.events(waits) if "loaded with other settings" in text)
         ((name, value),) = other.items()
         assert f"base.{name}: " in told
         adapter = read_adapter(client.folder / "jobs" / waits)
@@ -668,7 +668,7 @@ class Full:
         def run(store: Store, query: str, values: Any = ()) -> Any:
             if self.is_full and query.startswith(("INSERT", "DELETE")):
                 self.refused.set()
-                raise StoreError("the server cannot keep its state.", found="disk is full")
+                raise StoreError("the server cannot store its state.", found="disk is full")
             return execute(store, query, values)
 
         monkeypatch.setattr(Store, "_run", run)
