@@ -21,7 +21,7 @@ _SETTINGS = "sampling_params"
 
 
 class TokenBody(Body):
-    """A request to /inference/v1/generate; the fields of `sampling_params` move to its top level."""
+    """A request to /inference/v1/generate, with `sampling_params` moved to the top level."""
 
     token_ids: Annotated[list[int], Field(min_length=1, fail_fast=True)]
     temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0

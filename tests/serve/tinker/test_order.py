@@ -94,9 +94,9 @@ def test_a_lost_operation_fails_those_after_it_and_the_model_goes_on(
     monkeypatch.setattr(futures, "LOST_SECONDS", 0.0)
     failed = client.retrieve(waiting)
     assert failed["category"] == "user"
-    assert "operation 1 of this model did not come" in failed["error"]
+    assert "operation 1 of this model did not arrive" in failed["error"]
     late = read(client.retrieve(model.submit(DATA, number=1)))
-    assert "came too late" in late["error"]
+    assert "arrived too late" in late["error"]
     model.next = 3
     assert isinstance(model.forward(DATA)[0], float)
     far = model.send(message(model.id, 2_000_000_000, DATA))
@@ -112,7 +112,7 @@ def test_what_a_client_that_is_gone_left_behind_gives_its_room_back(
     monkeypatch.setattr(futures, "LOST_SECONDS", 0.0)
     other.forward(DATA)
     monkeypatch.setattr(futures, "LOST_SECONDS", 100.0)
-    assert "did not come" in client.retrieve(waiting)["error"]
+    assert "did not arrive" in client.retrieve(waiting)["error"]
 
 
 def test_a_model_that_nobody_asks_for_makes_room_for_another(
@@ -239,10 +239,10 @@ def test_the_oldest_results_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_replies_to_the_oldest_requests_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(futures, "MAX_REPLIES", 2)
-    known: ReplyCache[int] = ReplyCache()
+    cache: ReplyCache[int] = ReplyCache()
     for number in range(3):
-        known.keep(number, "a", number)
-    assert [known.reply(number, "a") for number in range(3)] == [None, 1, 2]
+        cache.put(number, "a", number)
+    assert [cache.get(number, "a") for number in range(3)] == [None, 1, 2]
 
 
 def test_operations_that_come_at_once_keep_their_order() -> None:

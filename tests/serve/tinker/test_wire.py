@@ -72,12 +72,12 @@ def test_an_output_has_a_record_for_datums_of_one_shape() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"\x0a\xff\xff\xff\xff\x0f", "cut short"),
-        (b"\x0a\x05abc", "cut short"),
+        (b"\x0a\xff\xff\xff\xff\x0f", "truncated"),
+        (b"\x0a\x05abc", "truncated"),
         (b"\x80" * 20, "no end"),
         (b"\x0b\x0c", "of the type 3"),
         (b"\x0a\x02\xff\xfe", "protobuf"),  # a text that is not UTF-8
-        (field(3, field(1, b"\x0a\x7f")), "cut short"),
+        (field(3, field(1, b"\x0a\x7f")), "truncated"),
         (b"\x00\x01", "protobuf"),
     ],
     ids=["too long", "cut", "number", "group", "text", "nested", "tag 0"],
