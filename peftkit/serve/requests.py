@@ -160,7 +160,7 @@ class Body(_Unsupported, _Ignored):
 
     @property
     def stop_ids(self) -> Sequence[int]:
-        """Further end tokens, in addition to those of the model."""
+        """End tokens in addition to the model's."""
         return ()
 
     @property

@@ -118,7 +118,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 class ToolUse(_Strict):
-    """The tools that a request offers, and those of which the model must call one.
+    """The tools of a request, and whether the model must call one.
 
     Attributes:
         offered: Tools in the format of chat templates.

@@ -95,7 +95,7 @@ def test_few_of_many_published_adapters_are_in_memory(
     models.load(inner[1])  # again
     assert inner[1] in bank.names
     models.withdraw("m3")
-    with pytest.raises(RequestError, match="gone"):
+    with pytest.raises(RequestError, match="was deleted"):
         models.load(inner[3])
     with pytest.raises(RequestError, match="no model 'm3'"):
         models.inner("m3")

@@ -13,6 +13,7 @@ import pytest
 
 from peftkit.errors import OutputError
 from peftkit.serve.store import Store, new_id
+from peftkit.serve.tuning.documents import CHECKPOINT, JOB, rename_old_fields
 from tests.helpers.command_line import environment
 
 
@@ -133,7 +134,7 @@ def test_what_a_killed_server_wrote_is_there(tmp_path: Path) -> None:
 
 def test_a_folder_belongs_to_one_server(tmp_path: Path) -> None:
     first = Store(tmp_path)
-    with pytest.raises(OutputError, match="Another server has it"):
+    with pytest.raises(OutputError, match="Another server uses the folder"):
         Store(tmp_path)
     first.close()
     Store(tmp_path)
@@ -148,3 +149,16 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 def test_ids_are_names_of_files() -> None:
     assert new_id("file-").removeprefix("file-").isalnum()
     assert new_id("file-") != new_id("file-")
+
+
+def test_fields_of_older_servers_are_renamed(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    checkpoint = {"id": "c", "fine_tuning_job_id": "j"}
+    store.put(JOB, "j", {"told": {"id": "j"}, "asked": {"model": "base"}, "name": "m"}, owner="a")
+    store.put(CHECKPOINT, "c", {"told": checkpoint, "epoch": 1}, owner="a", parent="j")
+    for _ in range(2):
+        rename_old_fields(store)
+        job = {"response": {"id": "j"}, "request": {"model": "base"}, "name": "m"}
+        assert store.all(JOB, "a") == [job]
+        assert store.all(CHECKPOINT, "a", "j") == [{"response": checkpoint, "epoch": 1}]
+    store.close()

@@ -25,7 +25,7 @@ from peftkit.errors import did_you_mean
 from peftkit.serve.requests import RequestError
 
 Inputs = Mapping[str, Tensor]
-"""Tensors of a datum's `loss_fn_inputs`, by name."""
+"""The tensors of a datum's `loss_fn_inputs`."""
 TARGETS = "target_tokens"
 
 
@@ -47,7 +47,7 @@ class Loss:
     Attributes:
         gain: Function of the targets' log-probabilities (n,), the inputs and the settings; returns
             the objective to maximize, for each target. The input `datum` has each target's index.
-        needs: Required inputs besides targets and weights, each of the targets' shape.
+        needs: Required inputs, except targets and weights; each has the targets' shape.
         settings: Names of the settings that it reads.
         idle: Input whose zeros mark targets without a gradient; "": no such input.
     """

@@ -1,7 +1,7 @@
 """Tinker's training service: models and their operations, samplers, saved weights.
 
 Requests for work return the id of a pending result, which clients poll. An invalid operation of a
-model fails with its own result; it uses up its number, and later operations run.
+model fails with a result; it uses up its number, and later operations run.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Tenant:
         """Take an AdamW step and clear the gradients; return the norm of the gradients.
 
         Raises:
-            RequestError: A gradient is not finite; the gradients are cleared, and no weight changes.
+            RequestError: A gradient is not finite; gradients are cleared, weights unchanged.
         """
         norm = torch.nn.utils.get_total_norm(complete_gradients(self.parameters))
         if not math.isfinite(norm.item()):
@@ -109,7 +109,7 @@ class Tenant:
         return self.optimizer
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """Return the optimizer's state by name; empty before the first step."""
+        """Return the tensors of the optimizer's state; empty before the first step."""
         if self.optimizer is None:
             return {}
         return optimizer_state(self.optimizer, self.parameters)[0]
@@ -124,7 +124,7 @@ class Tenant:
             load_optimizer_state(self._with_optimizer(), self.parameters, tensors, {})
 
     def emptied(self) -> dict[str, Tensor]:
-        """Return all tensors by name, and free them in the tenant, until `fill`."""
+        """Return all tensors with prefixed names, and free them in the tenant, until `fill`."""
         tensors = {OPTIMIZER + name: tensor for name, tensor in self.optimizer_tensors().items()}
         gradients = zip(self.parameters, self.take_gradients(), strict=True)
         tensors |= {GRADIENT + name: grad for name, grad in gradients if grad is not None}

@@ -219,7 +219,7 @@ def set_topk(message: Any, ids: Tensor, log_probs: Tensor) -> None:
 
 
 def output_of(fields: Sequence[dict[str, Tensor]], metrics: dict[str, float]) -> bytes:
-    """Return a `ForwardBackwardOutput` with each datum's tensors by name, (N,) or (N, K)."""
+    """Return a `ForwardBackwardOutput` of the named tensors of each datum, (N,) or (N, K)."""
     message = MESSAGES["ForwardBackwardOutput"](type="ArrayRecord")
     for name, value in metrics.items():
         message.metrics[name] = value

@@ -196,7 +196,7 @@ class Jobs:
                 self._training.log(f"{id}: resumed")
                 self._queue(id)
 
-    # Before the run: a thread of its own validates files, while the worker serves requests.
+    # Before the run: a separate thread validates files, while the worker serves requests.
 
     def _start_validation(self, id: str) -> None:
         name = f"rows of {id}"

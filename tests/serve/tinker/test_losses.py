@@ -102,7 +102,7 @@ def test_what_is_not_learnt_has_no_gradient(name: str) -> None:
         (lambda: settings_of("cross_entropy", {"beta": 0.1}), "takes numbers for: nothing"),
         (lambda: settings_of("ppo", {"clip_low_threshold": math.nan}), "clip_low_threshold"),
         (lambda: settings_of("ppo", {"clip_low_threshold": "0.8"}), "clip_low_threshold"),
-        (lambda: settings_of("ppo", {"clip_low_threshold": 2.0}), "bounds of the ratio"),
+        (lambda: settings_of("ppo", {"clip_low_threshold": 2.0}), "bound the ratio"),
         (lambda: settings_of("dro", {"beta": -1.0}), "cannot use"),
         (lambda: settings_of("ppo", {"__init__": 1.0}), "__init__"),
     ],

@@ -573,7 +573,7 @@ def test_a_server_that_died_before_a_checkpoint_or_after_the_last_one_goes_on(
     (folder / "checkpoints" / "step-2" / "MANIFEST.json").unlink()
     with served() as client:
         assert client.until(id)["status"] == "succeeded"
-        assert "goes on after" not in "".join(client.events(id))
+        assert "resumed after" not in "".join(client.events(id))
         assert (folder / WEIGHTS).read_bytes() == alone
     # as if it had been killed before it could say that it is done
     store = Store(client.folder)
