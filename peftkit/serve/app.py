@@ -259,7 +259,7 @@ class _Service:
         copies = body.n or 1
         if not 0 < (number := body.num_prompts * copies) <= self._limits.max_batch:
             raise RequestError(
-                f"the request requires {number} completions.",
+                f"the request is for {number} completions.",
                 fix=f"Request 1 to {self._limits.max_batch}.",
                 param="n" if copies > 1 else "prompt",
             )

@@ -1,4 +1,4 @@
-"""What a server refuses, and with which status; none of it reaches the model."""
+"""Requests that the server refuses, with their status; none reaches the model."""
 
 from __future__ import annotations
 

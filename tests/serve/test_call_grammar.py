@@ -1,4 +1,4 @@
-"""A forced call is written as the chat template writes it, and in no other way."""
+"""The grammar of a forced call accepts the chat template's format only."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def held(name: str, tokenizer: Any, thinks: bool = False) -> tuple[Any, CallStyl
 
 
 def written(calls: CallStyle, name: str, arguments: dict[str, Any]) -> str:
-    """Return what a template writes as an answer with a call, without its header and end."""
+    """Return a template's rendering of a message with a call, without its header and end."""
     from peftkit.inference.call_formats import Call
 
     asked = [{"role": "user", "content": "Hello"}]

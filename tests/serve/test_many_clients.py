@@ -1,4 +1,4 @@
-"""Many clients at once: a short request beside a long one, and clients that vanish."""
+"""Many simultaneous clients: short requests next to long ones, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_short_request_beside_a_long_one_begins_before_the_long_prompt_is_comp
         ids = torch.randint(5, 300, (size,), generator=torch.Generator().manual_seed(size))
         return Generation(Request(ids.tolist(), Sampling(max_new_tokens=num_new)), tell)
 
-    bank.engine()  # looks at the model
+    bank.engine()  # probes the model
     worker = Worker(bank, limits=Limits(rows=4, prefill=256))
     worker.submit([job("long", 8000, 400)])
     worker.start()
@@ -105,7 +105,7 @@ def test_of_many_clients_that_vanish_at_random_nobody_is_lost_and_nothing_is_stu
             for start in range(0, number, 40):
                 waves = [client(start + n, stays=n % 3 == 0) for n in range(40)]
                 await asyncio.gather(*waves)
-            for _ in range(200):  # who has gone leaves at the next token
+            for _ in range(200):  # a cancelled completion ends at the next token
                 if (num := running(app)) == 0:
                     break
                 await asyncio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""What a training server keeps: written when a call returns, seen by its owner alone."""
+"""The store of a training server: durable when a call returns, visible to the owner only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_documents_have_owners_and_parents_and_keep_their_order(tmp_path: Path) 
     store = Store(tmp_path)
     for number in (3, 1, 2):
         store.put("job", f"j{number}", {"n": number}, owner="ann" if number < 3 else "bob")
-    store.put("job", "j3", {"n": 33}, owner="bob")  # in its old place
+    store.put("job", "j3", {"n": 33}, owner="bob")  # keeps its position
     store.put("checkpoint", "c1", {"step": 4}, parent="j1")
     assert store.all("job") == [{"n": 33}, {"n": 1}, {"n": 2}]
     assert store.all("job", "ann") == [{"n": 1}, {"n": 2}]
@@ -48,7 +48,7 @@ def test_a_transaction_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert store.all("job") == store.entries("j") == []
     with store.transaction():
         store.put("job", "j", {})
-        with store.transaction():  # of a function that is called within one
+        with store.transaction():  # nested, as in a called function
             store.append("j", {"message": "begun"})
     assert store.entries("j") == [{"message": "begun"}]
 

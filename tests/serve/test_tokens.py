@@ -1,4 +1,4 @@
-"""Tokens in, tokens out: the ids as sampled, with the end token, each with its log-probability."""
+"""Token ids in, sampled token ids out, with the end token and log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools in chats: OpenAI's own client over a socket, to a tiny model whose words are given."""
+"""Tool calls in chats: OpenAI's client over a socket, with a model of scripted completions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.inference.test_bank import a_base, write  # noqa: E402
 
 KEY = "a-key-of-this-test"
 ASKED: list[Any] = [{"role": "user", "content": "Hi"}]
-# names alone stand for the functions: the tiny model has room for few tokens
+# templates render only the names of tools: the tiny model has a short context
 SHORT = (
     CHATML[: CHATML.index("{{- '# Tools")]
     + "{%- for tool in tools %}{{- tool.function.name }}{%- endfor %}{{- '<|im_end|>\\n' }}"
@@ -82,7 +82,7 @@ def client(tool_bank: AdapterBank) -> Iterator[Any]:
 
 @pytest.fixture
 def says(monkeypatch: pytest.MonkeyPatch, tool_bank: AdapterBank) -> Callable[[str], None]:
-    """Have the model say a text."""
+    """Make the model generate a text."""
 
     def say(text: str) -> None:
         base = tool_bank.base
@@ -99,7 +99,7 @@ def ask(client: Any, messages: Any = ASKED, **options: Any) -> Any:
 
 
 def pieces(client: Any, **options: Any) -> Any:
-    """Stream an answer; return its message and why it ended, put together by the client."""
+    """Stream a completion; return the message and finish reason that the client assembles."""
     given = {"model": "tools", "tools": TOOLS, "max_tokens": 180, **options}
     with client.chat.completions.stream(messages=ASKED, **given) as stream:
         for _ in stream:
@@ -108,7 +108,7 @@ def pieces(client: Any, **options: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two choices are equal but for the ids of calls."""
+    """Return whether two choices are equal except for the ids of calls."""
     a, b = (each.to_dict() for each in (one, other))
     for each in (a, b):
         for call in each["message"].get("tool_calls") or []:

@@ -1,4 +1,4 @@
-"""Prompts that wait are answered together, each by its adapter, and nobody is forgotten."""
+"""Waiting prompts share a batch, each with its adapter, and every client receives an end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from peftkit.serve.worker import Worker
 
 
 class Asked:
-    """A job, and what it is told."""
+    """A generation, and its outputs."""
 
     def __init__(self, adapter: str | None, ids: list[int], seed: int = 0, **settings: Any) -> None:
         self.queue: SimpleQueue[Any] = SimpleQueue()
@@ -33,7 +33,7 @@ class Asked:
         self.job = Generation(Request(ids, sampling, seed, adapter), self.queue.put)
 
     def end(self) -> Any:
-        """Return the whole answer, or the error."""
+        """Return the whole completion, or the error."""
         text = ""
         while isinstance(what := self.queue.get(timeout=20), Output):
             text += what.text
@@ -48,7 +48,7 @@ def answered(
     ready: Callable[[str | None], None] = lambda adapter: None,
     **limits: Any,
 ) -> tuple[list[Any], Worker]:
-    """Answer jobs that all wait already."""
+    """Run generations that all wait when the worker starts."""
     worker = Worker(bank, limits=Limits(**limits), ready=ready)
     worker.submit([one.job for one in requests])
     worker.start()
@@ -135,7 +135,7 @@ def test_the_base_is_as_it_was_when_an_operation_has_its_result(
 def test_what_fails_is_told_and_those_after_it_are_answered(
     bank: AdapterBank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bank.engine()  # which steps one too, to see how the model takes it
+    bank.engine()  # probes the model with a step
     real = CachedEngine.step
 
     def fails_once(self: CachedEngine) -> None:
@@ -180,7 +180,7 @@ def test_a_model_that_cannot_begin_to_answer_fails_what_waits(
 def test_stopping_tells_those_who_wait(bank: AdapterBank) -> None:
     worker, request = Worker(bank), Asked("one", [7])
     worker.submit([request.job])
-    worker._ended = True  # before its thread has looked
+    worker._ended = True  # before its thread starts
     worker.start()
     worker.stop()
     assert request.end().status == 503
@@ -235,9 +235,9 @@ def test_answers_that_failed_leave_no_adapter_in_use(
             raise RuntimeError("no more")
         real(self)
 
-    bank.engine()  # which steps one too, to see how the model takes it
+    bank.engine()  # probes the model with a step
     monkeypatch.setattr(CachedEngine, "step", fails_late)
-    # pytest keeps what is logged, with the traceback and all that it holds
+    # pytest keeps log records, whose traceback holds the engine
     monkeypatch.setattr("peftkit.serve.worker._LOG.exception", lambda *_: None)
     worker, request = Worker(bank), Asked("one", [7], max_new_tokens=9)
     worker.submit([request.job])

@@ -168,7 +168,7 @@ def _generations(
         )
     if body.num_samples > worker.max_waiting:
         raise RequestError(
-            f"the request requires {body.num_samples} completions.",
+            f"the request is for {body.num_samples} completions.",
             fix=f"Request 1 to {worker.max_waiting}.",
         )
     sampling = Sampling(

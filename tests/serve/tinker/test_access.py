@@ -1,4 +1,4 @@
-"""Nobody sees or changes what is another's, and nothing that is sent breaks the server."""
+"""Owners cannot access each other's objects, and no request breaks the server."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ WRONG: tuple[Any, ...] = (
 
 
 def hostile(client: Client, model_id: str, sampler: str) -> Iterator[tuple[str, bytes, str]]:
-    """Yield what strangers send: path, body and type."""
+    """Yield hostile requests: path, body and type."""
     bodies: dict[str, dict[str, Any]] = {
         "create_session": {"tags": [], "sdk_version": "1"},
         "session_heartbeat": {"session_id": client.session},

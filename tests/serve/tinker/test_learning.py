@@ -1,4 +1,4 @@
-"""What is learnt over the wire is what a plain loop learns, whoever else learns meanwhile."""
+"""Training over the API equals a plain training loop, even if other models train meanwhile."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_gradients_add_up_until_the_step_and_forward_alone_adds_none(client: Cli
 
 
 def learn(model: Model, number: int) -> list[Any]:
-    """Take some steps; return all that is told of them."""
+    """Take some steps; return all results."""
     told: list[Any] = []
     for _ in range(number):
         total, rows = model.forward(CE)
@@ -183,7 +183,7 @@ def test_tenants_that_were_on_the_disk_learn_the_same(
     assert len(list(away.iterdir())) == 5
     mixed: list[list[Any]] = [[] for _ in UNLIKE]
     for _ in range(3):
-        halves = [model.forward(CE) for model in models]  # its gradient waits on the disk
+        halves = [model.forward(CE) for model in models]  # the gradient is offloaded
         for told, model, (total, rows) in zip(mixed, models, halves, strict=True):
             told += [total, [row["logprobs"].tolist() for row in rows]]
             told.append(model.step(learning_rate=0.05))
@@ -192,7 +192,7 @@ def test_tenants_that_were_on_the_disk_learn_the_same(
 
 def test_common_beginnings_are_computed_once(client: Client, llama: Any) -> None:
     model = client.model()
-    model.forward(CE)  # finds out about the base
+    model.forward(CE)  # probes the base
     seen: list[int] = []
     handle = llama.model.embed_tokens.register_forward_hook(
         lambda module, args, out: seen.append(args[0].numel())
@@ -208,7 +208,7 @@ def test_common_beginnings_are_computed_once(client: Client, llama: Any) -> None
 
 
 class Memory:
-    """Lets memory run out in passes over more than so many tokens, in the backward pass."""
+    """Runs out of memory in the backward pass of batches above a number of tokens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
         self.most, self.failures = most, 0
@@ -219,7 +219,7 @@ class Memory:
             if sum(len(row.input_ids) for row in rows) > self.most and summed.requires_grad:
                 summed.register_hook(self._fail)
                 for parameter in (p for p in model.parameters() if p.requires_grad):
-                    parameter.grad = torch.full_like(parameter, 1e6)  # a part is there already
+                    parameter.grad = torch.full_like(parameter, 1e6)  # a partial gradient
             return summed, *found
 
         monkeypatch.setattr(learner.DatumTask, "losses", bounded)
@@ -311,7 +311,7 @@ def test_a_step_that_runs_out_of_memory_is_done_again_as_if_it_had_not(
     def bounded(*args: Any, **named: Any) -> Tensor:
         nonlocal num_calls
         num_calls += 1
-        if num_calls == 4:  # in the state of the second parameter
+        if num_calls == 4:  # at the optimizer state of the second parameter
             raise torch.OutOfMemoryError("out of memory")
         return zeros(*args, **named)
 

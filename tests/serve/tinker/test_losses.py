@@ -1,4 +1,4 @@
-"""Each loss is the formula of its paper, gradient too; what it cannot use is named."""
+"""Each loss and its gradient equal the formula of its paper; errors name invalid inputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def inputs() -> dict[str, Tensor]:
 
 
 def formula(name: str, x: Tensor, i: dict[str, Tensor], lo: float, hi: float, beta: float) -> Any:
-    """Return the sum of losses, token by token."""
+    """Return the sum of losses, computed token by token."""
     total: Any = 0.0
     starts = (0, LENGTHS[0])
     for n in range(len(x)):

@@ -1,4 +1,4 @@
-"""Operations have their turn by their numbers, once, whatever comes twice, late or never."""
+"""Operations run once and in the order of their numbers, despite retries, delays and losses."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_model_that_nobody_asks_for_makes_room_for_another(
 
 
 class Queue:
-    """Stands for the worker: runs operations one by one when told to."""
+    """Replaces the worker: `run` runs the next operation."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Any, Future[Any]]] = []
@@ -193,7 +193,7 @@ def test_a_closed_order_takes_nothing_more() -> None:
     queue = Queue()
     order = OperationQueue(queue.call, Futures())
     order.close(futures.RequestError("it is gone."))
-    with pytest.raises(futures.RequestError, match="gone"):  # from a thread that had the model
+    with pytest.raises(futures.RequestError, match="gone"):  # from another request's thread
         order.submit(0, "", "", dict, 1)
     assert not queue.waiting
 

@@ -1,4 +1,4 @@
-"""Saved weights are PEFT's folders: they go on bit-equal, answer by path, outlive the server."""
+"""Saved weights are PEFT folders: training resumes bit-equal, and paths survive a restart."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_model_goes_on_from_its_saved_state_bit_equal(
 def test_weights_of_a_sampler_have_no_optimizer_to_go_on_with(client: Client) -> None:
     model, into = client.model(), client.model()
     before = model.call("save_weights", path="fresh")["path"]
-    assert client.load(before, optimizer=True).forward(CE)  # there is none before the first step
+    assert client.load(before, optimizer=True).forward(CE)  # no optimizer state before the first step
     learn(model, 1)
     path = model.call("save_weights_for_sampler", path="x")["path"]
     place = {"session_id": client.session, "model_seq_id": 9}

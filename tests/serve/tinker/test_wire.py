@@ -1,4 +1,4 @@
-"""Messages are read and written as protobuf has them; what is wrong with them is found first."""
+"""Messages are valid protobuf; invalid ones are refused before they are parsed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from peftkit.serve.tinker import wire
 
 
 def field(number: int, content: bytes) -> bytes:
-    """Return a field of bytes, as the wire has it."""
+    """Return a bytes field in wire format."""
     size, head = len(content), bytearray([number << 3 | 2])
     while size > 127:
         head.append(size & 127 | 128)

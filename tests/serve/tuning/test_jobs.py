@@ -1,4 +1,4 @@
-"""Jobs: what they learn is what their recipe learns; what clients see has OpenAI's shapes."""
+"""Jobs give the weights of their recipes, and responses in OpenAI's format."""
 
 from __future__ import annotations
 
