@@ -157,10 +157,10 @@ class Worker:
             if problem is None:
                 self._new += generations
                 return
-        is_error = isinstance(problem, Exception)
-        error = problem if is_error else failure("the completion cannot start", problem)
+        if not isinstance(problem, Exception):
+            problem = failure("the completion cannot start", problem)
         for generation in generations:
-            generation.send(error)
+            generation.send(problem)
 
     def call(self, operation: Callable[[], T], *, is_accepted: bool = False) -> Future[T]:
         """Run an operation in the thread, over the base without adapters.
