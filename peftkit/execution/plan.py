@@ -3,10 +3,10 @@
 Layers, losses and norms never inspect a tensor's device. This file alone decides how each kind of
 device computes.
 
-The fallback order, from fastest to least memory: keep all activations; recompute the blocks; offload
-their inputs to main memory. Each mode first tries fewer rows at once. On a GPU, the next mode comes
-before micro-batches too small to keep it busy. Before the first step, `choose` picks the first plan
-that fits by counted bytes. If memory runs out later, `smaller` returns the next plan.
+The fallback order, from fastest to least memory: keep all activations; recompute the blocks;
+offload their inputs to main memory. Each mode first tries fewer rows at once. On a GPU, the next
+mode comes before micro-batches too small to keep it busy. Before the first step, `choose` picks the
+first plan that fits by counted bytes. If memory runs out later, `smaller` returns the next plan.
 """
 
 from __future__ import annotations
@@ -205,14 +205,15 @@ def plan_of(
     num_processes: int = 1,
     *,
     placement: Placement = "device",
-    shard: Shard = "none",
+    shard: Shard | None = None,
     dtype: str = "",
     autocast: str = "",
 ) -> ExecutionPlan:
-    """Return the plan of a run whose memory suffices for everything that its settings request.
+    """Return the plan that `train` requests, before it is adapted to the memory.
 
     Args:
         device: Kind of device.
+        shard: By default `train.shard`; auto: none, until `place_weights` decides.
     """
     tokens = train.tokens_per_batch
     if tokens == "auto":
@@ -221,7 +222,7 @@ def plan_of(
         device=device,
         num_processes=num_processes,
         placement=placement,
-        shard=shard,
+        shard=shard or ("none" if train.shard == "auto" else train.shard),
         rows=train.batch_size,
         tokens=tokens,
         compile=None if train.compile == "auto" else train.compile,

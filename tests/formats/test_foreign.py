@@ -28,7 +28,7 @@ from peftkit.methods.own_parameters import LNTuning
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.methods.vera import VeRA
-from tests.formats.test_mlx import base_folder, logits, trained
+from tests.helpers.adapters import base_folder, logits, trained
 
 TWO = torch.ones(2, 2)
 METHODS: dict[str, Method] = {

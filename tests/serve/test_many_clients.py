@@ -16,8 +16,8 @@ from peftkit.inference.sampling import Sampling
 from peftkit.serve.app import make_app
 from peftkit.serve.generation import Generation, Output
 from peftkit.serve.worker import Worker
+from tests.helpers.bank import a_base
 from tests.helpers.families import FAMILIES
-from tests.inference.test_bank import a_base
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from peftkit.serve.app import Limits, _Service, make_app  # noqa: E402
 from peftkit.serve.grammars import Grammars  # noqa: E402
 from peftkit.serve.server import listening  # noqa: E402
 from peftkit.serve.tool_fields import ToolCall, with_calls  # noqa: E402
-from tests.inference.test_bank import a_base, write  # noqa: E402
+from tests.helpers.bank import a_base, write  # noqa: E402
 
 KEY = "a-key-of-this-test"
 ASKED: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -219,8 +219,8 @@ MADE = {
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type"),
         ({"tools": [tool("no spaces")]}, "tools.0.function.name"),
         ({"tools": TOOLS * 65}, "tools"),
-        ({"model": "plain"}, "has no format of tool calls"),
-        ({"model": "mute"}, "has no format of tool calls"),
+        ({"model": "plain"}, "writes no calls"),
+        ({"model": "mute"}, "writes no calls"),
         (
             {"tools": [tool("f", a={"type": "nothing"})], "tool_choice": "required"},
             "constrained to this tool_choice",
@@ -232,7 +232,7 @@ MADE = {
         ),
         ({"messages": [*ASKED, {"role": "tool", "content": "3"}]}, "tool_call_id"),
         ({"messages": [*ASKED, {**MADE, "role": "user", "content": ""}]}, "role assistant"),
-        ({"model": "mute", "messages": [*ASKED, MADE], "tools": []}, "has no format of tool calls"),
+        ({"model": "mute", "messages": [*ASKED, MADE], "tools": []}, "writes no calls"),
     ],
 )
 def test_what_cannot_be_done_is_one_clear_refusal(options: Any, message: str, client: Any) -> None:

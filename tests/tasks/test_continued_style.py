@@ -10,9 +10,9 @@ import pytest
 from peftkit.errors import DataError
 from peftkit.events import Event, Notice
 from peftkit.run import prepare
-from tests.helpers.classifiers import write_rows
 from tests.helpers.command_line import turn
 from tests.helpers.finished import Finished, finished, recipe
+from tests.helpers.folders import write_rows
 
 GRPO = {"type": "grpo", "rewards": [{"use": "length", "max_chars": 9}], "max_new_tokens": 8}
 

@@ -27,8 +27,8 @@ from peftkit.kernels import varlen
 from peftkit.settings import DataConfig
 from peftkit.tasks.text.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
 from tests.helpers.families import ARCHITECTURES
+from tests.helpers.padding_free import MODELS, PACKED, ROWS, SHARING, a_row, learnt, task_on
 from tests.helpers.varlen_reference import reference_varlen_attn
-from tests.tasks.test_unpadding import MODELS, PACKED, ROWS, SHARING, a_row, learnt, task_on
 
 Tokenizer = PreTrainedTokenizerFast
 SPANS = ["llama", "gemma3_text", "mistral_swa", "gpt_neox", "qwen3_moe"]

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.helpers.children import free_port
-from tests.train.test_sharding import losses, recipe
+from tests.helpers.sharded import losses, recipe
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "several-gpus.md").read_text(encoding="utf-8")

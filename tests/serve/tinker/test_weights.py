@@ -12,9 +12,9 @@ pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is n
 
 from peftkit.formats.peft.folder import load_adapter
 from peftkit.serve.tinker import weights, wire
+from tests.helpers.serving import Serve
+from tests.helpers.tinker import CE, UNLIKE, learn
 from tests.helpers.wire_client import API, Client, datum
-from tests.serve.tinker.conftest import Serve
-from tests.serve.tinker.test_learning import CE, UNLIKE, learn
 
 
 @pytest.mark.parametrize("config", UNLIKE[:2])
@@ -44,7 +44,7 @@ def test_a_model_goes_on_from_its_saved_state_bit_equal(
 def test_weights_of_a_sampler_have_no_optimizer_to_go_on_with(client: Client) -> None:
     model, into = client.model(), client.model()
     before = model.call("save_weights", path="fresh")["path"]
-    assert client.load(before, optimizer=True).forward(CE)  # no optimizer state before the first step
+    assert client.load(before, optimizer=True).forward(CE)  # no optimizer state yet
     learn(model, 1)
     path = model.call("save_weights_for_sampler", path="x")["path"]
     place = {"session_id": client.session, "model_seq_id": 9}

@@ -75,7 +75,7 @@ def test_an_output_has_a_record_for_datums_of_one_shape() -> None:
         (b"\x0a\xff\xff\xff\xff\x0f", "truncated"),
         (b"\x0a\x05abc", "truncated"),
         (b"\x80" * 20, "no end"),
-        (b"\x0b\x0c", "of the type 3"),
+        (b"\x0b\x0c", "wire type 3"),
         (b"\x0a\x02\xff\xfe", "protobuf"),  # a text that is not UTF-8
         (field(3, field(1, b"\x0a\x7f")), "truncated"),
         (b"\x00\x01", "protobuf"),
@@ -122,8 +122,8 @@ def csr(rows: list[int], columns: list[int], values: list[float]) -> Any:
     ("wrong", "words"),
     [
         (tensor(dense=b"1234", dtype=9), "dtype is 9"),
-        (tensor(dense=b"123", dtype=1), "no whole numbers"),
-        (tensor(dense=b"1234", dtype=1, shape=[2]), "1 values, and the shape"),
+        (tensor(dense=b"123", dtype=1), "not a multiple of 4"),
+        (tensor(dense=b"1234", dtype=1, shape=[2]), "1 values, but the shape"),
         (tensor(dense=b"1234", dtype=1, shape=[-1]), "shape is"),
         (tensor(dense=b"1234", dtype=1, shape=[1, 1, 1]), "shape is"),
         (tensor(dense=b"1234", dtype=1, shape=[1 << 40]), "shape is"),

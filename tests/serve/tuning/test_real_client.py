@@ -15,8 +15,7 @@ import openai
 import pytest
 
 from tests.helpers.command_line import ROOT, start
-from tests.serve.tuning.conftest import JOBS, WEIGHTS, chats, hyper, serving
-from tests.serve.tuning.test_jobs import PAIRS
+from tests.helpers.jobs import JOBS, PAIRS, WEIGHTS, chats, hyper, serving
 
 NAME = "gpt-4o-mini-2024-07-18"
 KEY = "a-key-of-this-test"
