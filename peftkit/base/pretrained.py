@@ -25,7 +25,7 @@ from transformers.utils import hub, logging
 from transformers.utils.hub import cached_file
 
 from peftkit.base.locate import KNOWN, Location, is_hub_reachable, suggest
-from peftkit.base.purpose import Purpose, scale_rope, set_head
+from peftkit.base.purpose import Purpose
 from peftkit.errors import BaseError, PeftkitError, first_few
 from peftkit.events import Listener, Notice, Progress
 from peftkit.files.disk import read_json
@@ -54,8 +54,12 @@ def check_config(location: Location, purpose: Purpose) -> Any:
             fix=f"Use a model that transformers' {purpose.auto_class} supports.",
         )
     if purpose.head is not None:
+        from peftkit.base.heads import set_head
+
         set_head(config, purpose.head, location.name)
     if purpose.rope_scaling:
+        from peftkit.base.rope import scale_rope
+
         scale_rope(config, purpose.rope_scaling, location.name)
     if location.gguf and location.convert_to is None:
         from peftkit.base.gguf_file import settings_of

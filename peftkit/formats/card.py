@@ -151,7 +151,7 @@ def small_reach(adapter: Adapter, base: Audit) -> str:
     """
     targets = adapter.method.targets
     requested = [targets] if isinstance(targets, str) else targets
-    modules = adapter.own.values()
+    modules = adapter.method_modules.values()
     reached = sum(shape.numel() for module in modules for shape in _matrices(module))
     share = reached / max(base.num_in_matrices, 1)
     if ALL_LINEAR not in requested or share >= SMALL_REACH:

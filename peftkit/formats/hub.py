@@ -49,7 +49,7 @@ from peftkit.formats.folders import (
     parse_hub_id,
 )
 from peftkit.formats.guard import MAX_PAYLOAD_BYTES, check_safetensors, read_tensors
-from peftkit.formats.peft.folder import AdapterFile, read_adapter
+from peftkit.formats.peft.load import AdapterFile, read_adapter
 from peftkit.formats.serving import served_rank
 
 FILES = (CONFIG, TENSORS, CARD, NOTES, START, "recipe.yaml", *TOKENIZER_FILES)

@@ -23,7 +23,7 @@ from peftkit.files.disk import write_json
 from peftkit.files.tensors import write_tensors
 from peftkit.formats.folders import CONFIG, new_adapter_folder
 from peftkit.formats.guard import read_json, read_tensors
-from peftkit.formats.peft.folder import AdapterFile
+from peftkit.formats.peft.load import AdapterFile
 from peftkit.formats.peft.low_rank import LowRank, by_module, read_low_rank, uniform
 
 MLX_TENSORS = "adapters.safetensors"

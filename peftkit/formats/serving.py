@@ -28,7 +28,7 @@ from peftkit.formats.folders import (
     new_adapter_folder,
 )
 from peftkit.formats.guard import check_safetensors, read_json, read_tensors
-from peftkit.formats.peft.folder import AdapterFile, read_adapter
+from peftkit.formats.peft.load import AdapterFile, read_adapter
 from peftkit.formats.peft.low_rank import (
     A,
     B,

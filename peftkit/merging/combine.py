@@ -40,7 +40,7 @@ from peftkit.events import Listener, Notice, Progress, Saved, ignore
 from peftkit.formats.card import Card, adapter_usage, write_card
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.folders import check_free, new_adapter_folder
-from peftkit.formats.peft.folder import AdapterFile
+from peftkit.formats.peft.load import AdapterFile
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, rewritten_targets, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.kernels import svd

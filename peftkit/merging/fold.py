@@ -26,7 +26,7 @@ from peftkit.files.tensors import non_finite
 from peftkit.formats.open_adapter import Opened
 from peftkit.methods.base import AdapterModule, Method
 from peftkit.model.places import is_conv1d, is_linear
-from peftkit.quant.layers import weight_of
+from peftkit.quant.weights import weight_of
 
 
 @dataclass(slots=True)

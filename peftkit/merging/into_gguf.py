@@ -24,13 +24,13 @@ from peftkit.base.gguf_file import Blocks, blocks_of, parsed_once, quantized, so
 from peftkit.base.load import load_base
 from peftkit.base.locate import locate
 from peftkit.base.new_tokens import new_tokens_of
-from peftkit.base.purpose import rope_notice
+from peftkit.base.rope import rope_notice
 from peftkit.base.skeleton import skeleton
 from peftkit.errors import MergeError, OutputError, first_few
 from peftkit.events import Listener, Notice, Saved, Stage, Table
 from peftkit.files import disk
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.formats.peft.folder import AdapterFile
+from peftkit.formats.peft.load import AdapterFile
 from peftkit.kernels.gguf_blocks import unpack_gguf
 from peftkit.merging.fold import Tally, check_all, precision_note
 from peftkit.merging.verify import Merged, agreement, facts_of, logits_on, reference_of

@@ -26,7 +26,7 @@ from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.request import DTYPES, fits_device
 from peftkit.base.skeleton import read_config, skeleton, weight_bytes
 from peftkit.config.schema import from_dict
-from peftkit.data.encode import Style
+from peftkit.data.style import Style
 from peftkit.errors import MergeError, OutputError, first_few
 from peftkit.events import Listener, Notice, Saved, Stage, Table, ignore
 from peftkit.execution.environment import free_now
@@ -36,7 +36,7 @@ from peftkit.files.disk import new_folder
 from peftkit.formats.card import Card, write_card
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.open_adapter import Opened, open_adapter, task_of
-from peftkit.formats.peft.folder import AdapterFile, read_adapter
+from peftkit.formats.peft.load import AdapterFile, read_adapter
 from peftkit.merging.fold import (
     Tally,
     check_mergeable,

@@ -32,7 +32,7 @@ from peftkit.files.tensors import (
     open_tensors,
     write_tensor_stream,
 )
-from peftkit.formats.peft.folder import AdapterFile, load_adapter
+from peftkit.formats.peft.load import AdapterFile, load_adapter
 from peftkit.kernels.device import keep_freed_memory
 from peftkit.merging.fold import Tally, check_all, merged_tensor
 from peftkit.methods.table import method_from_peft

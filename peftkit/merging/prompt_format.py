@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from peftkit.data.chat import own_template, shortened, with_system
-from peftkit.data.encode import ALPACA, ALPACA_INPUT, Style
+from peftkit.data.chat_template import own_template, shortened, with_system
+from peftkit.data.style import ALPACA, ALPACA_INPUT, Style
 from peftkit.errors import BaseError
 from peftkit.files import disk
 

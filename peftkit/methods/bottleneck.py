@@ -26,10 +26,12 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import AdapterError, TargetError, did_you_mean, first_few
-from peftkit.methods.base import ADAPTER_DTYPES, LAYERS, AdapterModule, Method, PeftFormat
+from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.methods.peft_format import LAYERS, PeftFormat
 from peftkit.model import roles as table
 from peftkit.model.blocks import Sublayer, find_sublayers, width_of
-from peftkit.model.targets import Site, matches, resolve
+from peftkit.model.roles import matches
+from peftkit.model.targets import Site, resolve
 
 ALL = "blocks"
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

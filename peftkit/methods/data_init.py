@@ -29,7 +29,7 @@ from peftkit.base.load import Base, load_base
 from peftkit.errors import DataError, TargetError
 from peftkit.events import Listener
 from peftkit.execution.world import World
-from peftkit.formats.peft.folder import read_adapter
+from peftkit.formats.peft.load import read_adapter
 from peftkit.kernels import svd
 from peftkit.kernels.svd import Directions
 from peftkit.methods.base import InitValues, Method
@@ -37,7 +37,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.model.modes import evaluating
 from peftkit.model.places import linear_shape
 from peftkit.model.targets import Site
-from peftkit.quant.layers import weight_of
+from peftkit.quant.weights import weight_of
 from peftkit.settings import BaseConfig, DataConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig

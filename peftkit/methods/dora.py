@@ -13,12 +13,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from peftkit.kernels.lora import adapted_row_norms, add_lora
-from peftkit.methods.base import MAGNITUDE, AdapterModule, Method
-from peftkit.methods.lora import LoRA, LoRAFormat, trains_biases
+from peftkit.kernels.lora import add_lora
+from peftkit.kernels.row_norms import adapted_row_norms
+from peftkit.methods.base import AdapterModule, Method
+from peftkit.methods.lora import LoRA
+from peftkit.methods.lora_format import LoRAFormat, trains_biases
 from peftkit.methods.lora_linear import LoRALinear
+from peftkit.methods.peft_format import MAGNITUDE
 from peftkit.model.targets import Site
-from peftkit.quant.layers import weight_of
+from peftkit.quant.weights import weight_of
 
 
 class DoRALinear(LoRALinear):

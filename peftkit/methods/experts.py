@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from peftkit.errors import TargetError
 from peftkit.kernels.stacked import AdaptedStack, NoProductError
 from peftkit.methods.base import AdapterModule
-from peftkit.methods.lora_linear import Init, drawn
+from peftkit.methods.lora_init import Init, drawn
 from peftkit.model.places import is_transposed, stacked_shape
-from peftkit.model.targets import RowSlice, Site
+from peftkit.model.row_slice import RowSlice
+from peftkit.model.targets import Site
 
 
 class LoRAStack(nn.Module):

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from peftkit.errors import AdapterError, TargetError
 from peftkit.files.safe_regex import fullmatches
 from peftkit.files.strict_json import shown
-from peftkit.methods.base import ADAPTER_DTYPES, LAYERS, TARGETS, AdapterModule, Method, PeftFormat
+from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
 from peftkit.model.places import linear_shape
-from peftkit.model.targets import RowSlice, Site
+from peftkit.model.row_slice import RowSlice
+from peftkit.model.targets import Site
 
 _FEEDFORWARD = "feedforward_modules"
 _L = "ia3_l"

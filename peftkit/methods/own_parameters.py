@@ -19,18 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import AdapterError, TargetError, did_you_mean
-from peftkit.methods.base import (
-    ADAPTER_DTYPES,
-    LAYERS,
-    TARGETS,
-    AdapterModule,
-    Method,
-    PeftFormat,
-)
-from peftkit.methods.lora import IGNORED, SCALES, trains_biases
+from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.methods.lora_format import IGNORED, SCALES, trains_biases
 from peftkit.methods.modules_to_save import TunedModule
+from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
 from peftkit.model.places import find_places, is_conv1d, is_linear, linear_shape, walk
-from peftkit.model.targets import Site, matches, resolve
+from peftkit.model.roles import matches
+from peftkit.model.targets import Site, resolve
 
 NORMS = "norms"
 

@@ -21,15 +21,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import AdapterError, TargetError
-from peftkit.methods.base import (
-    ADAPTER_DTYPES,
-    LAYERS,
-    PROMPT,
-    AdapterModule,
-    M,
-    Method,
-    PeftFormat,
-)
+from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.methods.peft_format import LAYERS, PROMPT, M, PeftFormat
 from peftkit.model.places import embedding_of, find_places, unwrap_adapter
 from peftkit.model.targets import Site
 

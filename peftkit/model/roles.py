@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 ATTENTION = ("q", "k", "v", "kv", "qkv", "o")
@@ -316,3 +317,18 @@ def _facts(names: Sequence[str], *sources: object) -> list[int]:
 
 def _fact(names: Sequence[str], *sources: object) -> int:
     return next(iter(_facts(names, *sources)), 0)
+
+
+def is_role(word: str) -> bool:
+    """Return whether a word is a role or a group, with or without a tower's prefix."""
+    side, _, role = word.partition("_")
+    return (
+        word in ROLES
+        or word in GROUPS
+        or (side in TOWERS and role in ROLES and role not in UNSIDED)
+    )
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Return whether a shell pattern matches a path, or a suffix of it that begins after a dot."""
+    return fnmatchcase(path, pattern) or fnmatchcase(path, f"*.{pattern}")

@@ -12,8 +12,9 @@ from transformers import AutoTokenizer
 
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
-from peftkit.data.encode import default_style
-from peftkit.formats.peft.folder import read_adapter, save_adapter
+from peftkit.data.generation import default_style
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import read_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.bank import open_bank
 from peftkit.inference.generate import generate

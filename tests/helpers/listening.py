@@ -24,8 +24,8 @@ from tests.helpers.vision import (
     A,
     Family,
     Q,
+    dialog,
     made,
-    said,
     template,
     token_id,
     tokenizer,
@@ -34,13 +34,13 @@ from tests.helpers.vision import write_image_rows as write_seen
 
 SPOKEN: list[dict[str, Any]] = [
     {
-        "messages": said(
+        "messages": dialog(
             (Q, [{"type": "audio", "audio": "a.wav"}, {"type": "text", "text": "what is it?"}]),
             (A, [{"type": "text", "text": "the fox"}]),
         )
     },
     {
-        "messages": said(
+        "messages": dialog(
             (Q, "see <audio> the <audio> dog"),
             (A, "the lazy dog over"),
             (Q, "and then?"),
@@ -48,12 +48,12 @@ SPOKEN: list[dict[str, Any]] = [
         ),
         "audios": ["b.wav", "a.wav"],
     },
-    {"messages": said((Q, "no sound"), (A, "in the question"))},
-    {"audio": "b.wav", "messages": said((Q, "the other"), (A, "quick fox"))},
+    {"messages": dialog((Q, "no sound"), (A, "in the question"))},
+    {"audio": "b.wav", "messages": dialog((Q, "the other"), (A, "quick fox"))},
 ]
 _TURNS = [(turn["role"], turn["content"]) for turn in SPOKEN[1]["messages"][1:]]
 _ONE_EACH = [*SPOKEN]
-_ONE_EACH[1] = {"messages": said((Q, "see <audio> dog"), *_TURNS), "audios": ["b.wav"]}
+_ONE_EACH[1] = {"messages": dialog((Q, "see <audio> dog"), *_TURNS), "audios": ["b.wav"]}
 _SEEN_TOO = [*SPOKEN[:3], {**SPOKEN[3], "image": "a.png"}]
 
 

@@ -55,20 +55,20 @@ _TEMPLATE = """\
 Q, A = "user", "assistant"
 
 
-def said(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
+def dialog(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
     """Return turns as messages."""
     return [{"role": role, "content": content} for role, content in turns]
 
 
 CONVERSATIONS: list[dict[str, Any]] = [
     {
-        "messages": said(
+        "messages": dialog(
             (Q, [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what is it?"}]),
             (A, [{"type": "text", "text": "the fox"}]),
         )
     },
     {
-        "messages": said(
+        "messages": dialog(
             (Q, "see <image> the <image> dog"),
             (A, "the lazy dog over"),
             (Q, "and then?"),
@@ -76,8 +76,8 @@ CONVERSATIONS: list[dict[str, Any]] = [
         ),
         "images": ["b.png", "a.png"],
     },
-    {"messages": said((Q, "no picture"), (A, "in the question"))},
-    {"image": "b.png", "messages": said((Q, "the other"), (A, "quick fox"))},
+    {"messages": dialog((Q, "no picture"), (A, "in the question"))},
+    {"image": "b.png", "messages": dialog((Q, "the other"), (A, "quick fox"))},
 ]
 ANSWERS = [["the fox"], ["the lazy dog over", "the answer"], ["in the question"], ["quick fox"]]
 """What is learnt of CONVERSATIONS."""

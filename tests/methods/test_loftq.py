@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, TargetError
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.methods.data_init import loftq_starts
 from peftkit.methods.lora import LoRA
-from peftkit.quant.layers import weight_of
 from peftkit.quant.quantize import quantize_model
+from peftkit.quant.weights import weight_of
 from tests.helpers.families import ARCHITECTURES, FAMILIES
 from tests.helpers.kinds import outputs
 

@@ -18,8 +18,8 @@ from transformers.quantizers.base import HfQuantizer
 
 from peftkit.base.fingerprint import sample_positions, shown
 from peftkit.base.pack import (
-    Broken,
     LoaderArguments,
+    LoadingAborted,
     PackingConfig,
     PackingLoader,
     PackingQuantizer,
@@ -233,7 +233,7 @@ class _Read(ConversionOps):
                 return {name: loader.take(name, value) if loader.takes(name) else value}
             return {name: loader.take_codes(name, loader.read_codes(name, tensors))}
         except Exception as error:
-            raise Broken(error) from None
+            raise LoadingAborted(error) from None
 
     def _stacked(
         self,

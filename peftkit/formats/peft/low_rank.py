@@ -18,19 +18,15 @@ from torch.nn.functional import pad
 
 from peftkit.errors import AdapterError
 from peftkit.files.strict_json import shown
-from peftkit.formats.peft.folder import (
-    AdapterFile,
-    named_tensors,
-    read_adapter,
-    where_fields,
-    write_folder,
-)
+from peftkit.formats.peft.folder import where_fields, write_folder
+from peftkit.formats.peft.load import AdapterFile, named_tensors, read_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.peft.targets import LAYERS, shortest_endings, unmatched
 from peftkit.kernels import svd
-from peftkit.methods.base import MAGNITUDE
 from peftkit.methods.dora import DoRA
-from peftkit.methods.lora import LoRA, peft_scales
+from peftkit.methods.lora import LoRA
+from peftkit.methods.lora_format import peft_scales
+from peftkit.methods.peft_format import MAGNITUDE
 from peftkit.methods.table import SHARED_FIELDS, method_from_peft
 from peftkit.model.places import is_linear, linear_shape, walk
 from peftkit.model.roles import linear_role

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.config.schema import from_dict
-from peftkit.data.encode import Style
+from peftkit.data.style import Style
 from peftkit.errors import AdapterError, PeftkitError
 from peftkit.files.disk import sha256_of, write_json
 from peftkit.files.strict_json import shown

@@ -36,7 +36,7 @@ _REFUSED = "out_proj"
 
 def written_fields(adapter: Adapter) -> dict[str, Any]:
     """Return the config fields of the adapter's method and targets."""
-    modules, method, form = adapter.own, adapter.method, format_of(adapter.method)
+    modules, method, form = adapter.method_modules, adapter.method, format_of(adapter.method)
     places = method.candidates(adapter.model)
     as_weights: set[str] = set()
     if form.peft_type == "LORA" and any(places.values()):
@@ -113,9 +113,11 @@ def refused_by_peft(adapter: Adapter) -> str:
         return ""
     kind = getattr(getattr(adapter.model, "config", None), "model_type", "")
     reason = ""
-    if kind in _MAMBA and any(path.rpartition(".")[2] == _REFUSED for path in adapter.own):
+    if kind in _MAMBA and any(
+        path.rpartition(".")[2] == _REFUSED for path in adapter.method_modules
+    ):
         reason = f"it takes no LoRA on {_REFUSED} in models of type {kind}"
-    for path, module in adapter.own.items():
+    for path, module in adapter.method_modules.items():
         experts = module.base
         if module.stacked and is_transposed(experts) and not hasattr(experts, "is_transposed"):
             reason = f"it swaps the rows and columns of the stacks in {path}"
@@ -312,11 +314,11 @@ def check_targets_of(fields: Mapping[str, Any], adapter: Adapter, folder: Path) 
     Raises:
         AdapterError: Targets have no tensors, or modules with tensors are not targeted.
     """
-    paths = {path for path, module in adapter.own.items() if not module.stacked}
+    paths = {path for path, module in adapter.method_modules.items() if not module.stacked}
     targets = fields.get("target_modules")
     stacks = [
         f"{path}.{name}"
-        for path, module in adapter.own.items()
+        for path, module in adapter.method_modules.items()
         for name in module.stacked or ("weight",)
     ]
     missing = unmatched(targets, paths | adapter.full)
