@@ -38,8 +38,8 @@ def test_the_readme_has_the_table_of_smollm2() -> None:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     assert round(num_parameters / 1e6, 1) == 134.5
     expected = [
-        [f"`{name}`", trains, merges, fresh, four_bit, read_by.partition(", ")[2] or "-"]
-        for name, trains, merges, fresh, four_bit, read_by, _ in method_rows(
+        [f"`{name}`", trains, merges, fresh, read_by.partition(", ")[2] or "-"]
+        for name, trains, merges, fresh, read_by, _ in method_rows(
             list(method_facts(model)), num_parameters
         )
     ]
