@@ -98,6 +98,11 @@ class PackingLoader:
         self._problems: list[str] = []
         self._done = self._total = 0
 
+    @classmethod
+    def reads(cls, request: BaseRequest) -> bool:
+        """Return whether a loader of another package reads this base's files."""
+        return False
+
     def arguments(self) -> LoaderArguments:
         """Return the arguments with which transformers loads the model through here."""
         cls, source, kwargs = folder_arguments(self.request)
