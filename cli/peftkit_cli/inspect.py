@@ -201,6 +201,7 @@ def _without_weights(name: str) -> nn.Module:
 def method_facts(model: nn.Module) -> Iterator[MethodFacts]:
     """Attach every method to a model without weights in turn, and yield its facts."""
     from peftkit.adapter import attach
+    from peftkit.methods.prefix import CacheKindError
     from peftkit.methods.table import METHODS
 
     for name, kind in METHODS.items():
@@ -209,7 +210,10 @@ def method_facts(model: nn.Module) -> Iterator[MethodFacts]:
         try:
             adapter = attach(model, method, fresh=False)
         except PeftkitError as error:
-            remarks.insert(0, _why(str(error)))
+            # some models do not run without weights, and a prefix is measured by running them
+            unmeasured = isinstance(error, CacheKindError)
+            why = "only the weights tell whether it suits" if unmeasured else str(error)
+            remarks.insert(0, why.splitlines()[0].rstrip("."))
         else:
             num_trainable = adapter.num_trainable
             adapter.detach()
@@ -221,13 +225,6 @@ def method_facts(model: nn.Module) -> Iterator[MethodFacts]:
             files=f"peftkit, {method.files}" if method.files else "peftkit",
             remark="; ".join(filter(None, remarks)),
         )
-
-
-def _why(message: str) -> str:
-    # A prefix is measured by running the model; some models do not run without weights.
-    if "Its cache is of another kind" in message:
-        return "only the weights tell whether it suits"
-    return message.splitlines()[0].rstrip(".")
 
 
 def _weight(model: nn.Module, role: str, site: Site) -> tuple[str, str, str, int]:

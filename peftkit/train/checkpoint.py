@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from peftkit.config.schema import flat
 from peftkit.data.pack import fingerprint
-from peftkit.errors import CheckpointError, OutputError, did_you_mean
+from peftkit.errors import CheckpointError, DiskFullError, did_you_mean
 from peftkit.events import Notice, Saved
 from peftkit.execution import rng
 from peftkit.execution.state import state_from_json
@@ -111,13 +111,13 @@ class Saver:
         )
 
     def check_disk(self) -> None:
-        """Emit a notice if the disk may fill up; OutputError if it cannot hold one checkpoint."""
+        """Emit a notice if the disk may fill up; DiskFullError if it cannot hold one checkpoint."""
         free, folder = self.checkpoints.free_bytes, self.checkpoints.folder
         size = f"A checkpoint takes about {self.num_bytes:,} bytes; {free:,} are free in {folder}."
         most = self.config.keep_checkpoints + 2  # the best one, and the one being written
         if free < self.num_bytes:
             fix = "Make room, or train into another folder."
-            raise OutputError("the disk is too full to train", found=size, fix=fix)
+            raise DiskFullError("the disk is too full to train", found=size, fix=fix)
         if free < self.num_bytes * most:
             self.run.say(Notice(f"{size} Up to {most} are there at once: the disk may fill up."))
 
