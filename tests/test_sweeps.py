@@ -22,7 +22,8 @@ from peftkit.inference.bank import check_name
 from peftkit.recipe import load
 from peftkit.run import run
 from peftkit.sweeps import check_members, grid, pick, sweep
-from tests.families import FAMILIES, tiny_tokenizer
+from tests.helpers.families import FAMILIES, tiny_tokenizer
+from tests.helpers.folders import write_rows
 
 WORDS = ("yes", "no", "perhaps", "of course not", "why do you ask")
 ROWS = [
@@ -42,7 +43,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write(folder: Path, model: Path, **sections: dict[str, Any]) -> Path:
     folder.mkdir(exist_ok=True)
     data = folder / "train.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_rows(data, ROWS)
     settings: dict[str, dict[str, Any]] = {
         "base": {"model": str(model), "dtype": "fp32"},
         "method": {"type": "lora", "rank": 4, "targets": ["attention"]},
@@ -256,7 +257,7 @@ def test_members_with_other_labels_need_another_base(base: Path, tmp_path: Path)
     recipe = write(tmp_path / "data", base, train={"max_steps": 1}, data={"max_length": None})
     for labels in ("ab", "ac"):
         rows = [{"text": "yes or no", "label": label} for label in labels]
-        (tmp_path / f"{labels}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / f"{labels}.jsonl", rows)
     classify = ["task=sequence_classification", "data.packing=true", "data.eval=null"]
     over = [f"data.train={tmp_path}/ab.jsonl,{tmp_path}/ac.jsonl"]
     with pytest.raises(ConfigError, match="what the task loads the base for differs"):

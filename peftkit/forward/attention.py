@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from peftkit.execution.plan import ExecutionPlan, plan_of
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.attention_kernels import Call, attend, takes_varlen
 from peftkit.kernels.varlen import Grid, Spans, into_grid, out_of_grid
 
@@ -221,7 +221,7 @@ def training_attention(
         documents: Whether rows may hold several documents.
         known: The model's of an earlier time, which knows what its layers see.
     """
-    plan = plan or plan_of(model)
+    plan = plan or ExecutionPlan.for_model(model)
     if not _applies(model) or not (documents or plan.attention == "grouped"):
         yield None
         return

@@ -134,7 +134,8 @@ class Saver:
 
     def _write(self, generators: Mapping[str, Tensor]) -> None:
         trainer, state = self.trainer, self.run.state
-        state.loss_scale, state.good_steps = trainer.scale.factor, trainer.scale.good_steps
+        scale = trainer.fitting.scale
+        state.loss_scale, state.good_steps = scale.factor, scale.good_steps
         epoch, position = self.sampler.position(state.step)
         facts = {
             "epoch": epoch,

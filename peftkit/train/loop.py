@@ -166,8 +166,8 @@ class Loop:
             with recording(self.run), modes_kept(model), ExitStack() as stack:
                 begin_training(model)
                 with self.world.autocast():  # whose dtype the copies of adapters have
-                    stack.enter_context(prepared_for_training(model, trainer.requested))
-                with self.run.task.training(model, trainer.requested):
+                    stack.enter_context(prepared_for_training(model, trainer.fitting.requested))
+                with self.run.task.training(model, trainer.fitting.requested):
                     yield
         finally:
             trainer.prefetcher.close()

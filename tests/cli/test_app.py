@@ -11,7 +11,7 @@ import pytest
 
 from peftkit.errors import DataError, RunError
 from peftkit_cli import about, app
-from tests.command_line import Run, environment
+from tests.helpers.command_line import Run, environment
 
 COMMANDS: dict[str, list[str]] = {
     "quickstart": [],

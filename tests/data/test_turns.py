@@ -12,12 +12,9 @@ from peftkit.data.turns import Turns
 from peftkit.errors import DataError
 from peftkit.inference.call_formats import Call
 from peftkit.inference.calls import format_of
-from tests.call_templates import TEMPLATES, with_template
-from tests.data.test_chat_spans import QWEN3
+from tests.helpers.call_templates import TEMPLATES, with_template
+from tests.helpers.chat_templates import QWEN3, TOOLS
 
-TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-]
 ID = "abcdefgh0"
 REPLY = {"role": "tool", "name": "weather", "tool_call_id": ID, "content": "19 degrees"}
 USER = {"role": "user", "content": "and then?"}

@@ -15,7 +15,7 @@ from peftkit.data.encode import Style, tokens
 from peftkit.inference.call_formats import FORMATS, NO_CALLS, Call, CallFormat
 from peftkit.inference.call_style import CallStyle
 from peftkit.inference.calls import Reader, Said, format_of, read_answer
-from tests.call_templates import FORM_OF, ONE_CALL, TEMPLATES, with_calls, with_template
+from tests.helpers.call_templates import FORM_OF, ONE_CALL, TEMPLATES, with_calls, with_template
 
 TOOL: dict[str, Any] = {
     "type": "function",

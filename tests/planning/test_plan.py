@@ -17,8 +17,8 @@ from peftkit.execution.environment import PROCESS_BYTES
 from peftkit.planning import plan as planner
 from peftkit.planning.plan import Plan
 from peftkit_cli.app import run
-from tests.formats.test_mlx import base_folder, trained
-from tests.planning.test_step_estimator import llama
+from tests.helpers.adapters import base_folder, trained
+from tests.helpers.families import llama
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from peftkit.inference.call_style import CallStyle
 from peftkit.inference.calls import read_answer
 from peftkit.serve.call_grammar import call_grammar
 from peftkit.serve.grammars import Grammars
-from tests.call_templates import TEMPLATES, with_calls, with_template
+from tests.helpers.call_templates import TEMPLATES, with_calls, with_template
 
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "now"}},
