@@ -26,6 +26,7 @@ from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, Notice, ScoredAnswer, ignore
 from peftkit.execution.plan import compute_dtype
 from peftkit.execution.signals import Interrupted
+from peftkit.figures import size
 from peftkit.forward.loss import find_head, target_logits, target_rows, unwrapped
 from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.kernels.device import free_bytes
@@ -224,7 +225,7 @@ class Distill(RolloutTask):
         dtype: torch.dtype = compute_dtype(bare) if other is None else compute_dtype(other.model)
         needed, free = shape[0] * shape[1] * dtype.itemsize, free_bytes()
         if free is not None and needed > SHARE * free:
-            sizes = f"they take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+            sizes = f"they take {size(needed)}, {size(free)} are free"
             run.say(Notice(f"The teacher's hidden states are computed in each step: {sizes}."))
             return
         hidden, places, start = torch.empty(shape, dtype=dtype), {}, 0

@@ -60,7 +60,7 @@ class CTC(SpeechTask):
     """
 
     def build(self, model: nn.Module) -> None:
-        Audio.require()
+        Audio.require("jiwer")  # of error rates
         config, bare = self.config, unwrapped(model)
         self.hearing = Hearing(model, self.processor, config.max_seconds)
         if not self.hearing.is_exact:
@@ -202,7 +202,7 @@ class CTCConfig(SpeechConfig):
     """Longest clip in seconds, longer ones are dropped; null: 30."""
 
     def resolve(self, data: DataConfig) -> CTCConfig:
-        Audio.require()
+        Audio.require("jiwer")  # of error rates
         if self.tokens or self.vocabulary == "base":
             return self
         used = set[str]()

@@ -388,5 +388,5 @@ class SpeechConfig(TaskConfig):
     """Field with its transcript."""
 
     def resolve(self, data: DataConfig) -> TaskConfig:
-        Audio.require()
+        Audio.require("jiwer")  # of error rates
         return self

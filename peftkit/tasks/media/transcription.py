@@ -50,7 +50,7 @@ class Transcription(SpeechTask, EncoderDecoder):
     """
 
     def build(self, model: nn.Module) -> None:
-        Audio.require()
+        Audio.require("jiwer")  # of error rates
         config = self.config
         self.hearing = Hearing(model, self.processor, config.max_seconds)
         self.example = self.hearing.example()
