@@ -29,7 +29,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from peftkit.methods.base import LAYERS, TARGETS, AdapterModule, Method, PeftFormat
+from peftkit.methods.base import AdapterModule, Method
+from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
 
 
 class ScaledLinear(AdapterModule):

@@ -13,7 +13,7 @@ from peftkit.inference.sampling import Sampling
 from peftkit.serve.worker import Job, Piece, Worker
 
 
-class Asked:
+class Submitted:
     """A job, and what it is told."""
 
     def __init__(self, adapter: str | None, ids: list[int], seed: int = 0, **settings: Any) -> None:
@@ -31,9 +31,9 @@ class Asked:
         return what
 
 
-def answered(
+def run_jobs(
     bank: AdapterBank,
-    requests: list[Asked],
+    requests: list[Submitted],
     ready: Callable[[str | None], None] = lambda adapter: None,
     **limits: Any,
 ) -> tuple[list[Any], Worker]:
