@@ -114,7 +114,7 @@ PROGRAM = """
 import sys
 import torch
 from peftkit import load_adapter, load_base
-from peftkit.formats.peft.folder import read_adapter
+from peftkit.formats.peft.load import read_adapter
 from peftkit_cli.app import run
 
 base, recipe, out = sys.argv[1:]
