@@ -99,7 +99,7 @@ NAMES_SUFFICE = (
 )
 """Files on the main path whose names and signatures suffice."""
 
-MAIN_PATH_LINES = 11_700
+MAIN_PATH_LINES = 11_800
 """Maximum lines of MAIN_PATH and cli/train together. A commit may raise it only with a reason for
 the additional lines in its message."""
 
