@@ -226,7 +226,7 @@ def eva_starts(
         raise DataError(
             f"init 'eva' got too few tokens for the rank of {short_of[0]}",
             found=f"{num_seen} tokens; at least {needed} are needed (rank times eva_rho)",
-            fix="Give more data, a lower rank, or another init.",
+            fix="Use more data, a lower rank, or another init.",
         )
     final_ranks = _share_out({path: read[path].shares() for path in ranks}, ranks, max_ranks)
     starts: dict[str, InitValues] = {}

@@ -31,7 +31,7 @@ NORMS = "norms"
 
 
 class LNTuning(Method):
-    """Training of the normalisation layers alone."""
+    """Training of normalisation layers only."""
 
     type: Literal["ln_tuning"] = "ln_tuning"
     targets: tuple[str, ...] | str = NORMS
@@ -205,7 +205,7 @@ class BitFitFormat(PeftFormat[BitFit]):
             raise AdapterError(
                 "this LORA adapter uses features that peftkit does not read",
                 found=f"bias: {fields.get('bias')}; biases are trained too, next to a LoRA",
-                fix="Merge it with the tool that made it.",
+                fix="Merge it with the tool that wrote it.",
             )
         plain = {
             name.removesuffix(_INNER) + _BIAS if name.endswith(_INNER) else name: tensor
