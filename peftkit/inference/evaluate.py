@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.base.load import Base
-from peftkit.data.encode import Style, prompt_ids, stop_ids
-from peftkit.data.pack import IGNORE, Row, last_answer, last_answer_span
+from peftkit.data.generation import prompt_ids, stop_ids
+from peftkit.data.pack import IGNORE, Row
+from peftkit.data.row_text import last_answer, last_answer_span
+from peftkit.data.style import Style
 from peftkit.errors import DataError, PeftkitError, RunError
 from peftkit.events import Listener, Notice, Progress, Sample, Stage, ignore
 from peftkit.formats.open_adapter import read_side_adapter

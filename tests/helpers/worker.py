@@ -14,7 +14,7 @@ from peftkit.serve.generation import Generation, Output
 from peftkit.serve.worker import Worker
 
 
-class Asked:
+class Submitted:
     """A generation, and its outputs."""
 
     def __init__(self, adapter: str | None, ids: list[int], seed: int = 0, **settings: Any) -> None:
@@ -32,9 +32,9 @@ class Asked:
         return what
 
 
-def answered(
+def run_jobs(
     bank: AdapterBank,
-    requests: list[Asked],
+    requests: list[Submitted],
     ready: Callable[[str | None], None] = lambda adapter: None,
     **limits: Any,
 ) -> tuple[list[Any], Worker]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from peftkit.data.encode import Style
+from peftkit.data.style import Style
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.generate import generate, generate_ids
 from peftkit.inference.sampling import Sampling

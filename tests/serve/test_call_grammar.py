@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
 
 from peftkit.data.chat import Chat
-from peftkit.data.encode import Style
+from peftkit.data.style import Style
 from peftkit.inference.call_style import CallStyle
 from peftkit.inference.calls import read_answer
 from peftkit.serve.call_grammar import call_grammar

@@ -16,7 +16,7 @@ from peftkit.inference.sampling import Sampling
 from peftkit.serve.app import make_app
 from peftkit.serve.generation import Generation, Output
 from peftkit.serve.worker import Worker
-from tests.helpers.bank import a_base
+from tests.helpers.bank import tiny_base
 from tests.helpers.families import FAMILIES
 
 
@@ -25,7 +25,7 @@ def bank(tokenizer: Any) -> AdapterBank:
     model = FAMILIES["llama"]()
     model.config.max_position_embeddings = 16_384
     model.generation_config.eos_token_id = None
-    return AdapterBank(a_base(model.eval(), tokenizer))
+    return AdapterBank(tiny_base(model.eval(), tokenizer))
 
 
 def test_a_short_request_beside_a_long_one_begins_before_the_long_prompt_is_computed(

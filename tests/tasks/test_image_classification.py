@@ -17,7 +17,7 @@ from transformers import ViTImageProcessorPil
 
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
-from peftkit.data.pack import fingerprint
+from peftkit.data.rows.lazy import fingerprint
 from peftkit.errors import DataError
 from peftkit.events import Event, StepDone, Table
 from peftkit.formats.open_adapter import open_adapter

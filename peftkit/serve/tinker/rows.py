@@ -17,7 +17,7 @@ from peftkit.data.pack import padded, padded_rows
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.attention import TrainingAttention, training_attention
 from peftkit.forward.loss import Head, target_logits, target_rows, unwrapped
-from peftkit.forward.padding_free import can_unpad
+from peftkit.forward.probes import can_unpad
 from peftkit.inference.engine import context_length
 from peftkit.kernels.cross_entropy import ChunkedValues, parts_of, rows_of_chunk
 from peftkit.serve.requests import RequestError
@@ -154,7 +154,7 @@ class DatumTask(TokenTask):
     @contextmanager
     def training(self, model: nn.Module, plan: ExecutionPlan | None = None) -> Iterator[None]:
         attention = training_attention(
-            model, plan, documents=self._unpads is not False, known=self._probed_attention
+            model, plan, documents=self._unpads is not False, previous=self._probed_attention
         )
         with attention as self._probed_attention:
             if self._unpads is None:

@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from peftkit.data.encode import Style, prompt_ids, stop_ids
+from peftkit.data.generation import prompt_ids, stop_ids
+from peftkit.data.style import Style
 from peftkit.errors import PeftkitError, RunError
 from peftkit.inference.engine import Request as EngineRequest
 from peftkit.inference.sampling import Sampling, seed_of

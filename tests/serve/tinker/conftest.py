@@ -18,7 +18,7 @@ from peftkit.model.lift import take_off
 from peftkit.serve.app import Limits, make_app
 from peftkit.serve.training import TrainingOptions
 from peftkit.settings import BaseConfig
-from tests.helpers.bank import a_base
+from tests.helpers.bank import tiny_base
 from tests.helpers.serving import HERE, Serve
 from tests.helpers.wire_client import Client
 
@@ -33,7 +33,7 @@ def serve(llama: Any, tokenizer: Any, tmp_path: Path) -> Iterator[Serve]:
             take_off(llama)
             options = TrainingOptions(folder=tmp_path / "state", base=BaseConfig(model="tiny"))
             app = make_app(
-                AdapterBank(a_base(llama, tokenizer)),
+                AdapterBank(tiny_base(llama, tokenizer)),
                 training=options,
                 limits=Limits(max_waiting=512),
                 **named,

@@ -14,7 +14,7 @@ pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is n
 
 from peftkit.serve.requests import RequestError
 from peftkit.serve.tinker.losses import LOSSES, Settings, loss_of, settings_of
-from tests.helpers.tinker import LENGTHS, formula
+from tests.helpers.tinker import LENGTHS, loss_formula
 
 
 def some(seed: int, scale: float = 1.0) -> Tensor:
@@ -45,7 +45,7 @@ def test_a_loss_and_its_gradient_are_the_formula_s(name: str) -> None:
     settings = settings_of(name, given)
     ours, theirs = (some(0).requires_grad_() for _ in range(2))
     loss = LOSSES[name].of_tokens(ours, inputs(), settings).sum()
-    expected = formula(name, theirs, inputs(), 0.7, 1.1, 0.3)
+    expected = loss_formula(name, theirs, inputs(), 0.7, 1.1, 0.3)
     loss.backward()
     expected.backward()
     assert math.isclose(loss.item(), expected.item(), rel_tol=1e-5)

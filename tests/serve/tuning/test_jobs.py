@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from peftkit import open_adapter
 from peftkit.errors import ConfigError
-from peftkit.formats.peft.folder import read_adapter
+from peftkit.formats.peft.load import read_adapter
 from peftkit.inference.generate import generate
 from peftkit.recipe import load
 from peftkit.report.history import read_history
@@ -400,7 +400,9 @@ def test_a_job_that_was_interrupted_ends_with_the_same_bits(
     ("other", "changes"),
     [
         ({"dtype": "bf16"}, ['base.computes_in: "float32" -> "bfloat16"', "base.dtype: "]),
-        ({"quantize": "nf4"}, ['base.quantize: "none" -> "nf4"']),
+        pytest.param(
+            {"quantize": "nf4"}, ['base.quantize: "none" -> "nf4"'], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_jobs_go_on_over_a_base_that_is_loaded_otherwise_and_say_so(

@@ -54,6 +54,7 @@ def steps(client: Any, id: str) -> int:
     return max([event.data["step"] for event in told if event.type == "metrics"], default=0)
 
 
+@pytest.mark.slow  # test_jobs.py has pauses, restarts and cancellations in this process
 def test_openai_s_client_trains_and_chats_and_a_killed_server_goes_on(
     model_folder: Path,
     tmp_path: Path,
