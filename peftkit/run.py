@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from peftkit.adapter import Adapter, attach, check_fits
 from peftkit.base.load import Base, open_base
@@ -29,8 +29,9 @@ from peftkit.model.blocks import STREAMED, is_sharded
 from peftkit.planning.resolve import plan_as_requested, resolve_plan
 from peftkit.recipe import Recipe, check_settings
 from peftkit.record import RunRecord, facts_writer, metrics_before_training, save_result
-from peftkit.tasks.base import Reference, Task
+from peftkit.tasks.completions import CompletingTask
 from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.run_hooks import Reference, RunHooks, hooks_of
 from peftkit.train.checkpoint_files import Checkpoints, versions
 from peftkit.train.loop import train
 from peftkit.train.metrics import require_trackers
@@ -190,12 +191,13 @@ def prepare(
     style = continued.style if continued and "chat_template" in settings.data_fields else None
     kept = None if recipe.data.names_style else style
     task = settings.on(base.model, base.processor, recipe.data, style=kept, on_event=on_event)
-    task.compare_with(_reference(recipe, base, adapter, continued))
-    _add_other_adapters(task, base)
-    rows, eval_rows = task.load_splits(task.data)
-    recipe = recipe.model_copy(update={"data": task.data})  # packed or not, as the rows suit
-    if style and task.style:
-        _tell_of_another_style(style, task.style, on_event)
+    hooks = hooks_of(task)
+    hooks.set_reference(_reference(recipe, base, adapter, continued))
+    _add_other_adapters(hooks, base)
+    rows, eval_rows = task.rows.load_splits(task.rows.data)
+    recipe = recipe.model_copy(update={"data": task.rows.data})  # packed or not, as the rows suit
+    if style and task.rows.style:
+        _tell_of_another_style(style, task.rows.style, on_event)
     if world is not None:
         world.check_equal_across_ranks(rows={"train": _digest(rows), "eval": _digest(eval_rows)})
     return RunRecord(recipe, plan, base, adapter, task, settings, rows, eval_rows, continued)
@@ -295,12 +297,12 @@ def _reference(recipe: Recipe, base: Base, adapter: Adapter, continued: Any) -> 
     return Reference(state, f"{key} {continued.digest}")
 
 
-def _add_other_adapters(task: Task, base: Base) -> None:
+def _add_other_adapters(hooks: RunHooks, base: Base) -> None:
     """Load the other adapters of a task over the same base."""
-    for folder in task.other_adapters:
+    for folder in hooks.other_adapters:
         from peftkit.formats.open_adapter import read_side_adapter
 
-        task.add_adapter(folder, read_side_adapter(folder, base))
+        hooks.add_adapter(folder, read_side_adapter(folder, base))
 
 
 def _digest(rows: Sequence[Any]) -> str:
@@ -319,7 +321,7 @@ def _watch(record: RunRecord, metrics: Mapping[str, Any] | None, on_event: Liste
         )
     if not (config.sample_every or config.eval_generate):
         return None
-    from peftkit.inference.evaluate import TextWatch
+    from peftkit.evaluation.text_watch import TextWatch
 
-    task = cast(Any, record.task)  # of a kind that writes text: see peftkit.recipe
-    return TextWatch(record.base, task, record.eval, config, metrics, on_event)
+    assert isinstance(record.task, CompletingTask), "checked with the recipe"
+    return TextWatch(record.base, record.task, record.eval, config, metrics, on_event)

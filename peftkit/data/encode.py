@@ -34,7 +34,8 @@ from peftkit.data.format import (
 from peftkit.data.messages import Message, without_reasoning
 from peftkit.data.pack import IGNORE, Row, cut_document
 from peftkit.data.records import Record
-from peftkit.data.rows.encoder import Dropped, EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.rows.columns import Dropped
+from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import DataError
 from peftkit.settings import FormatName
 

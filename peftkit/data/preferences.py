@@ -42,7 +42,7 @@ from peftkit.data.messages import (
     text_of,
 )
 from peftkit.data.records import Record
-from peftkit.data.rows.encoder import Dropped
+from peftkit.data.rows.columns import Dropped
 from peftkit.errors import DataError
 
 SIDES = ("chosen", "rejected")

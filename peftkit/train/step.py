@@ -24,11 +24,11 @@ from peftkit.execution.out_of_memory import (
 from peftkit.execution.plan import ExecutionPlan, smaller
 from peftkit.execution.state import State, StepFacts
 from peftkit.forward.blocks import Blocks
-from peftkit.tasks.base import Run
 from peftkit.tasks.batches import OnDevice, RowTooLarge, too_large
 from peftkit.train.batches import BatchPrefetcher, on_device
 from peftkit.train.diagnosis import Diagnosis, NonFiniteError, diagnose, sources
 from peftkit.train.optim import LossScale, build_optimizer, complete_gradients, set_learning_rate
+from peftkit.train.run import Run
 
 Batch = tuple[Mapping[str, Tensor], bool]
 """A batch, and whether it counts: padding keeps the processes in lockstep."""

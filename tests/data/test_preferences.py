@@ -17,7 +17,7 @@ from peftkit.data.preferences import (
     read_verdicts,
 )
 from peftkit.data.records import Record
-from peftkit.data.rows.encoder import Dropped
+from peftkit.data.rows.columns import Dropped
 from peftkit.errors import DataError
 
 USER = {"role": "user", "content": "who?"}

@@ -22,17 +22,17 @@ from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.data.media.files import Audio, Media, Picture
 from peftkit.errors import AdapterError, DataError
-from peftkit.events import Event, RunStarted, Sampled
-from peftkit.formats.exchange import export_adapter
-from peftkit.formats.open_adapter import open_adapter
-from peftkit.inference.bank import open_bank
-from peftkit.inference.evaluate import evaluate
-from peftkit.inference.predict import (
+from peftkit.evaluation.evaluate import evaluate
+from peftkit.evaluation.predict import (
     MediaPrompt,
     complete,
     generate_with_media,
     inputs_of,
 )
+from peftkit.events import Event, RunStarted, Sampled
+from peftkit.formats.exchange import export_adapter
+from peftkit.formats.open_adapter import open_adapter
+from peftkit.inference.bank import open_bank
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe

@@ -147,11 +147,6 @@ class DatumTask(TokenTask):
         self._unpads: bool | None = None
         self.build(model)
 
-    @property
-    def head(self) -> Head | None:
-        """The base's head, without an adapter."""
-        return self._head
-
     @contextmanager
     def training(self, model: nn.Module, plan: ExecutionPlan | None = None) -> Iterator[None]:
         how: dict[str, Any] = {"documents": self._unpads is not False, "known": self._known}
@@ -159,21 +154,21 @@ class DatumTask(TokenTask):
             if self._unpads is None:
                 known = self._known
                 self._unpads = known is not None and can_unpad(model, known, share=True)
-            self._attention = self._known if self._unpads else None
+            self.layout.attention = self._known if self._unpads else None
             try:
                 yield
             finally:
-                self._attention = None
+                self.layout.attention = None
 
     def collate(self, rows: Sequence[Datum]) -> dict[str, Tensor]:
         """Return a batch: `target_index` has the place of each token."""
         width = padded(*rows)
         if self._limit is not None:
             width = max(min(width, self._limit), max(len(row.input_ids) for row in rows))
-        ids, mask = padded_rows([row.input_ids for row in rows], self._pad_id, width)
+        ids, mask = padded_rows([row.input_ids for row in rows], self.pad_id, width)
         index = mask.flatten().nonzero().flatten()
         batch = {"input_ids": ids, "attention_mask": mask, "target_index": index}
-        return self.without_padding(batch)
+        return self.layout.unpadded(batch)
 
     def losses(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -25,15 +25,16 @@ from peftkit.data.messages import Message
 from peftkit.data.pack import IGNORE, Row, padded_rows
 from peftkit.data.prompts import PromptExample, read_prompts
 from peftkit.data.records import Record
-from peftkit.data.rows.encoder import Dropped, EncodedRows, RowEncoder, tokenizer_key
-from peftkit.errors import AdapterError, ConfigError
-from peftkit.events import Listener, ScoredAnswer, ignore
+from peftkit.data.rows.columns import Dropped
+from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
+from peftkit.errors import AdapterError, ConfigError, PeftkitError
+from peftkit.events import Listener, Notice, ScoredAnswer, Stage, ignore
 from peftkit.forward.loss import accepted, target_rows, unwrapped
 from peftkit.inference.generate import ModelSampler, SampledAnswer, answers_to
-from peftkit.model.modes import SideAdapter, adapters_off
+from peftkit.model.modes import SideAdapter, adapters_off, evaluating
 from peftkit.settings import CHAT
-from peftkit.tasks.base import Run
 from peftkit.tasks.documents import Rollout, RolloutTask
+from peftkit.tasks.metrics import exact_match
 from peftkit.tasks.rewards.grpo_losses import (
     CLIP,
     OF_TOKENS,
@@ -44,6 +45,7 @@ from peftkit.tasks.rewards.grpo_losses import (
 )
 from peftkit.tasks.rewards.grpo_tools import Dialogue, Tools, figures
 from peftkit.tasks.rewards.reward_functions import Rewards, RewardTerm
+from peftkit.tasks.run_hooks import TrainingRun
 from peftkit.tasks.tokens import AnswerConfig
 from peftkit.tasks.user_code import PATTERN, UserCode, source_hashes
 
@@ -67,34 +69,34 @@ class GRPO(RolloutTask):
         kl = ("kl",) if config.kl else ()
         self.metric_names = ("entropy", "clipped_low", "clipped_high", *kl)
         self.needs_log_probs = config.updates > 1 or config.kl > 0
-        if self._style is None:
-            is_chat = Encoder(tokenizer, self.template).has_template
-            self._style = Style("chat", self.template) if is_chat else Style("plain")
+        rows = self.rows
+        if rows.style is None:
+            is_chat = Encoder(tokenizer, rows.template).has_template
+            rows.style = Style("chat", rows.template) if is_chat else Style("plain")
+        rows.encoder = PromptEncoder(tokenizer, rows.style, self._max_prompt, self._schemas)
         self._rewards: Rewards | None = None
         self._code = UserCode()
         self._adapters: dict[str, SideAdapter] = {}
-        self.stops = stop_ids(tokenizer, self._style)
+        self.stops = stop_ids(tokenizer, rows.style)
 
-    @cached_property
-    def row_encoder(self) -> PromptEncoder:  # type: ignore[override]
-        """Made where rows are encoded, since prompts show the tools: opening runs no code."""
-        schemas = self._tools.schemas if self._tools is not None else ()
-        return PromptEncoder(self.tokenizer, self.prompt_style, self._max_prompt, schemas)
+    def _schemas(self) -> Sequence[Mapping[str, Any]]:
+        """Return the tools of prompts; called when rows are encoded, since opening runs no code."""
+        return self._tools.schemas if self._tools is not None else ()
 
     @cached_property
     def _tools(self) -> Tools | None:
         if not self.config.has_tools:
             return None
         most = self._max_prompt
-        return Tools(self.tokenizer, self.prompt_style, self.config, self._code, most)
+        return Tools(self.tokenizer, self.rows.prompt_style, self.config, self._code, most)
 
     @property
     def _max_prompt(self) -> int:
-        return self.max_length - self.config.max_new_tokens
+        return self.rows.max_length - self.config.max_new_tokens
 
     @property
     def paths(self) -> dict[str, str]:
-        rows = "the prompt once" if self._attention else "each with its prompt"
+        rows = "the prompt once" if self.layout.attention else "each with its prompt"
         return {"loss": f"{self.config.loss}, answer rows alone, in chunks", "answers": rows}
 
     @property
@@ -124,12 +126,57 @@ class GRPO(RolloutTask):
     def metrics(
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
     ) -> dict[str, float]:
-        """Return nothing: a run's evaluations and `peftkit eval` have rewards of answers."""
+        """Return nothing: `evaluate` and `completion_metrics` return the rewards of completions."""
         return {}
+
+    def completion_metrics(
+        self,
+        model: nn.Module,
+        rows: Sequence[Any],
+        *,
+        run_code: bool = False,
+        on_event: Listener = ignore,
+    ) -> dict[str, float]:
+        """Return the mean rewards of greedy completions, and their exact match with the rows.
+
+        The weighted sum is left out if one of the rewards is not available.
+        """
+        rows = [*rows]
+        terms = [term for term in self.terms if self._is_available(model, term, on_event)]
+        if functions := [term.use for term in terms if term.is_function and not run_code]:
+            text = "Reward functions are called only with --run-rewards; left out:"
+            on_event(Notice(f"{text} {', '.join(functions)}."))
+            terms = [term for term in terms if not term.is_function]
+        self.use_rewards(model, terms)
+        on_event(Stage(f"Answering {len(rows)} prompts"))
+        with evaluating(model):
+            rollout = self.roll_out(rows, None, self.sampler(model))
+        left_out = {"taught", "reward_std"}  # metrics of groups of completions
+        if not terms or len(terms) < len(self.terms):
+            left_out.add("reward")
+        means = {name: value for name, value in rollout.metrics.items() if name not in left_out}
+        pairs = [
+            (one.completion, row.reference)
+            for one, row in zip(rollout.answers, rows, strict=True)
+            if row.reference is not None
+        ]
+        return means | ({"exact_match": exact_match(pairs)} if pairs else {})
+
+    def _is_available(self, model: nn.Module, term: RewardTerm, on_event: Listener) -> bool:
+        """Load what a built-in reward reads; emit a notice if that fails."""
+        if term.adapter is not None:
+            return term.adapter in self._adapters
+        if not term.is_function:
+            try:
+                self.use_rewards(model, [term])
+            except PeftkitError as error:
+                on_event(Notice(f"The reward {term.use} is left out: {error}"))
+                return False
+        return True
 
     # Answers and their rewards.
 
-    def setup(self, run: Run) -> None:
+    def setup(self, run: TrainingRun) -> None:
         """Load the reward functions: here, so that opening an adapter runs no code."""
         self.check_answers(run)
         if not self.terms:
@@ -157,7 +204,7 @@ class GRPO(RolloutTask):
         settings: Mapping[str, Any],
     ) -> list[str]:
         """Return what the base, with the policy's adapter off, answers to conversations."""
-        self.forget_layout()
+        self.layout.forget()
         with adapters_off(model):
             return answers_to(unwrapped(model), self.tokenizer, prompts, **settings)
 
@@ -168,9 +215,9 @@ class GRPO(RolloutTask):
 
         Prompts and answers are formatted as in its training.
         """
-        self.forget_layout()
+        self.layout.forget()
         adapter = self._adapters[folder]
-        style = adapter.style or self.prompt_style
+        style = adapter.style or self.rows.prompt_style
         encoder = Encoder(self.tokenizer, style.chat_template)
         documents = [
             encoder.encode(_example(prompt, text, style)).input_ids
@@ -181,7 +228,7 @@ class GRPO(RolloutTask):
         with adapter.on(model):
             for start in range(0, len(order), SCORED):
                 part = order[start : start + SCORED]
-                ids, mask = padded_rows([documents[n] for n in part], self._pad_id)
+                ids, mask = padded_rows([documents[n] for n in part], self.pad_id)
                 last = torch.arange(len(part)) * ids.shape[1] + mask.sum(1) - 1
                 device = unwrapped(model).device
                 inputs = accepted(model, {"input_ids": ids.to(device), "use_cache": False})
@@ -190,10 +237,10 @@ class GRPO(RolloutTask):
                     scores[n] = value
         return scores
 
-    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
         return self.answered_step(rows, run)
 
-    def evaluate(self, rows: Sequence[Any], run: Run) -> dict[str, float]:
+    def evaluate(self, rows: Sequence[Any], run: TrainingRun) -> dict[str, float]:
         return self.greedy_metrics(rows, run)
 
     def stop_reason(self, figures: Mapping[str, float]) -> str:
@@ -244,7 +291,7 @@ class GRPO(RolloutTask):
         if self._tools is None:
             ids = [prompt.input_ids for prompt in prompts]
             return prompts, self.sample(ids, seeds, sampler, self.config.answers), []
-        self.forget_layout()
+        self.layout.forget()
         number = 1 if seeds is None else self.config.answers
         groups = self._tools.sample(prompts, seeds, sampler, number)
         pairs = zip(prompts, groups, strict=True)
@@ -318,7 +365,7 @@ class GRPO(RolloutTask):
         if isinstance(row, Group):
             return row
         number = self.config.answers
-        longest = (self._pad_id,) * self.config.max_new_tokens
+        longest = (self.pad_id,) * self.config.max_new_tokens
         return Group(row.input_ids, (longest,) * number, (0.0,) * number, row.source)
 
     def num_positions(self, rows: Sequence[Prompt | Group]) -> int:
@@ -413,6 +460,7 @@ class GRPOConfig(AnswerConfig):
     """Reinforcement learning from rewards of the model's own answers: GRPO and variants."""
 
     writes_text: ClassVar[bool] = False
+    scores_documents: ClassVar[bool] = True
     data_fields: ClassVar[frozenset[str]] = frozenset({"max_length", *CHAT, "max_dropped"})
 
     task: ClassVar = GRPO
@@ -472,6 +520,11 @@ class GRPOConfig(AnswerConfig):
             "tools": self.tools,
             "environment": [self.environment] if self.environment else [],
         }
+
+    def without_tools(self) -> GRPOConfig:
+        if not self.has_tools:
+            return self
+        return self.model_copy(update={"tools": (), "environment": None})
 
     @property
     def has_tools(self) -> bool:
@@ -582,10 +635,17 @@ class PromptEncoder(RowEncoder):
         tokenizer: Any,
         style: Style,
         max_prompt: int,
-        tools: Sequence[Mapping[str, Any]] = (),
+        schemas: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
     ) -> None:
         self._tokenizer, self._style, self._max_prompt = tokenizer, style, max_prompt
-        self._tools = tools
+        self._schemas = schemas
+
+    @cached_property
+    def _tools(self) -> Sequence[Mapping[str, Any]]:
+        return self._schemas()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_tools": self._tools, "_schemas": tuple}  # for other processes
 
     def key(self, where: str) -> object:
         style = (self._style.kind, self._style.chat_template)
