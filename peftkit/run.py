@@ -29,7 +29,6 @@ from peftkit.model.blocks import STREAMED, is_sharded
 from peftkit.planning.resolve import plan_as_requested, resolve_plan
 from peftkit.recipe import Recipe, check_settings
 from peftkit.record import RunRecord, facts_writer, metrics_before_training, save_result
-from peftkit.tasks.completions import CompletingTask
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.run_hooks import Reference, RunHooks, hooks_of
 from peftkit.train.checkpoint_files import Checkpoints, versions
@@ -322,6 +321,7 @@ def _watch(record: RunRecord, metrics: Mapping[str, Any] | None, on_event: Liste
     if not (config.sample_every or config.eval_generate):
         return None
     from peftkit.evaluation.text_watch import TextWatch
+    from peftkit.tasks.completions import CompletingTask
 
     assert isinstance(record.task, CompletingTask), "checked with the recipe"
     return TextWatch(record.base, record.task, record.eval, config, metrics, on_event)

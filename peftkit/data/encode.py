@@ -33,8 +33,7 @@ from peftkit.data.format import (
 )
 from peftkit.data.messages import Message, without_reasoning
 from peftkit.data.pack import IGNORE, Row, cut_document
-from peftkit.data.records import Record
-from peftkit.data.rows.columns import Dropped
+from peftkit.data.records import Dropped, Record
 from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import DataError
 from peftkit.settings import FormatName

@@ -41,8 +41,7 @@ from peftkit.data.messages import (
     role_of,
     text_of,
 )
-from peftkit.data.records import Record
-from peftkit.data.rows.columns import Dropped
+from peftkit.data.records import Dropped, Record
 from peftkit.errors import DataError
 
 SIDES = ("chosen", "rejected")

@@ -38,6 +38,14 @@ class Record:
     source: str
 
 
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A record that became no row; `why` is the number of its encoder's reason, from 0 on."""
+
+    source: str
+    why: int
+
+
 def read_records(where: str | Sequence[Source]) -> list[Record]:
     """Read every row of a file, a folder or a hub data set (see `DataConfig.train`), or of several.
 

@@ -31,8 +31,8 @@ from peftkit.tasks.rows import check_vocabulary
 class Task(ABC):
     """What a model is trained on.
 
-    A subclass defines `build`, which sets `rows.encoder`, and `collate`, `num_targets`, `loss` and
-    `spans`. All other methods have defaults. A task that takes part in the whole run, with rollouts
+    A subclass defines `build`, which sets `rows.encoder`, and `collate`, `num_targets` and `loss`.
+    All other methods have defaults. A task that takes part in the whole run, with rollouts
     or a reference model, also derives from `peftkit.tasks.run_hooks.RunHooks`.
 
     A row may have a `source` ("train.jsonl:7"), its `input_ids` and, for an encoder-decoder,
@@ -124,9 +124,9 @@ class Task(ABC):
         """Return metrics by name, from the means of `metric_names`."""
         return dict(zip(self.metric_names, means, strict=True))
 
-    @abstractmethod
     def spans(self, row: Any) -> list[tuple[str, str]]:
         """Return a row as the loss sees it, as labelled segments of text."""
+        return [("", str(self.tokenizer.decode(row.input_ids)))]
 
     def metrics(
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore

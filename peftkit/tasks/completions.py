@@ -73,13 +73,13 @@ class CompletingTask(Task):
             Sample(
                 decoded(tokenizer, prompt).strip(),
                 decoded(tokenizer, ids),
-                self.reference(row),
+                self.reference_text(row),
                 row.source,
             )
             for row, prompt, ids in zip(rows, prompts, completions, strict=True)
         ]
 
-    def reference(self, row: Any) -> str | None:
+    def reference_text(self, row: Any) -> str | None:
         """Return a row's own answer; None if it is a prompt alone."""
         return last_answer(self.tokenizer, row)[1] if row.num_targets else None
 

@@ -6,28 +6,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from peftkit.data.chat import choose_template, shortened
 from peftkit.data.encode import STYLES, Style, agreed_style, template_of
-from peftkit.data.pack import LazyRows, PackedRows, weighted
+from peftkit.data.pack import LazyRows, weighted
 from peftkit.data.rows.cache import encoded
 from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.encoder import RowEncoder
-from peftkit.defaults import is_worth_packing
-from peftkit.errors import DataError, PeftkitError
+from peftkit.errors import DataError
 from peftkit.events import Listener, Notice, Stage, Table
-from peftkit.forward.padding_free import check_packing
 from peftkit.settings import DataConfig
 from peftkit.tasks.rows import (
     NO_TEMPLATE,
-    PLAIN_PROMPTS,
-    TEXTS_WITH_TURNS,
     TRAINED_SYSTEM,
     check_dropped,
     named,
     off_prompt,
-    turns_in,
 )
 
 
@@ -57,7 +50,7 @@ class RowLoader:
         self.data, self.style, self.on_event = data, style, on_event
         self._files: list[StoredRows] = []
         if style is None or style.kind != "chat":
-            self.reasoning = data.reasoning
+            self.reasoning: str = data.reasoning
             self.template = choose_template(
                 processor, data.chat_template, data.chat_template_kwargs
             )
@@ -83,7 +76,7 @@ class RowLoader:
             DataError: Rows cannot be used; the message names them.
             RunError: The disk is full.
         """
-        return self.prepare(self._encode(where))
+        return self.prepare(self.encode(where))
 
     def load_splits(self, data: DataConfig) -> tuple[LazyRows, Sequence[Any]]:
         """Return the training rows and the eval rows of a recipe's data section.
@@ -100,7 +93,7 @@ class RowLoader:
         else:
             trained, held = [], []
             for source in sources:  # split by a hash of each row
-                parts = self._encode(source.path).held_out(share)
+                parts = self.encode(source.path).held_out(share)
                 rows, held_out = map(self.prepare, parts)
                 trained.append((rows, source.weight))
                 held.append(held_out)
@@ -142,7 +135,8 @@ class RowLoader:
         """Return encoded rows as the model is trained on them, for example packed."""
         return self.encoder.prepare(rows)
 
-    def _encode(self, where: str) -> StoredRows:
+    def encode(self, where: str) -> StoredRows:
+        """Return the encoded rows of a file; emit a table of counts."""
         where = self.encoder.file_of(where)
         self.on_event(Stage(f"Reading {where}"))
         rows = encoded(where, self.encoder, on_event=self.on_event)
@@ -204,60 +198,3 @@ class RowLoader:
                 )
                 self.on_event(Notice(text.rstrip()))
         self._files.append(rows)
-
-
-class PackingLoader(RowLoader):
-    """Reads files as rows of a causal language model, packed if data.packing is set."""
-
-    _has_packed = False
-
-    def check_packing(self, model: nn.Module) -> None:
-        """Turn packing off if it is only the default and the model cannot isolate documents.
-
-        Raises:
-            PeftkitError: The recipe requests packing, and the model cannot isolate documents.
-        """
-        if not self.data.packing:
-            return
-        try:
-            check_packing(model)
-        except PeftkitError as error:
-            if self.data.packing_is_explicit:
-                raise
-            self.data = self.data.without_packing()
-            reason = error.found or str(error)
-            self.on_event(Notice(f"Rows are not packed, which only takes longer. {reason}"))
-
-    def check(self, rows: StoredRows) -> None:
-        is_first = self.style is None
-        super().check(rows)
-        is_plain = rows.agreed["style"] == "plain" and rows.agreed["format"] == "prompt_completion"
-        has_template = self.template is not None or self.tokenizer.chat_template
-        if not is_first or self.data.format != "auto":
-            return
-        if is_plain and has_template:
-            self.on_event(Notice(PLAIN_PROMPTS))
-        elif rows.agreed["format"] == "text":
-            beginning = str(
-                self.tokenizer.decode(rows[0].input_ids, clean_up_tokenization_spaces=False)
-            )
-            if mark := turns_in(beginning, self.tokenizer, self.template):
-                self.on_event(Notice(TEXTS_WITH_TURNS.format(mark)))
-
-    def prepare(self, rows: LazyRows) -> LazyRows:
-        """Return the rows packed, if requested; by default only if there are enough of them."""
-        if not self.data.packing or not len(rows):
-            return rows
-        packed = PackedRows(rows, self.max_length)
-        is_first, self._has_packed = not self._has_packed, True
-        if is_first and not self.data.packing_is_explicit and not is_worth_packing(len(packed)):
-            self.data = self.data.without_packing()  # eval rows and further files, too
-            return rows
-        share = int(rows.num_tokens.sum()) / (len(packed) * self.max_length)
-        self.on_event(
-            Notice(
-                f"Packed {len(rows):,} documents into {len(packed):,} rows of up to "
-                f"{self.max_length:,} tokens, {share:.0%} full."
-            )
-        )
-        return packed

@@ -28,7 +28,7 @@ from peftkit.settings import CHAT, DataConfig
 from peftkit.tasks.base import Task, mean_loss
 from peftkit.tasks.completions import CompletingTask
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.row_loader import PackingLoader
+from peftkit.tasks.packing import PackingLoader
 from peftkit.tasks.rows import exact_length
 
 

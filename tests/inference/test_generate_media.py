@@ -234,7 +234,7 @@ def test_generation_is_the_likeliest_token_again_and_again(name: str, tmp_path: 
             new.append(int(logits[0, -1].argmax()))
             ids = torch.cat([ids, torch.tensor([new[-1:]])], 1)
         assert answer == new[: len(answer)]
-        assert len(answer) == 4 or new[len(answer)] in task.encoder.stop_ids(task.prompt_style)
+        assert len(answer) == 4 or new[len(answer)] in task.encoder.stop_ids(task.rows.prompt_style)
         assert row.media
     told: list[int] = []
     short_of_memory(model, 1)

@@ -155,10 +155,10 @@ def test_the_last_answer_and_its_prompt_are_what_generation_gives(
 ) -> None:
     maker = task()
     turns = said("the fox", "the dog")["messages"] + said("and", "the answer")["messages"]
-    (row,) = maker.encode(write(tmp_path / "a.jsonl", {"messages": turns}))
+    (row,) = maker.rows.encode(write(tmp_path / "a.jsonl", {"messages": turns}))
     prompt, answer = last_answer(maker.tokenizer, row)
     assert answer == "the answer"
-    assert prompt == prompt_ids(tokenizer, turns[:3], maker.style)
+    assert prompt == prompt_ids(tokenizer, turns[:3], maker.rows.style)
 
 
 def test_the_end_of_turn_is_learnt_though_it_pads_too(
@@ -168,7 +168,7 @@ def test_the_end_of_turn_is_learnt_though_it_pads_too(
     own.pad_token = own.eos_token
     config = DataConfig(train="", max_length=64, packing=False)
     maker = CausalLM(llama, own, config)
-    rows = maker.encode(
+    rows = maker.rows.encode(
         write(tmp_path / "a.jsonl", said("a", "b"), said("the fox", "the dog and the fox"))
     )
     batch = maker.collate(rows)
@@ -182,10 +182,10 @@ def test_the_style_is_that_of_the_rows(tmp_path: Path, task: Build) -> None:
     plain = write(tmp_path / "plain.jsonl", {"prompt": "the fox", "completion": " the dog"})
     for where, style in ((chat, Style("chat")), (plain, Style("plain"))):
         maker = task()
-        maker.encode(where)
-        assert maker.style == style
+        maker.rows.encode(where)
+        assert maker.rows.style == style
     with pytest.raises(DataError, match=r"(?s)style 'chat'.*the others have 'plain'"):
-        maker.encode(chat)
+        maker.rows.encode(chat)
     with pytest.raises(DataError, match=r"(?s)style 'plain'.*the adapter learnt 'chat'"):
         task(style=Style("chat")).encode(plain)
 
@@ -198,9 +198,9 @@ def test_a_template_of_ones_own_is_part_of_the_style(tmp_path: Path, task: Build
     )
     where = write(tmp_path / "a.jsonl", said("the fox", "the dog"))
     maker = task(chat_template=str(template))
-    (row,) = maker.encode(where)
-    assert maker.style == Style("chat", template.read_text())
-    again = task(style=maker.style)
+    (row,) = maker.rows.encode(where)
+    assert maker.rows.style == Style("chat", template.read_text())
+    again = task(style=maker.rows.style)
     assert [*again.encode(where)] == [row]
     assert again.spans(row)[0] == ("", "user:the fox<|im_end|>assistant:")
 
@@ -214,7 +214,7 @@ def test_a_row_is_as_long_as_asked_or_as_the_model_can_read(
 ) -> None:
     own = copy.deepcopy(tokenizer)
     own.model_max_length = tokenizers
-    assert CausalLM(llama, own, DataConfig(train="", max_length=asked)).max_length == found
+    assert CausalLM(llama, own, DataConfig(train="", max_length=asked)).rows.max_length == found
 
 
 def test_a_row_longer_than_the_model_reads_is_refused(task: Build, tokenizer: Tokenizer) -> None:

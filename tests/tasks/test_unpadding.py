@@ -92,7 +92,7 @@ def assert_same(task: TokenTask, model: nn.Module, rows: Sequence[Row]) -> None:
     with task.training(model):
         batch = task.collate(rows)
         assert "grid_tokens" in batch
-        if task.is_causal:
+        if task.layout.share:
             assert batch["input_ids"].numel() == (num_distinct(rows) // 16 + 1) * 16
         loss, grads = learnt(task, model, batch)
     want, wanted = learnt(task, model, task.collate(rows))  # outside of training: padded

@@ -56,8 +56,8 @@ from peftkit.data.media.files import ANY_MARK, KINDS, MARKS, Media, Picture, med
 from peftkit.data.media.processor import MediaProcessor, MediaTemplate, ReadMedia, expanded
 from peftkit.data.messages import Message, WrongField, kind_of, role_of, text_of, turn_keys
 from peftkit.data.pack import IGNORE, Row, cut_document
-from peftkit.data.records import Record
-from peftkit.data.rows.columns import Dropped, StoredRows
+from peftkit.data.records import Dropped, Record
+from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import DataError
 from peftkit.settings import FormatName

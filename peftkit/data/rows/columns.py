@@ -8,7 +8,7 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from peftkit.data.pack import IGNORE, Labels, LazyRows, View, num_tokens
+from peftkit.data.records import Dropped
 from peftkit.errors import DataError
 
 ROWS, FACTS = "rows.arrow", "facts.json"
@@ -230,14 +231,6 @@ def feed(digest: Any, batch: Any) -> None:
     """Hash the columns that say which rows there are; each row has a digest of its content."""
     for name in ("line", "status", "tokens", "digest"):
         digest.update(batch.column(name).to_numpy().tobytes())
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A record that became no row; `why` is the number of its encoder's reason, from 0 on."""
-
-    source: str
-    why: int
 
 
 class StoredRows(LazyRows):

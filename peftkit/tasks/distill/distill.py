@@ -294,7 +294,7 @@ class Distill(RolloutTask):
         saved = sum(len(row.teacher_ids) - row.lengths[0] for row in rows) / len(rows)
         return {**mean_loss(self, model, rows, on_event)[0], "tokens_saved": saved}
 
-    def prompts(self, row: Distilled) -> list[Row]:
+    def prompts(self, row: Distilled) -> Sequence[Row]:
         return super().prompts(self.answered(row).documents[0])
 
     def answer_metrics(

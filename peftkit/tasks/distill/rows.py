@@ -24,8 +24,8 @@ from peftkit.data.format import Conversation, ParsedRow
 from peftkit.data.messages import Message, WrongField, parse_messages
 from peftkit.data.pack import IGNORE, Row
 from peftkit.data.prompts import PromptExample, read_prompts
-from peftkit.data.records import Record
-from peftkit.data.rows.columns import Dropped, StoredRows
+from peftkit.data.records import Dropped, Record
+from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import DataError, neighbours
 from peftkit.settings import DataConfig

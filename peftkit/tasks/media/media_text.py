@@ -153,7 +153,10 @@ class MediaText(CompletingTask, TokenTask):
         )
         return [
             Sample(
-                row.prompt.strip(), decoded(self.tokenizer, ids), self.reference(row), row.source
+                row.prompt.strip(),
+                decoded(self.tokenizer, ids),
+                self.reference_text(row),
+                row.source,
             )
             for row, ids in zip(rows, completions, strict=True)
         ]

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from peftkit.base.purpose import Processor
 from peftkit.data.media.files import Audio, LongAudio, Media, MediaClass, SilentAudio, media_of
 from peftkit.data.messages import WrongField, text_of
-from peftkit.data.records import Record
-from peftkit.data.rows.columns import Dropped, StoredRows
+from peftkit.data.records import Dropped, Record
+from peftkit.data.rows.columns import StoredRows
 from peftkit.errors import BaseError, DataError
 from peftkit.files.strict_json import shown
 from peftkit.forward.loss import in_dtype_of, unwrapped

@@ -118,7 +118,7 @@ class Transcription(SpeechTask, EncoderDecoder):
     def prompt_text(self, row: SpeechRow) -> str:
         return f"{row.source}, {row.num_samples / self.hearing.rate:.2f} s"
 
-    def reference(self, row: SpeechRow) -> str:
+    def reference_text(self, row: SpeechRow) -> str:
         return row.text
 
     def answer_metrics(

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from peftkit.data.encode import shared_system
 from peftkit.data.pack import IGNORE, LazyRows, Row, cut_document, labelled_segments
 from peftkit.data.preferences import Pair, Verdict, check_both_labels, read_pairs_of, read_verdicts
-from peftkit.data.records import Record
-from peftkit.data.rows.columns import Dropped, StoredRows
+from peftkit.data.records import Dropped, Record
+from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.encoder import EncodedRows
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, ignore
@@ -111,7 +111,7 @@ class Preference(DocumentTask):
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         return batch["cut"].numel()
 
-    def prompts(self, row: Compared) -> list[Row]:
+    def prompts(self, row: Compared) -> Sequence[Row]:
         """Return the chosen answer; an unwanted answer is no reference."""
         return [] if row.wanted is False else super().prompts(row.documents[0])
 

@@ -22,8 +22,7 @@ from peftkit.data.chat import Chat
 from peftkit.data.encode import Encoder
 from peftkit.data.format import Completion, Conversation, Example, Instruction, Text, parse
 from peftkit.data.preferences import NOTHING_TO_COMPARE, PAIRS, SIDES, read_pair
-from peftkit.data.records import Record
-from peftkit.data.rows.columns import Dropped
+from peftkit.data.records import Dropped, Record
 from peftkit.data.rows.encoder import EncodedRows
 from peftkit.events import Listener, ignore
 from peftkit.settings import CHAT

@@ -24,8 +24,7 @@ from peftkit.data.format import Completion, Conversation, Example
 from peftkit.data.messages import Message
 from peftkit.data.pack import IGNORE, Row, padded_rows
 from peftkit.data.prompts import PromptExample, read_prompts
-from peftkit.data.records import Record
-from peftkit.data.rows.columns import Dropped
+from peftkit.data.records import Dropped, Record
 from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import AdapterError, ConfigError, PeftkitError
 from peftkit.events import Listener, Notice, ScoredAnswer, Stage, ignore

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from peftkit.data.format import ParsedRow, Text, parse
 from peftkit.data.pack import padded_rows
-from peftkit.data.records import Record
-from peftkit.data.rows.columns import Dropped, StoredRows
+from peftkit.data.records import Dropped, Record
+from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, ignore

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from peftkit.data.format import Completion, Example, FieldNames, Instruction, ParsedRow, parse
 from peftkit.data.pack import padded_rows, tokens_of_each
-from peftkit.data.records import Record
-from peftkit.data.rows.columns import Dropped, StoredRows
+from peftkit.data.records import Dropped, Record
+from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, Progress, Sample, ignore
@@ -191,7 +191,7 @@ class EncoderDecoder(CompletingTask, TokenTask):
                 model, rows, max_new_tokens=max_new_tokens, on_fewer=on_fewer or ignore_count
             )
         return [
-            Sample(self.prompt_text(row), text, self.reference(row) or None, row.source)
+            Sample(self.prompt_text(row), text, self.reference_text(row) or None, row.source)
             for row, text in zip(rows, texts, strict=True)
         ]
 
@@ -281,7 +281,7 @@ class EncoderDecoder(CompletingTask, TokenTask):
         """Return the encoder's input as text, for samples."""
 
     @abstractmethod
-    def reference(self, row: Any) -> str:
+    def reference_text(self, row: Any) -> str:
         """Return the reference answer of a row."""
 
     def prompt_row(self, model: nn.Module, text: str, where: str) -> Any:
@@ -336,7 +336,7 @@ class Seq2Seq(EncoderDecoder):
     def prompt_text(self, row: PairRow) -> str:
         return str(self.tokenizer.decode(row.input_ids, skip_special_tokens=True))
 
-    def reference(self, row: PairRow) -> str:
+    def reference_text(self, row: PairRow) -> str:
         return row.target
 
     def prompt_row(self, model: nn.Module, text: str, where: str) -> PairRow:
