@@ -91,7 +91,7 @@ def test_every_row_is_counted(tmp_path: Path, task: Build, events: list[Event]) 
     rows += [said("a b c d e f " * 20, "the dog")]  # line 19: the answer is beyond the cut
     rows += [said("the fox", "")]  # line 20: nothing to learn
     where = write(tmp_path / "a.jsonl", *[row | {"id": 1} for row in rows])
-    encoded = task(max_dropped=0.1).encode(where)
+    encoded = task(max_dropped=0.1).rows.encode(where)
     assert [row.source.rpartition(":")[2] for row in encoded] == [str(n) for n in range(1, 19)]
     assert len(encoded[-1].input_ids) == 64
     assert counts(events) == {
@@ -116,24 +116,24 @@ def test_dropping_more_than_was_allowed_is_an_error_that_names_the_rows(
     rows = [said("the fox", "the dog")] * 8 + [said("the fox", "")] + [said("a " * 99, "b")]
     where = write(tmp_path / "a.jsonl", *rows)
     with pytest.raises(DataError) as caught:
-        task(max_dropped=0.19).encode(where)
+        task(max_dropped=0.19).rows.encode(where)
     message = str(caught.value)
     assert "2 of 10 rows have nothing to train on, more than data.max_dropped (19%)" in message
     assert f"Nothing to learn: 1 ({where}:9)" in message
     assert f"The answer is beyond the cut: 1 ({where}:10)" in message
     assert "raise data.max_length" in message
     assert counts(events)["rows kept"] == "8"  # told before the error
-    assert len(task(max_dropped=0.2).encode(where)) == 8
+    assert len(task(max_dropped=0.2).rows.encode(where)) == 8
 
 
 def test_no_row_left_is_an_error_whatever_was_allowed(tmp_path: Path, task: Build) -> None:
     where = write(tmp_path / "a.jsonl", said("the fox", " "))
     with pytest.raises(DataError, match="no row has a target token"):
-        task(max_dropped=1.0).encode(where)
+        task(max_dropped=1.0).rows.encode(where)
     masked = said("the fox", "the dog")
     masked["messages"][1]["weight"] = 0
     with pytest.raises(DataError, match=r"(?s)no row has a target token.*a\.jsonl:1"):
-        task(max_dropped=1.0).encode(write(tmp_path / "a.jsonl", masked))
+        task(max_dropped=1.0).rows.encode(write(tmp_path / "a.jsonl", masked))
 
 
 def test_load_packs_and_tells_how_full_the_rows_are(
@@ -187,7 +187,7 @@ def test_the_style_is_that_of_the_rows(tmp_path: Path, task: Build) -> None:
     with pytest.raises(DataError, match=r"(?s)style 'chat'.*the others have 'plain'"):
         maker.rows.encode(chat)
     with pytest.raises(DataError, match=r"(?s)style 'plain'.*the adapter learnt 'chat'"):
-        task(style=Style("chat")).encode(plain)
+        task(style=Style("chat")).rows.encode(plain)
 
 
 def test_a_template_of_ones_own_is_part_of_the_style(tmp_path: Path, task: Build) -> None:
@@ -201,7 +201,7 @@ def test_a_template_of_ones_own_is_part_of_the_style(tmp_path: Path, task: Build
     (row,) = maker.rows.encode(where)
     assert maker.rows.style == Style("chat", template.read_text())
     again = task(style=maker.rows.style)
-    assert [*again.encode(where)] == [row]
+    assert [*again.rows.encode(where)] == [row]
     assert again.spans(row)[0] == ("", "user:the fox<|im_end|>assistant:")
 
 
