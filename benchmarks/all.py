@@ -39,7 +39,7 @@ SUMMED = re.compile(r"(<!-- summary: ([\w -]+) -->\n\n)(?:\|.*\n)*")
 SHOWN = ("torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate")
 STALE = "†"
 MEANING = f"{STALE} The code that it measures has changed since."
-SUMMARY = ("what", f"figure ({STALE}: the code has changed since)", "measured on", "command")
+SUMMARY = ("benchmark", f"result ({STALE}: the code has changed since)", "machine", "command")
 
 
 def digest(measures: tuple[str, ...]) -> str:
@@ -195,16 +195,47 @@ def about(facts: Mapping[str, Any]) -> str:
 
 
 def full(name: str) -> str:
-    """Return a benchmark's commands, its tables, and a line that says where they are from."""
-    facts = _of(name)
-    parts = ["\n".join(f"    {command}" for command in facts["commands"])]
-    parts += [table(rows[0], rows[1:]) for rows in facts["tables"]]
-    parts += facts["lines"]
+    """Return a benchmark's commands, tables and lines, and where they were measured."""
+    facts, pattern = _of(name), ENTRIES[name].shown_rows
+    commands, tables, lines = facts["commands"], facts["tables"], facts["lines"]
+    if all("--repeats 1" in command for command in commands):
+        tables = [[[*map(without_spread, row)] for row in rows] for rows in tables]
+        lines = [without_spread(line) for line in lines]
+    parts = ["\n".join(f"    {command}" for command in commands)]
+    selected = [
+        [rows[0], *(row for row in rows[1:] if re.search(pattern, " ".join(row)))]
+        for rows in tables
+    ]
+    joined = joined_by_run([rows for rows in selected if rows[1:]], len(commands))
+    parts += [table(columns, rows) for columns, *rows in joined]
+    if lines:
+        parts.append("\n".join(f"- {line}" for line in lines) if len(lines) > 1 else lines[0])
     names = {key: value for side in facts["versions"].values() for key, value in side.items()}
     shown = ", ".join(f"{key} {names[key]}" for key in SHOWN if key in names)
     told = f"{about(facts)}{f'; {shown}' if shown else ''}."
     parts.append(f"{told} {MEANING}" if is_stale(name) else told)
     return "\n\n".join(parts)
+
+
+def without_spread(cell: str) -> str:
+    """Return a cell of one run without its range: `876 (876-876)` becomes `876`."""
+    return re.sub(r" \(([\d.]+-[\d.]+|least-most)\)", "", cell)
+
+
+def joined_by_run(tables: list[list[list[str]]], num_commands: int) -> list[list[list[str]]]:
+    """Return one table for several runs of a benchmark, numbered in the order of its commands.
+
+    If the columns differ, or if the number of tables is not `num_commands`, the tables stay
+    separate. Empty columns are dropped.
+    """
+    if 1 < len(tables) == num_commands and all(rows[0] == tables[0][0] for rows in tables):
+        runs = [[[str(n), *row] for row in rows[1:]] for n, rows in enumerate(tables, start=1)]
+        tables = [[["run", *tables[0][0]], *itertools.chain(*runs)]]
+    kept = [[any(cells) for cells in zip(*rows, strict=True)] for rows in tables]
+    return [
+        [list(itertools.compress(row, columns)) for row in rows]
+        for rows, columns in zip(tables, kept, strict=True)
+    ]
 
 
 def summary(names: Sequence[str]) -> str:

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import torch
 import transformers
 
-from tests.families import ARCHITECTURES
-from tests.methods import grid, laws
+from tests.helpers import grid, laws
+from tests.helpers.families import ARCHITECTURES
 
 QUANTIZE = ("none", "nf4")
 

@@ -1,4 +1,4 @@
-"""The benchmarks whose figures stand in README.md and docs/: commands, and what they measure."""
+"""The benchmarks behind the figures in README.md and docs/: commands, and the code they measure."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ class Benchmark:
             words of `PEERS` stand for Pythons.
         measures: Files and folders of peftkit/ whose change makes the figures old.
         what, tells: The first two cells of a row that sums it up; {names} are figures.
+        shown_rows: Pattern that selects the table rows of a page; by default, all rows.
         reads: Name of a figure -> where it stands in the output; all places, with commas.
     """
 
@@ -62,6 +63,7 @@ class Benchmark:
     what: str = ""
     tells: str = ""
     reads: Mapping[str, str] = field(default_factory=dict)
+    shown_rows: str = ""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -78,8 +80,8 @@ ENTRIES: Mapping[str, Benchmark] = {
     "quickstart": Benchmark(
         ("python recipes/quickstart.py",),
         (*RECIPE, "inference"),
-        "quickstart: exact answers on 64 held-out orders",
-        "{before} before, {after} after, {minutes} minutes",
+        "Quickstart: exact match on 64 held-out orders",
+        "{before} before training, {after} after; {minutes} minutes in total",
         {
             "before": r"Before: (\S+) exact",
             "after": r"After: (\S+) exact",
@@ -89,9 +91,10 @@ ENTRIES: Mapping[str, Benchmark] = {
     "preferences-recipe": Benchmark(
         ("python recipes/preferences.py",),
         (*RECIPE, "inference", *PAIRS),
-        "DPO after it, 144 pairs, empty fields left out; 16 held-out pairs, 32 held-out orders",
-        "chosen answer more probable: {pairs}; exact without extras {without}, with extras "
-        "{extras}; valid JSON {valid}; {minutes} minutes",
+        "DPO on the quickstart's adapter to omit empty fields: 144 training pairs; 16 pairs and 32 "
+        "orders held out",
+        "pairs with the chosen answer more likely: {pairs}; exact match on orders without extras: "
+        "{without}, with extras: {extras}; valid JSON: {valid}; {minutes} minutes",
         {
             "pairs": r"more probable: (.+)",
             "valid": r"valid JSON: (.+)",
@@ -103,16 +106,17 @@ ENTRIES: Mapping[str, Benchmark] = {
     "hear-digits": Benchmark(
         tuple(f"python recipes/hear_digits.py --seed {seed}" for seed in range(3)),
         (*CLASSES, *_tasks("media/ctc", "media/speech")),
-        "a model of speech that knows one voice learns another, 80 held-out sentences, 6,704 "
-        "parameters",
-        "WER of the new voice, seeds 0, 1, 2: {before} -> {after}",
+        "CTC model adapted from one voice to another: 6,704 trained parameters, 80 held-out "
+        "sentences",
+        "WER on the new voice for seeds 0, 1, 2: {before} before, {after} after",
         {"before": r"other voice: WER (\S+) ->", "after": r"other voice: WER \S+ -> ([^\s,]+)"},
     ),
     "calculator": Benchmark(
         ("python recipes/calculator.py",),
         (*RECIPE, *REWARDS, *_tasks("rewards/grpo_tools", "user_code")),
-        "GRPO with a calculator, SmolLM2-135M, after six plain products; 32 held-out word problems",
-        "right answers {right}; right calls {called}; cut {cut}; {minutes} minutes",
+        "GRPO with a calculator tool, SmolLM2-135M, after SFT on six plain products: 32 held-out "
+        "word problems",
+        "correct answers {right}; correct calls {called}; truncated {cut}; {minutes} minutes",
         {
             "right": r"right answers: (.+)",
             "called": r"right calls: (.+)",
@@ -124,8 +128,8 @@ ENTRIES: Mapping[str, Benchmark] = {
     "parity": Benchmark(
         ("python -m benchmarks.parity", "python -m benchmarks.parity --quantize nf4 --steps 10"),
         (*CAUSAL, *LOADING),
-        "loss of 30 steps (NF4: 10), SmolLM2-135M, against PEFT in a plain loop",
-        "fp32: {fp32} apart at most; NF4: {nf4}",
+        "Loss compared with PEFT in a plain training loop, SmolLM2-135M: 30 steps (NF4: 10)",
+        "maximum difference {fp32} in fp32, {nf4} in NF4",
         {
             "fp32": r"difference (\S+), allowed \S+ \(none\)",
             "nf4": r"difference (\S+), allowed \S+ \(nf4\)",
@@ -134,9 +138,9 @@ ENTRIES: Mapping[str, Benchmark] = {
     "train": Benchmark(
         (TRAIN + "--against trl,trl-model-loss --repeats 1",),
         CAUSAL,
-        "training, 160 rows at batch 8, bf16, against TRL + PEFT; against the same with the "
-        "model's own loss",
-        "{trl} the tokens/s, {memory} the peak memory; {loss}, {loss_memory}",
+        "Training compared with TRL + PEFT, and with TRL using the model's own loss: SmolLM2-135M, "
+        "160 rows, batch size 8, bf16",
+        "{trl} the tokens/s at {memory} the peak memory; {loss} at {loss_memory}",
         {
             "trl": r"\| trl .* (\S+ x) \| +\S+ x \| +\S+ x \|",
             "memory": r"\| trl .* (\S+ x) \|\n",
@@ -181,8 +185,9 @@ ENTRIES: Mapping[str, Benchmark] = {
     "bank": Benchmark(
         ("python -m benchmarks.bank --new-tokens 16",),
         ANSWERS,
-        "8 adapters in one batch against one for all rows (SmolLM2, bf16, 8 rows)",
-        "{ours} x the tokens/s (PEFT: {peft} x); a switch takes {switch}",
+        "Generation with 8 adapters in one batch compared with one adapter: SmolLM2-135M, bf16, 8 "
+        "rows",
+        "{ours} x the tokens/s (PEFT: {peft} x); switching adapters takes {switch}",
         {
             "ours": r"mixed / one: (\S+);",
             "peft": r"PEFT's: (\S+);",
@@ -195,9 +200,8 @@ ENTRIES: Mapping[str, Benchmark] = {
             "'first start;second start;step, streamed;step, mapped'",
         ),
         (*CAUSAL, *LOADING, "base/streaming.py"),
-        "a 7B base in NF4: started the second time; one QLoRA step of 512 tokens with the base "
-        "streamed",
-        "{started} s; {step} s, {memory} GB of anonymous memory",
+        "7B base in NF4: second start; one QLoRA step of 512 tokens with streamed weights",
+        "{started} s; {step} s with {memory} GB of anonymous memory",
         {
             "started": r"\| second start +\| +(\S+)",
             "step": r"\| step, streamed +\| +(\S+)",
@@ -205,7 +209,9 @@ ENTRIES: Mapping[str, Benchmark] = {
         },
     ),
     "profile": Benchmark(
-        ("python -m benchmarks.profile --side peft", "python -m benchmarks.profile"), CAUSAL
+        ("python -m benchmarks.profile --side peft", "python -m benchmarks.profile"),
+        CAUSAL,
+        shown_rows="%",
     ),
     "generation-more": Benchmark(
         tuple(
@@ -228,7 +234,7 @@ ENTRIES: Mapping[str, Benchmark] = {
         ("data", "forward/loss.py", "tasks/tokens.py", "forward/padding_free.py"),
     ),
     "large": Benchmark(("python -m benchmarks.large",), (*CAUSAL, *LOADING)),
-    "plan": Benchmark(("python -m benchmarks.plan",), (*CAUSAL, "planning")),
+    "plan": Benchmark(("python -m benchmarks.plan",), (*CAUSAL, "planning"), shown_rows=r"\b512\b"),
     "sharding": Benchmark(
         ("OMP_NUM_THREADS=1 python -m benchmarks.sharding --peers PEERS",), CAUSAL
     ),
@@ -267,14 +273,14 @@ ENTRIES: Mapping[str, Benchmark] = {
     "intents": Benchmark(
         ("python recipes/intents.py",),
         (*CLASSES, *_tasks("classes/sequence_classification", "classes/token_classification")),
-        "MiniLM-L6 on 7 intents, 160 held-out texts; words tagged",
-        "accuracy {accuracy}; F1 of entities {f1}",
+        "MiniLM-L6: 7 intents, 160 held-out texts; entity tagging",
+        "accuracy {accuracy}; entity F1 {f1}",
         {"accuracy": r": accuracy (\S+ -> \S+)", "f1": r": \S*f1 (\S+ -> \S+)"},
     ),
     "digits": Benchmark(
         ("python recipes/digits.py",),
         (*CLASSES, *_tasks("media/media_classification", "media/speech")),
-        "small ViT, trained upright, adapted to turned digits",
+        "Small ViT trained on upright digits, adapted to rotated and inverted ones",
         "accuracy {before} -> {after}",
         {
             "before": r"accuracy on .*: (\S+) before",
@@ -284,19 +290,21 @@ ENTRIES: Mapping[str, Benchmark] = {
     "read-digits": Benchmark(
         ("python recipes/read_digits.py",),
         (*CAUSAL, "tasks/media/media_text.py"),
-        "SmolLM2 with a small tower reads numbers of three digits, 32 held-out pictures",
-        "{before} -> {tower} by projector and tower -> {after} by LoRA on the language side",
+        "SmolLM2-135M with a small vision tower reads three-digit numbers: 32 held-out images",
+        "{before} before; {tower} after training projector and tower; {after} after LoRA on the "
+        "language model",
         {
             "before": r"(?m)^before: (\S+)",
-            "tower": r"after the seeing side learnt: (\S+)",
-            "after": r"after the language side learnt: (\S+)",
+            "tower": r"after stage 1 \(vision\): (\S+)",
+            "after": r"after stage 2 \(language\): (\S+)",
         },
     ),
     "coverage": Benchmark(
         ("python -m benchmarks.coverage --quantize none,nf4",),
         ("adapter.py", "kernels", "methods", "model", "quant"),
-        "every method on every architecture, 16-bit and NF4",
-        "{cells} cells: {passed} pass, {refused} cannot be, by name; {failed} fail",
+        "Every method on every architecture, 16-bit and NF4",
+        "{cells} combinations: {passed} pass, {refused} do not apply and give a reason, {failed} "
+        "fail",
         {
             "cells": r"(\d+) cells:",
             "passed": r"cells: (\d+) pass",

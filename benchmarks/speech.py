@@ -35,7 +35,7 @@ from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.media.transcription import TranscriptionConfig
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.loop import fit
-from tests.speech import saved, whisper, write_rows
+from tests.helpers.speech import saved, whisper, write_speech_rows
 
 STEPS, BATCH, RATE = 10, 4, 1e-3
 TOLERANCE = 1e-4
@@ -63,7 +63,7 @@ def prepare(folder: Path) -> None:
         }
         for _ in range(STEPS * BATCH)
     ]
-    write_rows(folder, rows)
+    write_speech_rows(folder, rows)
     base = saved(folder / "base", whisper(seconds=6, **TINY))
     model = load_base(str(base), dtype="fp32", purpose=TASK.purpose).model
     torch.manual_seed(0)

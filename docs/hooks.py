@@ -1,4 +1,4 @@
-"""What mkdocs asks while it makes the site: pages that lie above docs/, and the links to them."""
+"""Hooks for mkdocs: add the pages in the repository's root to the site, and rewrite their links."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ABOVE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
-"""Files of the repository's root that are pages of the site too, and their names there."""
+"""Pages in the repository's root -> their names in the site."""
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that lie above docs/."""
+    """Add the pages in the repository's root."""
     from mkdocs.structure.files import File
 
     for name, page in ABOVE.items():
@@ -27,14 +27,14 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links at where their targets are in the site; complete the page of the API."""
+    """Rewrite the links of a page, and complete the API page."""
     if page.file.src_uri == "api.md":
         markdown = with_all_names(markdown)
     return site_links(markdown)
 
 
 def with_all_names(markdown: str) -> str:
-    """Return the page of the API with the public names that it does not list yet at its end."""
+    """Return the API page with a section "More" for public names that it does not list."""
     tree = ast.parse((ROOT / "peftkit" / "__init__.py").read_text(encoding="utf-8"))
     names = [
         alias.asname
@@ -51,10 +51,7 @@ def with_all_names(markdown: str) -> str:
 
 
 def site_links(markdown: str) -> str:
-    """Return a page's text with links as the site has them.
-
-    Of the root's files those that are pages become links to these; docs/ is the site's root.
-    """
+    """Return a page with its links rewritten for the site, whose root is docs/."""
     for name, place in ABOVE.items():
         markdown = re.sub(rf"\]\((?:\.\./)?{re.escape(name)}(?=[)#])", f"]({place}", markdown)
     return markdown.replace("](docs/", "](").replace('="docs/', '="../')

@@ -1,9 +1,9 @@
-"""Draws the picture of a run that README shows: its curve, and what the model answered.
+"""Draw the picture of a run for the README: its loss curve and its answers before and after.
 
     python docs/pictures.py runs/orders      # writes docs/run-light.svg and docs/run-dark.svg
     python docs/pictures.py runs/orders --prompt 1
 
-The run needs eval rows and train.sample_every.
+The run must have eval rows and train.sample_every.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
 
 
 def picture(run: History, theme: str, prompt: int) -> str:
-    """Return the picture as SVG; `prompt` is the number of the one whose answers are shown."""
+    """Return the picture as SVG, with the answers to prompt number `prompt`."""
     look, chart = THEMES[theme], charts([run])[0]
     parts = [
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="{look["ground"]}"/>',
-        write(LEFT - 22, 34, "What this run learnt", 17, look["text"], bold=True),
+        write(LEFT - 22, 34, "What the model learned", 17, look["text"], bold=True),
         write(LEFT - 22, 56, summary(run), 12.5, look["soft"]),
         *curve(chart, look, COLORS[theme]),
         *answers(run, prompt, look, COLORS[theme]),
@@ -50,13 +50,13 @@ def picture(run: History, theme: str, prompt: int) -> str:
 
 
 def summary(run: History) -> str:
-    """Return the size of the run in one line."""
+    """Return one line with the rows, the steps and the duration of the run."""
     rows, took = run.started["num_rows"], duration(run.seconds)
     return f"{rows:,} rows, {run.step:,} steps in {took}"
 
 
 def curve(chart: Chart, look: dict[str, str], colors: tuple[str, ...]) -> Iterator[str]:
-    """Yield the chart of the losses, with its axes and its legend."""
+    """Yield the elements of the loss chart, with axes and legend."""
     bottom = TOP + PLOT_HEIGHT
     for value, shown in chart.y_ticks():
         y = bottom - PLOT_HEIGHT * chart.y(value)
@@ -84,7 +84,7 @@ def curve(chart: Chart, look: dict[str, str], colors: tuple[str, ...]) -> Iterat
 
 
 def places_of(chart: Chart, line: Line) -> list[tuple[float, float]]:
-    """Return where a line's points lie in the picture."""
+    """Return the coordinates of a line's points in the picture."""
     return [
         (LEFT + PLOT_WIDTH * step / chart.last_step, TOP + PLOT_HEIGHT * (1 - chart.y(value)))
         for step, value in line.points
@@ -94,10 +94,10 @@ def places_of(chart: Chart, line: Line) -> list[tuple[float, float]]:
 def answers(
     run: History, number: int, look: dict[str, str], colors: tuple[str, ...]
 ) -> Iterator[str]:
-    """Yield what the model answered to a prompt, before and after."""
+    """Yield the prompt and the answers to it before and after training."""
     prompt = list(dict.fromkeys(str(line["prompt"]) for line in run.samples))[number]
-    said = [line for line in run.samples if line["prompt"] == prompt]
-    first, last = said[0], said[-1]
+    samples = [line for line in run.samples if line["prompt"] == prompt]
+    first, last = samples[0], samples[-1]
     y = TOP - 2
     for title, words, color in (
         ("prompt", last_turn(prompt), look["soft"]),
@@ -114,7 +114,7 @@ def answers(
 
 
 def last_turn(prompt: str) -> str:
-    """Return the user's last words of a conversation; another prompt as it is."""
+    """Return the last user message of a conversation, or the whole prompt if it is not one."""
     return prompt.rpartition("\nuser\n")[2].removesuffix("\nassistant")
 
 
@@ -129,7 +129,7 @@ def write(
     bold: bool = False,
     font: str = "",
 ) -> str:
-    """Return a line of text."""
+    """Return a line of text as an SVG element."""
     more = ' font-weight="600"' * bold + (f' font-family="{font}"' if font else "")
     place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
     return f'<text {place} fill="{color}"{more}>{text(words)}</text>'

@@ -149,17 +149,6 @@ def _of_data(r: Any) -> Iterator[Conflict]:
             "Every row of text wants virtual tokens of its own before it.",
             "Set data.packing: false.",
         )
-    reason = ""
-    if not r.task.takes_parts:
-        tasks = ", ".join(task for task, kind in TASKS.items() if kind.takes_parts)
-        reason = f"The task is {r.task.type}; tasks that it goes with: {tasks}."
-    elif r.method.acts_on_input:
-        reason = f"method.type: {r.method.type} puts virtual tokens before each row."
-    elif r.data.packing_is_explicit:
-        reason = "data.packing is true, and rows in parts hold one document each."
-    if r.train.context_parallel > 1 and reason:
-        setting = f"train.context_parallel: {r.train.context_parallel} does not go with this."
-        yield setting, reason, LEAVE_ONE
     if r.method.reads_rows and r.task.makes_answers:
         yield (
             f"{r.method.reads_rows} reads the training rows.",
@@ -176,13 +165,6 @@ def _of_evaluation(r: Any) -> Iterator[Conflict]:
     reason = "train.sample_every or train.eval_generate is set."
     if generates and not r.task.writes_text:
         yield f"the task {r.task.type} writes no text to look at.", reason, "Leave it out."
-    if generates and r.train.context_parallel > 1:
-        yield (
-            f"train.context_parallel: {r.train.context_parallel} does not go with text that is "
-            "generated while it trains",
-            reason,
-            "Leave it out; peftkit generate and eval do it afterwards.",
-        )
 
 
 def _of_processes(r: Any, processes: int | None) -> Iterator[Conflict]:
@@ -193,15 +175,9 @@ def _of_processes(r: Any, processes: int | None) -> Iterator[Conflict]:
             _methods_beside(),
             "Set train.shard: none, or use one of these.",
         )
-    if processes is None:
-        return
-    reason = "There is one process." if processes == 1 else f"There are {processes} processes."
-    if shards and processes < 2:
+    if shards and processes == 1:
         setting = f"train.shard: {r.train.shard} shards the base over several processes"
-        yield setting, reason, LAUNCH.format(2)
-    if processes % (number := r.train.context_parallel):
-        setting = f"train.context_parallel: {number} takes groups of {number} processes"
-        yield setting, reason, LAUNCH.format(number)
+        yield setting, "There is one process.", LAUNCH.format(2)
 
 
 def _methods_beside() -> str:

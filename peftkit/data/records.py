@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from glob import glob
 from itertools import islice
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from peftkit.data.readers import (
     read_jsonl,
 )
 from peftkit.errors import DataError, did_you_mean, neighbours
-from peftkit.settings import Source
+from peftkit.settings import DataConfig, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,40 @@ def read_records(where: str | Sequence[Source]) -> list[Record]:
     if isinstance(where, str):
         return list(iterate_records(where))
     return [record for source in where for record in iterate_records(source.path)]
+
+
+def sources_of(data: DataConfig) -> tuple[Source, ...]:
+    """Return the training files and data sets, with each pattern replaced by its files.
+
+    Raises:
+        DataError: No file matches a pattern, or the list is empty.
+    """
+    sources = (Source(path=data.train),) if isinstance(data.train, str) else data.train
+    if not sources:
+        raise DataError("data.train names no file.", found="It is an empty list.")
+    return tuple(
+        Source(path=path, weight=source.weight)
+        for source in sources
+        for path in files_of(source.path)
+    )
+
+
+def files_of(path: str) -> list[str]:
+    """Return the sorted files that match a pattern; a path without wildcards unchanged.
+
+    Raises:
+        DataError: No file matches.
+    """
+    if not any(sign in path for sign in "*?[") or Path(path).expanduser().exists():
+        return [path]
+    files = sorted(glob(str(Path(path).expanduser()), recursive=True))
+    if not files:
+        raise DataError(
+            f"no file fits the pattern '{path}'.",
+            found=f"Looked in {Path.cwd()}.",
+            fix="Write a pattern such as data/*.jsonl, or name the files.",
+        )
+    return files
 
 
 Part = Callable[[], list[Record]]

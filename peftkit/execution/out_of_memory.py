@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from peftkit.kernels.device import gpu_here, gpu_of
 
+T = TypeVar("T")
 NO_ROOM = "Allow fewer new tokens, or load the base in 4 bits (base.quantize: nf4)."
 """What to do if memory runs out during a single completion."""
 # RuntimeErrors that torch and the vendors' libraries raise when memory runs out
@@ -26,8 +29,29 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
+def attempt(
+    compute: Callable[[], T],
+    ran_out: Callable[[Exception], bool] = is_out_of_memory,
+    undo: Callable[[], object] = lambda: None,
+) -> T | None:
+    """Return the result of a computation; None if memory ran out, which is then released.
+
+    Args:
+        ran_out: Whether an error means that memory ran out; other errors are raised.
+        undo: Drops references to tensors of the failed computation.
+    """
+    try:
+        return compute()
+    except Exception as error:
+        if not ran_out(error):
+            raise
+    undo()  # outside of the `except` block, since the error's traceback holds the activations
+    release_memory()
+    return None
+
+
 def release_memory() -> None:
-    """Free what a failed attempt left behind; call it outside of the `except` block."""
+    """Free the memory of a failed attempt; call it outside of the `except` block."""
     gc.collect()
     if (here := gpu_here()) is not None:
         here[1].release()

@@ -17,11 +17,10 @@ Part = Sequence[Any]
 class Parallel:
     """Data parallelism: each process has rows of its own, and runs the model as often as it needs.
 
-    Others override it: where processes hold shards of the weights, or parts of one row, all of
-    them have to run the model equally often.
+    `Lockstep` overrides it: if processes hold shards of the weights, all of them have to run the
+    model equally often.
 
     Attributes:
-        rank, size: This process among those that have different rows, and how many these are.
         in_lockstep: Whether every pass over the model needs all processes.
     """
 
@@ -29,11 +28,6 @@ class Parallel:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.rank, self.size = world.rank, world.world_size
-
-    def adapt(self, task: Any) -> Any:
-        """Return the task that computes this process's share of a batch."""
-        return task
 
     def align(self, parts: Sequence[Part]) -> list[tuple[Part, bool]]:
         """Return the passes of this process: rows, and whether they are its own.

@@ -1,12 +1,12 @@
 """The execution plan: how a run is carried out on a device, and its fallback order.
 
-Layers, losses and norms ask neither a tensor nor themselves where they are: what suits a kind of
-device is decided here and nowhere else.
+Layers, losses and norms never inspect a tensor's device. This file alone decides how each kind of
+device computes.
 
-The fallback order, for less memory: keep all activations; recompute the blocks; keep their inputs
-in main memory. Within each mode fewer rows go through the model at once before the next mode is
-taken, but on a GPU never so few that it idles while another mode allows more. Before the first step
-`choose` takes the first that fits by measured bytes; `smaller` takes the next when memory runs out.
+The fallback order, from fastest to least memory: keep all activations; recompute the blocks;
+offload their inputs to main memory. Each mode first tries fewer rows at once. On a GPU, the next
+mode comes before micro-batches too small to keep it busy. Before the first step, `choose` picks the
+first plan that fits by counted bytes. If memory runs out later, `smaller` returns the next plan.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ from typing import Any, Literal
 
 import torch
 
+from peftkit.settings import TrainConfig
+
 Activations = Literal["keep", "recompute", "offload"]
-"""What a block keeps for its backward pass: all; its input; its input, in main memory."""
+"""What a block keeps for its backward pass: everything; its input; its input, in main memory."""
 Placement = Literal["device", "stream"]
-"""Where the packed weights of blocks are: on the device, or streamed to it from main memory."""
+"""Where blocks keep their packed weights: on the device, or streamed to it from main memory."""
 Shard = Literal["none", "base", "offload"]
-"""Whether the base is sharded over processes, and whether the shards wait in main memory."""
+"""Whether the base is sharded over processes, and whether main memory holds the shards."""
 
 CPU_TOKENS = 1280
-"""train.tokens_per_batch: auto on a CPU: enough to keep a few cores busy."""
+"""train.tokens_per_batch: auto on a CPU, enough to keep a few cores busy."""
 GPU_TOKENS = 16_384
-"""The same on a GPU: far more than keep it busy. Longer steps are sorted by length, so that short
-rows do not pay for the padding of the longest."""
+"""train.tokens_per_batch: auto on a GPU, far more than keeps it busy. Longer steps are sorted by
+length, so short rows are not padded to the longest."""
 BUSY_TOKENS = {"cuda": 4096}
-"""Tokens at once below which a GPU waits for Python: rather than cut rows into fewer, activations
-are recomputed, a third more work."""
+"""Tokens per micro-batch below which a GPU waits for Python. Recomputing activations, a third more
+work, is preferred to smaller micro-batches."""
 TILE, MOST_TILES = 4096, 16
-"""Minimum tokens per tile of a feed-forward layer, as smaller tiles leave matrix products idle and
-unpack 4-bit weights too often; and the maximum number of tiles per row."""
+"""Minimum tokens per tile of a feed-forward layer, and maximum tiles per row. Smaller tiles leave
+matrix products idle and unpack 4-bit weights too often."""
 CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 96 << 20, 512 << 20
 """Maximum bytes of logits in memory at once."""
 
@@ -51,20 +53,18 @@ class ExecutionPlan:
 
     Attributes:
         device: Kind of device: cpu, cuda or mps.
-        context_parallel: Processes that each sequence is split across.
-        rows, tokens: Maximum of a micro-batch, padding included; one row alone may have more
+        rows, tokens: Maximum of a micro-batch, padding included; a single row may have more
             tokens. None: no limit.
-        compile: Whether blocks run compiled; None: not decided yet.
+        compile: Whether blocks run compiled; None: undecided.
         dtype: Compute dtype of the base.
         autocast: Mixed precision from the launcher: bf16, fp16 or "".
-        group_layers: Whether LoRA layers that read one input are computed together.
+        group_layers: Whether LoRA layers with the same input are computed together.
     """
 
     device: str = "cpu"
     num_processes: int = 1
     placement: Placement = "device"
     shard: Shard = "none"
-    context_parallel: int = 1
     activations: Activations = "keep"
     rows: int = 1
     tokens: int | None = None
@@ -72,6 +72,16 @@ class ExecutionPlan:
     dtype: str = ""
     autocast: str = ""
     group_layers: bool = True
+
+    @classmethod
+    def for_model(cls, model: torch.nn.Module) -> ExecutionPlan:
+        """Return the default plan for a loaded model's device and dtype, without limits."""
+        device = next(model.parameters(), torch.empty(0)).device.type
+        autocast = ""
+        if device != "meta" and torch.is_autocast_enabled(device):
+            autocast = "fp16" if torch.get_autocast_dtype(device) == torch.float16 else "bf16"
+        dtype = str(compute_dtype(model)).removeprefix("torch.")
+        return cls(device=device, dtype=dtype, autocast=autocast)
 
     @property
     def on_gpu(self) -> bool:
@@ -85,17 +95,17 @@ class ExecutionPlan:
 
     @property
     def lora_grouped(self) -> bool:
-        """Whether LoRA layers that read one input are computed together."""
+        """Whether LoRA layers with the same input are computed together."""
         return self.group_layers and not self.is_sharded
 
     @property
     def fused_kernels(self) -> bool:
-        """Whether norms, gated layers and rotary embeddings are one Triton kernel each."""
+        """Whether norms, gated layers and rotary embeddings each run as one Triton kernel."""
         return self.device == "cuda" and self.lora_grouped
 
     @property
     def records_decoding(self) -> bool:
-        """Whether a decoding step is recorded and launched as one CUDA graph."""
+        """Whether a decoding step is captured as a CUDA graph."""
         return self.device == "cuda"
 
     @property
@@ -107,14 +117,14 @@ class ExecutionPlan:
     def attention(self) -> Literal["grouped", "sdpa"]:
         """Attention of short rows: plain matrix products, or torch's SDPA.
 
-        On a CPU the backward pass of torch's flash attention takes twice as long in 16 bits.
+        On a CPU in 16 bits, the backward pass of torch's flash attention takes twice as long.
         """
         in_16_bits = self.autocast or self.dtype in ("bfloat16", "float16")
         return "grouped" if in_16_bits and not self.on_gpu else "sdpa"
 
     def tile(self, length: int) -> int:
         """Return the tokens of a row per tile of a recomputed feed-forward layer."""
-        if length < 2 * TILE:  # a tile's last product is made once more, 5 % of a step
+        if length < 2 * TILE:  # a tile repeats its last product, 5 % of a step
             return length
         return max(TILE, -(-length // MOST_TILES))
 
@@ -122,7 +132,7 @@ class ExecutionPlan:
     def recomputing_keeps_unpacked(self) -> bool:
         """Whether a recomputed block keeps its weights unpacked for the backward pass.
 
-        On CUDA unpacking twice costs next to nothing.
+        On CUDA, unpacking twice costs next to nothing.
         """
         return self.device != "cuda"
 
@@ -132,11 +142,11 @@ class ExecutionPlan:
         return BUSY_TOKENS.get(self.device, 1)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for `plan_from`."""
+        """Return the fields as plain JSON, for `plan_from`."""
         return asdict(self)
 
     def describe(self) -> str:
-        """Return the plan in plain words."""
+        """Return the plan as a phrase for people."""
         parts = [f"{self.num_processes} x {self.device}" if self.num_processes > 1 else self.device]
         if self.dtype:
             parts.append(self.dtype + f" ({self.autocast} by autocast)" * bool(self.autocast))
@@ -145,8 +155,6 @@ class ExecutionPlan:
         if self.is_sharded:
             where = ", shards in main memory" * (self.shard == "offload")
             parts.append(f"base sharded over processes{where}")
-        if self.context_parallel > 1:
-            parts.append(f"each row on {self.context_parallel} processes")
         parts.append(ACTIVATIONS_IN_WORDS[self.activations])
         tokens = "" if self.tokens is None else f" or {self.tokens:,} tokens"
         parts.append(f"up to {self.rows} rows{tokens} at once")
@@ -155,7 +163,7 @@ class ExecutionPlan:
         return ", ".join(parts)
 
     def less_than(self, before: ExecutionPlan) -> str:
-        """Return what takes less memory than before, in words; "" if nothing does."""
+        """Describe the changes that save memory; "" if there are none."""
         how = []
         if self.activations != before.activations:
             where = ", from main memory" * (self.activations == "offload")
@@ -168,20 +176,20 @@ class ExecutionPlan:
 
 
 def plan_from(values: Mapping[str, Any]) -> ExecutionPlan:
-    """Return the plan of `as_dict`; fields of later versions are left out."""
+    """Return the plan that `as_dict` returned; ignore fields of other versions."""
     names = {field.name for field in fields(ExecutionPlan)}
     return ExecutionPlan(**{name: value for name, value in values.items() if name in names})
 
 
 def compute_dtype(model: Any) -> torch.dtype:
-    """Return the dtype that a base computes in.
+    """Return a base's compute dtype.
 
-    transformers' `model.dtype` is that of the first float parameter: where the embedding is packed,
-    of its scales, or of an adapter.
+    transformers' `model.dtype` is the dtype of the first float parameter. If the embedding is
+    packed, this parameter may be its scales or an adapter.
     """
     try:
         embedding = model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):  # models of two towers have none
+    except (AttributeError, NotImplementedError):  # two-tower models have none
         embedding = None
     packing = getattr(getattr(embedding, "base", embedding), "packing", None)
     if packing is not None:
@@ -191,14 +199,37 @@ def compute_dtype(model: Any) -> torch.dtype:
     return getattr(model, "dtype", first.dtype)
 
 
-def plan_of(model: torch.nn.Module) -> ExecutionPlan:
-    """Return the plan that suits the device and dtype of a loaded model, without any limits."""
-    device = next(model.parameters(), torch.empty(0)).device.type
-    autocast = ""
-    if device != "meta" and torch.is_autocast_enabled(device):
-        autocast = "fp16" if torch.get_autocast_dtype(device) == torch.float16 else "bf16"
-    dtype = str(compute_dtype(model)).removeprefix("torch.")
-    return ExecutionPlan(device=device, dtype=dtype, autocast=autocast)
+def plan_of(
+    train: TrainConfig,
+    device: str,
+    num_processes: int = 1,
+    *,
+    placement: Placement = "device",
+    shard: Shard | None = None,
+    dtype: str = "",
+    autocast: str = "",
+) -> ExecutionPlan:
+    """Return the plan that `train` requests, before it is adapted to the memory.
+
+    Args:
+        device: Kind of device.
+        shard: By default `train.shard`; auto: none, until `place_weights` decides.
+    """
+    tokens = train.tokens_per_batch
+    if tokens == "auto":
+        tokens = CPU_TOKENS if device == "cpu" else GPU_TOKENS
+    return ExecutionPlan(
+        device=device,
+        num_processes=num_processes,
+        placement=placement,
+        shard=shard or ("none" if train.shard == "auto" else train.shard),
+        rows=train.batch_size,
+        tokens=tokens,
+        compile=None if train.compile == "auto" else train.compile,
+        dtype=dtype,
+        autocast=autocast,
+        group_layers=train.group_layers,
+    )
 
 
 def activation_modes(
@@ -214,7 +245,7 @@ def activation_modes(
     Args:
         requested: train.gradient_checkpointing.
         has_blocks: Whether the model has blocks that can be recomputed.
-        streamed: Whether the blocks' weights are streamed: kept activations would hold them all.
+        streamed: Whether weights are streamed; activations that are kept would hold all of them.
         recomputes: Whether the model recomputes its blocks already.
     """
     less: tuple[Activations, ...] = ("recompute", "offload") if on_gpu else ("recompute",)
@@ -229,9 +260,10 @@ def choose(
     available: float,
     longest: int,
 ) -> ExecutionPlan | None:
-    """Return the first activation mode that fits, with the requested rows at once or fewer.
+    """Return the plan with the first activation mode that fits; None if no row fits.
 
-    Micro-batches too small to keep the device busy are the last resort. None: no row fits.
+    It has at most the requested rows and tokens at once. Micro-batches too small to keep the device
+    busy are the last resort.
 
     Args:
         costs: Bytes per token of each activation mode, fastest first.
@@ -262,20 +294,20 @@ def smaller(
     tokens: int,
     counts_tokens: bool = True,
 ) -> ExecutionPlan | None:
-    """Return the next plan in the fallback order after one that ran out of memory; None: no more.
+    """Return the next plan in the fallback order after running out of memory; None: no more.
 
     Args:
-        requested: The plan as the recipe has it: another mode starts with its rows and tokens.
+        requested: The recipe's plan: a new mode starts with its rows and tokens.
         modes: Activation modes, fastest first.
-        rows, tokens: Of the largest micro-batch now.
-        counts_tokens: Whether rows have a length, by which a device is busy or not.
+        rows, tokens: Size of the largest current micro-batch.
+        counts_tokens: Whether rows have a length, which decides whether a device is busy.
     """
     later = modes[modes.index(plan.activations) + 1 :]
     busy = plan.busy_tokens if counts_tokens else 0
     if rows > 1 and (tokens / 2 >= busy or not later):
         if plan.tokens is None:
             return replace(plan, rows=_halved(plan.rows, rows))
-        # one row alone may have more than the limit
+        # a single row may have more tokens than the limit
         return replace(plan, tokens=_halved(plan.tokens, min(tokens, plan.tokens)))
     if later:
         return replace(plan, activations=later[0], rows=requested.rows, tokens=requested.tokens)
@@ -283,7 +315,7 @@ def smaller(
 
 
 def _halved(limit: int, now: int) -> int:
-    """Return a half, a quarter, ... of a limit: the first below the current size."""
+    """Halve a limit until it is below the current size."""
     while limit >= now:
         limit //= 2
     return max(limit, 1)

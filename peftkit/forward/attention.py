@@ -18,15 +18,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from peftkit.execution.plan import ExecutionPlan, plan_of
-from peftkit.forward.attention_kernels import Call, SharedRows, attend, is_bare, takes_varlen
+from peftkit.execution.plan import ExecutionPlan
+from peftkit.forward.attention_kernels import Call, attend, takes_varlen
 from peftkit.kernels.varlen import Grid, Spans, into_grid, out_of_grid
 
 PREFIX = "peftkit_"
 """Prefix of the names that attention is registered under."""
 
 
-Layout = Grid | Spans | SharedRows | None
+Layout = Grid | Spans | None
 """Of documents in rows. None: each row is one."""
 
 _taken: set[str] = set()
@@ -49,15 +49,14 @@ class TrainingAttention:
         is_causal: Whether all layers see the tokens before and no others, so that documents in rows
             of their own need no mask.
         takes_spans: Whether all layers can take documents of a row as spans.
-        takes_context: Whether all layers can take some of a row's tokens.
     """
 
     def __init__(self, plan: ExecutionPlan) -> None:
         self.plan = plan
         self.layout: Layout = None
-        self.is_causal = self.takes_spans = self.takes_context = False
+        self.is_causal = self.takes_spans = False
         self._kinds: dict[int, MaskKind | None] | None = None
-        self._calls: list[tuple[MaskKind | None, bool, bool]] = []  # kind, takes spans, is bare
+        self._calls: list[tuple[MaskKind | None, bool]] = []  # kind, takes spans
         self._masks: list[Tensor] = []
 
     @property
@@ -66,7 +65,7 @@ class TrainingAttention:
 
         Causal ones in rows of their own need none: they do not see the padding after them.
         """
-        return not (self.is_causal or isinstance(self.layout, Spans | SharedRows))
+        return not (self.is_causal or isinstance(self.layout, Spans))
 
     @property
     def kernel(self) -> str:
@@ -79,10 +78,9 @@ class TrainingAttention:
         self._kinds, self._calls, self._masks = {}, [], []
         try:
             yield
-            kinds = [kind for kind, _, _ in self._calls]
+            kinds = [kind for kind, _ in self._calls]
             self.is_causal = bool(kinds) and all(kind == MaskKind(True, None) for kind in kinds)
-            self.takes_spans = bool(kinds) and all(takes for _, takes, _ in self._calls)
-            self.takes_context = self.is_causal and all(bare for _, _, bare in self._calls)
+            self.takes_spans = bool(kinds) and all(takes for _, takes in self._calls)
         finally:
             self._kinds, self._calls, self._masks = None, [], []
 
@@ -155,7 +153,7 @@ class TrainingAttention:
         mask = call.mask
         kind = None if mask is None else self._kinds.get(mask.data_ptr())
         stated = MaskKind(causal, call.more.get("sliding_window"))
-        self._calls.append((kind, kind == stated and takes_varlen(call), is_bare(call)))
+        self._calls.append((kind, kind == stated and takes_varlen(call)))
 
 
 def _grid_mask(
@@ -223,7 +221,7 @@ def training_attention(
         documents: Whether rows may hold several documents.
         known: The model's of an earlier time, which knows what its layers see.
     """
-    plan = plan or plan_of(model)
+    plan = plan or ExecutionPlan.for_model(model)
     if not _applies(model) or not (documents or plan.attention == "grouped"):
         yield None
         return

@@ -1,14 +1,13 @@
 """KERNELS, the table of attention implementations; the first that takes a call computes it.
 
-`gathered` computes rows whose tokens lie on several processes, `varlen` packed sequences on a GPU,
-`grouped` short rows and capped scores by plain products, and `sdpa` all other calls.
+`varlen` computes packed sequences on a GPU, `grouped` short rows and capped scores by plain
+products, and `sdpa` all other calls.
 
 Shapes: B rows, H heads, L queries, S keys, D head size.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,19 +19,6 @@ from peftkit.kernels import varlen
 from peftkit.kernels.attention import grouped_attention, is_short
 from peftkit.kernels.device import is_before_ampere
 from peftkit.kernels.varlen import Spans, spans_attention
-
-
-class SharedRows(ABC):
-    """A layout of rows, each one document, of which this process has some of the tokens."""
-
-    @abstractmethod
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
-        """Return causal attention over all tokens of the rows: (B, L, H, D).
-
-        Args:
-            query: (B, H, L, D). key, value: (B, K, L, D), of this process's tokens.
-        """
-
 
 PLAIN = {
     *("position_ids", "use_cache", "output_router_logits", "output_attentions"),
@@ -48,7 +34,7 @@ class Call(NamedTuple):
         query: (B, H, L, D). key, value: (B, K, S, D). mask: As transformers made it.
         is_causal: Of what has no mask: query i sees keys up to i.
         stated_causal: The model's own argument, for SDPA.
-        layout: Of documents or rows that have no mask.
+        layout: Of documents that have no mask.
         more: The model's other arguments.
         grouped: Whether the plan has plain products for short rows.
     """
@@ -64,7 +50,7 @@ class Call(NamedTuple):
     stated_causal: bool | None
     position_bias: Tensor | None
     softcap: float | None
-    layout: Spans | SharedRows | None
+    layout: Spans | None
     more: dict[str, Any]
     grouped: bool = False
 
@@ -92,13 +78,9 @@ def attend(call: Call) -> Tensor:
 
 def takes_varlen(call: Call) -> bool:
     """Return whether documents of a row could be taken as spans."""
-    return is_bare(call) and varlen.serves(call.query, call.key, call.value)
-
-
-def is_bare(call: Call) -> bool:
-    """Return whether there is nothing but queries, keys, values and their scale."""
     has_more = call.dropout or call.position_bias is not None or call.softcap is not None
-    return call.is_plain and not has_more
+    is_bare = call.is_plain and not has_more
+    return is_bare and varlen.serves(call.query, call.key, call.value)
 
 
 def _takes_repeated(call: Call) -> bool:
@@ -135,15 +117,6 @@ def _varlen(call: Call) -> Tensor:
     )
 
 
-def _takes_gathered(call: Call) -> bool:
-    return isinstance(call.layout, SharedRows) and is_bare(call)
-
-
-def _gathered(call: Call) -> Tensor:
-    assert isinstance(call.layout, SharedRows)
-    return call.layout.attention(call.query, call.key, call.value, scale=call.scale)
-
-
 def _takes_grouped(call: Call) -> bool:
     if not call.is_plain or call.softcap is not None:
         return call.is_plain  # SDPA caps no scores
@@ -169,7 +142,7 @@ def _sdpa(call: Call) -> Tensor:
 
     more = dict(call.more, position_bias=call.position_bias, softcap=call.softcap)
     if call.layout is not None:
-        raise RuntimeError("layouts of documents or rows are for kernels of their own")
+        raise RuntimeError("only the varlen kernel takes the layout of documents")
     out: Tensor
     out, _ = sdpa_attention_forward(
         call.module,
@@ -186,9 +159,6 @@ def _sdpa(call: Call) -> Tensor:
 
 
 KERNELS = (
-    Kernel(
-        "gathered", lambda call: isinstance(call.layout, SharedRows) and is_bare(call), _gathered
-    ),
     Kernel("varlen", lambda call: isinstance(call.layout, Spans) and takes_varlen(call), _varlen),
     Kernel("grouped", _takes_grouped, _grouped),
     Kernel("sdpa, heads repeated", _takes_repeated, _repeated),

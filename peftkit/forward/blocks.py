@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from peftkit.errors import PeftkitError
-from peftkit.execution.plan import Activations, ExecutionPlan, activation_modes, plan_of
+from peftkit.execution.plan import Activations, ExecutionPlan, activation_modes
 from peftkit.kernels.device import gpu_of
 from peftkit.kernels.packed import recomputing
 from peftkit.kernels.tiled import tiled
@@ -57,7 +57,7 @@ class Blocks:
     """
 
     def __init__(self, model: nn.Module, plan: ExecutionPlan | None = None) -> None:
-        self._plan = plan or plan_of(model)
+        self._plan = plan or ExecutionPlan.for_model(model)
         self._name = type(model).__name__
         self.blocks = list(dict.fromkeys(recomputable_blocks(model)))  # some models repeat one
         self.compiled = False

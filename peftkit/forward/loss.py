@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.execution.plan import plan_of
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.kernels.cross_entropy import chunked_cross_entropy
 from peftkit.model.places import is_linear, linear_shape, unwrap_adapter
 
@@ -173,7 +173,8 @@ def head_of(model: nn.Module, beside: Mapping[str, Tensor] | None = None) -> Hea
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
-    head = Head(module, scale, None if cap is None else float(cap), plan_of(whole).chunk_bytes)
+    chunk_bytes = ExecutionPlan.for_model(whole).chunk_bytes
+    head = Head(module, scale, None if cap is None else float(cap), chunk_bytes)
     return head if _is_the_models_own(whole, head, beside or {}) else None
 
 

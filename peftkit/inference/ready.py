@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from peftkit.adapter import prepared_for_serving
-from peftkit.execution.plan import plan_of
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.loss import find_head
 from peftkit.model.blocks import is_sharded
 from peftkit.quant.layers import copies_kept
@@ -31,7 +31,7 @@ def ready_for_tokens(model: PreTrainedModel) -> Iterator[None]:
     share = 0.0 if is_sharded(model) else COPY_SHARE
     with (
         copies_kept(model, share),
-        prepared_for_serving(model, plan_of(model)),
+        prepared_for_serving(model, ExecutionPlan.for_model(model)),
         _rows_for_the_head(model),
     ):
         yield

@@ -45,6 +45,11 @@ def is_sharded(model: nn.Module) -> bool:
     return hasattr(model, SHARDED)
 
 
+def is_streamed(model: nn.Module) -> bool:
+    """Return whether a model's blocks are streamed from main memory (base/streaming.py)."""
+    return hasattr(model, STREAMED)
+
+
 def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (path, module) of each transformer block, in order, towers included.
 

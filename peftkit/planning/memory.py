@@ -17,7 +17,7 @@ from peftkit.base.streaming import streamed_footprint
 from peftkit.errors import TargetError
 from peftkit.events import Listener, Notice
 from peftkit.execution.environment import Environment
-from peftkit.execution.plan import Activations, ExecutionPlan, Placement, Shard
+from peftkit.execution.plan import Activations, ExecutionPlan, Placement, Shard, plan_of
 from peftkit.planning.step_estimator import CountError, StepEstimator, steps_of
 from peftkit.recipe import Recipe
 from peftkit.train.optim import STATE_BYTES
@@ -146,7 +146,7 @@ class MemoryEstimator:
         self.limit: int = limit or LONGEST
         self.length = min(recipe.data.max_length or self.limit, self.limit)
         rows, num_texts = recipe.train.batch_size, recipe.task.texts_per_row
-        tokens = recipe.train.tokens_at_once(environment.kind)
+        tokens = plan_of(recipe.train, environment.kind).tokens
         if tokens is not None:
             rows = max(1, min(rows, tokens // (num_texts * self.length)))
         self.rows = rows

@@ -19,12 +19,12 @@ from peftkit.base.pretrained import published_codes
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
 from peftkit.execution.environment import gpu_of_size, this_machine
-from peftkit.execution.plan import ExecutionPlan
+from peftkit.execution.plan import ExecutionPlan, plan_of
 from peftkit.inference.cache import slot_length
 from peftkit.inference.open_engine import bytes_per_token, cache_tokens
 from peftkit.kernels.device import gpu_here
 from peftkit.planning.memory import CARDS, LINK, STEP, DeviceEstimate, MemoryEstimator, Strategy
-from peftkit.planning.resolve import as_continued, config_of, plan_as_requested
+from peftkit.planning.resolve import as_continued, config_of
 from peftkit.recipe import Recipe, load
 from peftkit.train.optim import STATE_BYTES
 
@@ -32,7 +32,7 @@ BYTES_PER_TOKEN = 4
 """Of text in most languages and most vocabularies, about; data is not tokenised for a plan."""
 NUM_CARDS = (1, 2, 4, 8)
 ANSWER_LENGTHS = (1024, 4096, 16384)
-"""Tokens of answers, with their prompts, that are counted beside a base."""
+"""Context lengths for which `peftkit plan --json` counts concurrent completions."""
 MOMENT = 0.5
 """Seconds that measuring takes, about."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -45,18 +45,18 @@ class Plan:
 
     Attributes:
         stored: The format of the base's files, if their bits are kept; else "".
-        ways: Every strategy, the fastest first.
-        chosen: The first one that fits, else the one that takes least.
-        cards: The same, sharded over 1, 2, 4 and 8 cards like this one (train.shard: base).
+        ways: All strategies, the fastest first.
+        chosen: The first strategy that fits, else the one with the lowest peak.
+        cards: Estimates for the base sharded over 1, 2, 4 and 8 GPUs (train.shard: base).
         link: GB/s from main memory to the device.
-        rows, length: That go through the model at once.
-        memory_bytes, usable_bytes: Of the machine that is planned for.
-        fits: Whether some strategy lets a row of the requested length through.
-        change: If it does not: what to add to the command line, or "".
-        execution: How the run would be carried out.
-        answers: By their length in tokens: how many answers grow at once beside the base on the
-            device (serve, generate, eval); empty where the config does not say.
-        num_rows, num_tokens: Of the data, by its size; None where it is not at hand.
+        rows, length: Rows of a micro-batch, and tokens of each of their texts.
+        memory_bytes, usable_bytes: Memory of the planned machine.
+        fits: Whether a strategy fits a row of the requested length.
+        change: If none does: arguments to add to the command line, or "".
+        execution: The run's execution plan.
+        answers: Context length to the number of concurrent completions that fit beside the base on
+            the device (serve, generate, eval); empty if the config does not say.
+        num_rows, num_tokens: Estimated from the data file's size; None without a file.
     """
 
     model: str
@@ -216,15 +216,18 @@ def _recipe(target: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
 def _execution(estimator: MemoryEstimator, chosen: Strategy) -> ExecutionPlan:
     """Return the plan of a run with a strategy."""
     dtype = str(estimator.steps.dtype).removeprefix("torch.")
-    plan = plan_as_requested(estimator.recipe, estimator.environment, dtype)
-    plan = replace(plan, placement=chosen.placement, activations=chosen.activations)
+    device, num_processes = estimator.environment.kind, estimator.environment.world_size
+    plan = plan_of(
+        estimator.recipe.train, device, num_processes, placement=chosen.placement, dtype=dtype
+    )
+    plan = replace(plan, activations=chosen.activations)
     if chosen.fits or plan.tokens is None:
         return plan if chosen.fits else replace(plan, rows=max(chosen.most_rows, 1))
     return replace(plan, tokens=max(chosen.most_rows, 1) * estimator.length)
 
 
 def _answers(estimator: MemoryEstimator) -> dict[int, int]:
-    """Return how many answers of some lengths grow at once beside the base, as an engine counts."""
+    """Return how many completions of each length fit beside the base, as the engine counts them."""
     config, environment = estimator.config.get_text_config(), estimator.environment
     size = bytes_per_token(config, estimator.steps.dtype)
     if size is None:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from peftkit.base.request import DTYPES, fast_dtype
 from peftkit.base.skeleton import with_depth
 from peftkit.errors import PeftkitError
-from peftkit.execution.plan import Activations, activation_modes
+from peftkit.execution.plan import Activations, activation_modes, plan_of
 from peftkit.forward.blocks import Blocks
 from peftkit.planning.counter import Counter
 from peftkit.planning.step import (
@@ -91,7 +91,8 @@ class StepEstimator:
         self._recipe, self._config = recipe, config
         fast = fast_dtype(torch.device("cpu")) if device == "cpu" else torch.bfloat16
         self.dtype = DTYPES.get(recipe.base.dtype) or fast
-        self._plan = recipe.train.plan(device, dtype=str(self.dtype).removeprefix("torch."))
+        dtype = str(self.dtype).removeprefix("torch.")
+        self._plan = plan_of(recipe.train, device, shard="none", dtype=dtype)
         self._steps: dict[int, DatalessStep] = {}
         self._counts: dict[tuple[int, int, int, Activations], StepCount] = {}
         bare = skeleton_of(recipe, config, self.dtype)

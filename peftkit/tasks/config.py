@@ -42,8 +42,6 @@ class TaskConfig(Config, ABC):
     """Whether its adapters generate text from a prompt."""
     writes_text: ClassVar[bool] = False
     """Whether text can be sampled during training (train.sample_every)."""
-    takes_parts: ClassVar[bool] = False
-    """Whether the tokens of a row may be sharded over processes (train.context_parallel)."""
     data_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields of DataConfig that this task reads besides train and eval; others are refused."""
     evaluates_answers: ClassVar[bool] = False

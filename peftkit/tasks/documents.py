@@ -173,12 +173,12 @@ class RolloutTask(DocumentTask):
         """Make sure that each process can answer prompts by itself.
 
         Raises:
-            ConfigError: The base, or a row, is sharded over processes.
+            ConfigError: The base is sharded over processes.
         """
         if run.parallel.in_lockstep:
             raise ConfigError(
                 "training on the model's own answers needs the whole base on each process",
-                fix="Set train.shard: none and train.context_parallel: 1.",
+                fix="Set train.shard: none.",
             )
 
     def answered_step(self, prompts: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:

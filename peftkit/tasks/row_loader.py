@@ -9,6 +9,7 @@ from typing import Any
 from peftkit.data.chat import choose_template, shortened
 from peftkit.data.encode import STYLES, Style, agreed_style, template_of
 from peftkit.data.pack import LazyRows, weighted
+from peftkit.data.records import sources_of
 from peftkit.data.rows.cache import encoded
 from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.encoder import RowEncoder
@@ -84,7 +85,7 @@ class RowLoader:
         Raises:
             DataError: Rows cannot be used; or no row, or every row, is held out.
         """
-        sources, share = data.sources, data.eval
+        sources, share = sources_of(data), data.eval
         if isinstance(share, str) or share is None:
             trained = [(self.load(source.path), source.weight) for source in sources]
             style = self.style

@@ -179,7 +179,6 @@ class AnswerConfig(TaskConfig):
 class CausalLMConfig(AnswerConfig):
     """Causal language modelling: chat, instructions, completions, plain text."""
 
-    takes_parts: ClassVar[bool] = True
     evaluates_answers: ClassVar[bool] = True
     data_fields: ClassVar[frozenset[str]] = frozenset(
         {"format", "max_length", "packing", *CHAT, "reasoning", "max_dropped"}

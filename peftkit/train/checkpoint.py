@@ -134,7 +134,8 @@ class Saver:
 
     def _write(self, generators: Mapping[str, Tensor]) -> None:
         trainer, state = self.trainer, self.run.state
-        state.loss_scale, state.good_steps = trainer.scale.factor, trainer.scale.good_steps
+        scale = trainer.fitting.scale
+        state.loss_scale, state.good_steps = scale.factor, scale.good_steps
         epoch, position = self.sampler.position(state.step)
         facts = {
             "epoch": epoch,
@@ -266,6 +267,7 @@ def check_same_run(saved: Identity, now: Identity, allowed: Sequence[str]) -> li
         CheckpointError: Lists all other differences; or an allowed key does not exist.
     """
     before, after = flat(saved), flat(now)
+    before.pop("train.context_parallel", None)  # of runs of earlier versions
     accepted: list[tuple[str, str]] = []
     refused: list[tuple[str, str]] = []
     for key in sorted(before.keys() | after.keys()):

@@ -1,9 +1,8 @@
 """Lockstep: all processes run the model equally often.
 
-Where each process holds a shard of the weights, or a part of a row's tokens, a pass over the model
-gathers those of the others. All processes also have to run the same modules: a batch with images
-runs the vision tower. A process with fewer batches of a kind pads with a short row of that kind,
-whose loss is multiplied by zero.
+If each process holds a shard of the weights, a pass over the model gathers the other shards. All
+processes also have to run the same modules: a batch with images runs the vision tower. A process
+with fewer batches of a kind pads with a short row of that kind, whose loss is multiplied by zero.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ SEARCHED_ROWS = 1000
 
 
 class Lockstep(Parallel):
-    """Processes that depend on each other in every pass.
+    """Processes that must all run the same number of forward passes (FSDP).
 
     Args:
         task: `Task.bucket_key` is the kind of a row.

@@ -145,7 +145,7 @@ class Loop:
         watch: TextWatch | None,
     ) -> None:
         self.run, self.config, self.world = run, run.config, run.world
-        size = run.parallel.size
+        size = self.world.world_size
         rows_per_step = run.config.rows_per_step(size)
         self.sampler = StatelessSampler(len(run.rows), rows_per_step, run.config.seed)
         self.num_steps = run.config.num_steps(len(run.rows), size)
@@ -167,8 +167,8 @@ class Loop:
             with recording(self.run), modes_kept(model), ExitStack() as stack:
                 begin_training(model)
                 with self.world.autocast():  # whose dtype the copies of adapters have
-                    stack.enter_context(prepared_for_training(model, trainer.requested))
-                with self.run.task.training(model, trainer.requested):
+                    stack.enter_context(prepared_for_training(model, trainer.fitting.requested))
+                with self.run.task.training(model, trainer.fitting.requested):
                     yield
         finally:
             trainer.prefetcher.close()
@@ -246,9 +246,9 @@ class Loop:
 
     def _indices(self, step: int) -> list[int]:
         """Return which rows this process has in a step; none after the last."""
-        parallel = self.run.parallel
-        is_over = step >= self.num_steps
-        return [] if is_over else self.sampler.step_indices(step, parallel.rank, parallel.size)
+        if step >= self.num_steps:
+            return []
+        return self.sampler.step_indices(step, self.world.rank, self.world.world_size)
 
     def _learn(self, rows: Sequence[Any], rate: float) -> StepFacts:
         """Take the optimizer steps that the task makes of rows, possibly none."""

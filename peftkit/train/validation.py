@@ -35,8 +35,8 @@ class Evaluator:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.run, self.task = trainer, trainer.run, trainer.task
         self.batch_size = self.run.config.batch_size
-        parallel = self.run.parallel
-        self.rows = self.run.eval_rows[parallel.rank :: parallel.size]
+        world = self.run.world
+        self.rows = self.run.eval_rows[world.rank :: world.world_size]
 
     def evaluate(self) -> dict[str, float] | None:
         """Return `figures` and the task's metrics; None if a process got a signal to stop."""
@@ -96,7 +96,7 @@ class Evaluator:
         return sums, num_targets
 
     def _split(self, rows: Sequence[Any], size: int) -> list[Part]:
-        tokens, task = self.trainer.requested.tokens, self.task
+        tokens, task = self.trainer.fitting.requested.tokens, self.task
         return split_micro_batches(rows, task.num_positions, size, tokens, task.bucket_key)
 
 

@@ -1,6 +1,6 @@
-"""Word problems with a calculator, as an environment of verifiers 0.4: a tool over MCP, a reward.
+"""Word problems with a calculator: an environment of verifiers 0.4 with a tool over MCP.
 
-train.py learns from it; nothing in it knows of peftkit.
+train.py trains on it. The environment does not depend on peftkit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def problems(seed: int) -> Iterator[tuple[str, int, int]]:
 
 
 class CalculatorToolset(vf.Toolset[vf.SharedToolsetConfig]):
-    """The tool, which keeps nothing: one server is enough for all episodes."""
+    """The stateless calculator; all episodes share one server."""
 
     TOOL_PREFIX = None
 
@@ -48,7 +48,7 @@ class CalculatorTask(vf.Task[CalculatorData, vf.State, vf.TaskConfig]):
 
     @vf.reward(weight=1.0)
     async def right(self, trace: vf.Trace) -> float:
-        """Return 1 where the last message has the product."""
+        """Return 1 if the last message contains the product, else 0."""
         last = content_text(trace.last_message.content or "").replace(",", "")
         return float(trace.last_message.role == "assistant" and str(self.data.product) in last)
 
@@ -59,7 +59,7 @@ class CalculatorConfig(vf.TasksetConfig):
 
 
 class CalculatorTaskset(vf.Taskset[CalculatorTask, CalculatorConfig]):
-    """The problems of a seed."""
+    """The problems for a seed."""
 
     @classmethod
     def toolsets(cls, config: CalculatorConfig) -> list[vf.Toolset]:
@@ -74,5 +74,5 @@ class CalculatorTaskset(vf.Taskset[CalculatorTask, CalculatorConfig]):
 
 __all__ = ["CalculatorTaskset"]
 
-if __name__ == "__main__":  # verifiers starts the tool's server so
+if __name__ == "__main__":  # verifiers starts the tool server by running this file
     CalculatorToolset.run()

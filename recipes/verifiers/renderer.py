@@ -1,7 +1,7 @@
-"""Any chat template that writes calls, as a renderer of the package `renderers`.
+"""A renderer for the package `renderers` that supports any chat template with tool calls.
 
-The package has families of models by name; this one tries the template instead, as peftkit does
-everywhere, and keeps a model's tokens as they were sampled.
+The package selects a renderer by model family. This renderer probes the chat template instead, as
+peftkit does, and never re-tokenizes sampled tokens.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class TemplateConfig(BaseRendererConfig):
 
 
 class TemplateRenderer:
-    """Writes prompts, reads answers, and goes on after them.
+    """Renders prompts, parses answers, and appends the next turns to them.
 
     Args:
-        config: Its `template` is "chatml", the text of a template, or None: the tokenizer's own.
+        config: Its `template` is "chatml", a template's text, or None for the tokenizer's own.
     """
 
     config_class = TemplateConfig
@@ -87,16 +87,16 @@ class TemplateRenderer:
         """Return the text, the reasoning and the calls of an answer."""
         ids = [token for token in token_ids if token not in self._calls.stops]
         reader = self._calls.reader(prompt_ids or (), tools or ())
-        said = whole(reader, self._calls.decoded(ids))
+        parsed = whole(reader, self._calls.decoded(ids))
         calls = [
             ParsedToolCall(
                 raw="", name=call.name, arguments=call.arguments, status=ToolCallParseStatus.OK
             )
-            for call in said.calls
+            for call in parsed.calls
         ]
-        text = self._calls.special.sub("", said.text)
+        text = self._calls.special.sub("", parsed.text)
         return ParsedResponse(
-            content=text, reasoning_content=said.thought or None, tool_calls=calls
+            content=text, reasoning_content=parsed.thought or None, tool_calls=calls
         )
 
     def bridge_to_next_turn(
@@ -108,16 +108,16 @@ class TemplateRenderer:
         tools: Sequence[Any] | None = None,
         **_: Any,
     ) -> RenderedTokens | None:
-        """Return all tokens up to the next answer; None: the last one was cut."""
+        """Return all tokens up to the next answer, or None if the last one was truncated."""
         before = [*previous_prompt_ids, *previous_completion_ids]
         if not previous_completion_ids or before[-1] not in self._calls.stops:
             return None
-        said = self.parse_response(
+        answer = self.parse_response(
             previous_completion_ids, tools=tools, prompt_ids=previous_prompt_ids
         )
         new, calls = _plain(new_messages), []
         replies = (message for message in new if message["role"] == "tool")
-        for number, (reply, call) in enumerate(zip(replies, said.tool_calls, strict=False)):
+        for number, (reply, call) in enumerate(zip(replies, answer.tool_calls, strict=False)):
             reply["name"], reply["tool_call_id"] = call.name, f"call{number:05}"
             calls.append((call.name, reply["tool_call_id"]))
         ended_by = self._calls.decoded(before[-1:])
@@ -137,7 +137,7 @@ def _rendered(ids: list[int], places: list[int], messages: Messages) -> Rendered
 
 
 def _plain(messages: Messages) -> list[dict[str, Any]]:
-    """Return messages as chat templates take them: texts, and arguments that are objects."""
+    """Return messages for a chat template: content as text, arguments as objects."""
     found = []
     for message in messages:
         plain = {**message, "content": _text(message.get("content"))}

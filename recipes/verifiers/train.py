@@ -1,16 +1,16 @@
-"""An environment of verifiers 0.4 teaches SmolLM2-135M, through a server that answers and trains.
+"""Train SmolLM2-135M in an environment of verifiers 0.4, through peftkit's training server.
 
-    peftkit serve smollm2-135m --train runs/verifiers --port 8001     # peftkit's environment
-    ENV/bin/python recipes/verifiers/train.py --tokenizer FOLDER      # this program's own
+    peftkit serve smollm2-135m --train runs/verifiers --port 8001     # peftkit's Python environment
+    ENV/bin/python recipes/verifiers/train.py --tokenizer FOLDER      # the environment of verifiers
 
-The environment runs as it is: its harness, its tool over MCP, its reward. What the model writes in
-it comes from /inference/v1/generate as tokens with their log-probabilities; each branch of an
-episode is a row, of which the tokens that were sampled are learnt from. Six plain products show how
-a call is written; then 16 episodes a step on problems that no step has seen.
+The environment runs unmodified, with its harness, its tool over MCP and its reward. Completions
+come from /inference/v1/generate as tokens with log-probabilities. Each branch of an episode is a
+row whose sampled tokens are the targets. Training starts with six demonstrations of a call. Each
+step then runs 16 episodes on new problems.
 
-Needs: a Python environment of its own, for verifiers wants openai < 3 (see the guide, Tools);
-the server; uv and a package index, from which verifiers' harness installs its program.
-Gives: rewards of held-out problems before and after, and weights that the server keeps.
+Needs: a separate Python environment, because verifiers requires openai < 3 (see docs/tools.md); the
+server; uv and a package index, from which the harness of verifiers installs its program.
+Gives: rewards on held-out problems before and after, and weights stored by the server.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TOOL = {
 
 
 def shown(renderer: TemplateRenderer, a: int, b: int) -> types.Datum:
-    """Return a dialogue in which a product is asked for plainly, and what the model says there."""
+    """Return a demonstration of a call, with the assistant's tokens as targets."""
     call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": a, "b": b}}}
     turns: list[dict[str, Any]] = [
         {"role": "user", "content": f"What is {a} times {b}?"},
@@ -66,29 +66,30 @@ def shown(renderer: TemplateRenderer, a: int, b: int) -> types.Datum:
         {"role": "tool", "name": "multiply", "content": str(a * b)},
         {"role": "assistant", "content": f"The answer is {a * b}."},
     ]
-    ids, said = renderer.render_ids(turns, tools=[TOOL]), set[int]()
+    ids, sampled = renderer.render_ids(turns, tools=[TOOL]), set[int]()
     for number, turn in enumerate(turns):
         if turn["role"] == "assistant":
-            asked = {"tools": [TOOL], "add_generation_prompt": True}
-            begin = len(renderer.render_ids(turns[:number], **asked))
-            said |= set(range(begin, len(renderer.render_ids(turns[: number + 1], tools=[TOOL]))))
-    weights = [float(place in said) for place in range(len(ids))]
+            options = {"tools": [TOOL], "add_generation_prompt": True}
+            start = len(renderer.render_ids(turns[:number], **options))
+            end = len(renderer.render_ids(turns[: number + 1], tools=[TOOL]))
+            sampled |= set(range(start, end))
+    weights = [float(place in sampled) for place in range(len(ids))]
     return types.Datum(
         model_input=types.ModelInput.from_ints(ids[:-1]),
         loss_fn_inputs={"target_tokens": ids[1:], "weights": weights[1:]},
     )
 
 
-def learnt_from(branch: Any, worth: float) -> types.Datum:
-    """Return a branch of an episode; the tokens that were sampled are worth something."""
-    ids, mask, told = [*branch.token_ids], [*branch.sampled_mask], iter(branch.logprobs)
-    log_probs = [next(told) if is_sampled else 0.0 for is_sampled in mask]
+def datum(branch: Any, advantage: float) -> types.Datum:
+    """Return a branch of an episode with the advantage of its sampled tokens."""
+    ids, mask, sampled = [*branch.token_ids], [*branch.sampled_mask], iter(branch.logprobs)
+    log_probs = [next(sampled) if is_sampled else 0.0 for is_sampled in mask]
     return types.Datum(
         model_input=types.ModelInput.from_ints(ids[:-1]),
         loss_fn_inputs={
             "target_tokens": ids[1:],
             "logprobs": log_probs[1:],
-            "advantages": [worth * is_sampled for is_sampled in mask[1:]],
+            "advantages": [advantage * is_sampled for is_sampled in mask[1:]],
         },
     )
 
@@ -96,7 +97,7 @@ def learnt_from(branch: Any, worth: float) -> types.Datum:
 async def episodes(
     env: Any, tasks: list[Any], number: int, context: ModelContext
 ) -> list[list[Any]]:
-    """Run so many episodes of each task, all at once; return their traces."""
+    """Run `number` episodes of each task concurrently; return their traces."""
     slots = [(place, slot) for place, task in enumerate(tasks) for slot in env.slots(task, number)]
     done = await asyncio.gather(*(env.run_slot(slot, context) for _, slot in slots))
     found: list[list[Any]] = [[] for _ in tasks]
@@ -109,16 +110,16 @@ async def episodes(
 
 
 async def main() -> None:
-    """Show, measure, learn from rewards, measure again."""
+    """Train on demonstrations, evaluate, train with rewards, evaluate again."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8001")
     parser.add_argument("--tokenizer", required=True, help="folder of the base's tokenizer")
     parser.add_argument("--steps", type=int, default=10)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     os.environ.setdefault("PEFTKIT_KEY", "tml-none")
-    client = tinker.ServiceClient(base_url=asked.url, api_key=os.environ["PEFTKIT_KEY"])
+    client = tinker.ServiceClient(base_url=args.url, api_key=os.environ["PEFTKIT_KEY"])
     training = await client.create_lora_training_client(base_model="base", rank=8, seed=1)
-    renderer = TemplateRenderer(_tokenizer(asked.tokenizer), TemplateConfig(template="chatml"))
+    renderer = TemplateRenderer(_tokenizer(args.tokenizer), TemplateConfig(template="chatml"))
 
     async def learn(rows: list[types.Datum], loss: Any, rate: float) -> None:
         passed = training.forward_backward(rows, loss)
@@ -130,10 +131,10 @@ async def main() -> None:
         saved = await training.save_weights_for_sampler(name)
         written_by = {"name": "custom", "import_path": f"{HERE}/renderer.py:TemplateRenderer"}
         endpoint = TrainClientConfig(
-            base_url=f"{asked.url}/v1",
+            base_url=f"{args.url}/v1",
             api_key_var="PEFTKIT_KEY",
             renderer={**written_by, "template": "chatml"},
-            renderer_model_name=asked.tokenizer,
+            renderer_model_name=args.tokenizer,
         )
         sampling = SamplingConfig(temperature=temperature, max_tokens=64)
         return ModelContext(model=saved.path, client=endpoint, sampling=sampling)
@@ -151,26 +152,26 @@ async def main() -> None:
             await learn([shown(renderer, a, b)], "cross_entropy", 6e-4)
     async with env.serving():
         before = await episodes(env, held_out, 1, await context("shown", 0.0))
-        for step in range(asked.steps):
+        for step in range(args.steps):
             began = time.monotonic()
             groups = await episodes(
                 env, [*itertools.islice(tasks, PROBLEMS)], ANSWERS, await context(f"s{step}", 1.0)
             )
             rows = [
-                learnt_from(branch, trace.reward - mean(one.reward for one in group))
+                datum(branch, trace.reward - mean(one.reward for one in group))
                 for group in groups
                 for trace in group
                 for branch in trace.branches
             ]
             if rows:
                 await learn(rows, "importance_sampling", 2e-4)
-            print(f"step {step}: {told(groups)}, {time.monotonic() - began:.0f} s", flush=True)
+            print(f"step {step}: {summary(groups)}, {time.monotonic() - began:.0f} s", flush=True)
         after = await episodes(env, held_out, 1, await context("learnt", 0.0))
-    print(f"held-out problems: {told(before)} -> {told(after)}")
+    print(f"held-out problems: {summary(before)} -> {summary(after)}")
 
 
-def told(groups: list[list[Any]]) -> str:
-    """Return the mean reward of traces, and their turns."""
+def summary(groups: list[list[Any]]) -> str:
+    """Format the mean reward and the mean number of turns."""
     traces = [trace for group in groups for trace in group]
     if not traces:
         return "no episode"

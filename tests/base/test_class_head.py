@@ -15,8 +15,8 @@ from peftkit.base.purpose import ClassHead, Purpose
 from peftkit.errors import BaseError
 from peftkit.methods.lora import LoRA
 from peftkit.quant.layers import QuantizedLinear
-from tests.families import ARCHITECTURES
-from tests.tasks.classifiers import LABELS, save_base
+from tests.helpers.classifiers import LABELS, save_base
+from tests.helpers.families import ARCHITECTURES
 
 SEQUENCE = "AutoModelForSequenceClassification"
 

@@ -13,7 +13,7 @@ import pytest
 from peftkit.base import locate
 from peftkit.base.load import load_base
 from peftkit.events import Event, Progress
-from tests.formats.hub_server import Hub, Repo, running_hub
+from tests.helpers.hub_server import Hub, Repo, running_hub
 
 NAME = "org/tiny"
 

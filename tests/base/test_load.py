@@ -12,20 +12,15 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from peftkit.base import build
 from peftkit.base.load import load_base
 from peftkit.base.skeleton import skeleton
 from peftkit.errors import BaseError
 from peftkit.events import Event, Notice, Progress, Stage
-from tests.families import ARCHITECTURES, tiny_tokenizer
-
-
-def logits(model: nn.Module) -> Tensor:
-    ids = torch.arange(24).remainder(23).view(2, 12) + 3
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits
+from tests.helpers.bases import logits
+from tests.helpers.families import ARCHITECTURES, tiny_tokenizer
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import transformers
 
 from peftkit.base.processors import UnreadVideos, blind_to_videos
-from tests.vision import tokenizer
+from tests.helpers.vision import tokenizer
 
 MARKS = [f"{kind}{end}_token" for kind in ("image", "video") for end in ("", "_start", "_end")]
 

@@ -28,8 +28,8 @@ from peftkit.files import disk
 from peftkit.quant.audit import audit
 from peftkit.settings import BaseConfig
 from peftkit_cli.app import run
-from tests.base.test_pack import purpose_of, state_of
-from tests.families import ARCHITECTURES
+from tests.helpers.bases import purpose_of, state_of
+from tests.helpers.families import ARCHITECTURES
 
 CPU = torch.device("cpu")
 

@@ -21,7 +21,7 @@ from peftkit.forward.blocks import Blocks
 from peftkit.quant import layers
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.tokens import CausalLM
-from tests.families import ARCHITECTURES, FAMILIES, tiny_tokenizer
+from tests.helpers.families import ARCHITECTURES, FAMILIES, tiny_tokenizer
 
 LAYERS = 4
 

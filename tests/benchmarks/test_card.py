@@ -12,8 +12,8 @@ import torch
 from benchmarks import card, card_carry, card_operators, card_runs, shapes
 from benchmarks.card_job import Job
 from peftkit.kernels import varlen
+from tests.helpers.varlen_reference import reference_varlen_attn
 from tests.simulated_gpu.simulation import simulated
-from tests.varlen_reference import reference_varlen_attn
 
 SMALL = [
     *("--model", "tiny", "--layers", "2", "--length", "16"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.coverage import Key, legend, main, table
-from tests.methods import grid, laws
+from tests.helpers import grid, laws
 
 SMALL = ["--methods", "ia3,bitfit", "--architectures", "llama,gpt2", "--quantize", "none,nf4"]
 QUICK = ["--jobs", "1", "--skip", "compiling_changes_nothing,peft_agrees"]

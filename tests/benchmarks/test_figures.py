@@ -57,11 +57,12 @@ def test_the_tables_of_a_page_are_those_of_the_files(page: str) -> None:
 
 
 def test_no_figure_stands_in_the_readme_without_its_file() -> None:
-    text = (figures.ROOT / "README.md").read_text(encoding="utf-8").partition("## Measured")[2]
+    readme = (figures.ROOT / "README.md").read_text(encoding="utf-8")
+    text = readme.partition("## Measured")[2].partition("\n## ")[0]
     marked = figures.SUMMED.search(text)
     assert marked
     assert all(figures.stored(name) for name in marked[2].split())
-    assert not re.search(r"(?m)^\||\d %", text.replace(marked[0], ""))
+    assert not re.search(r"(?m)^\||\d ?%", text.replace(marked[0], ""))
 
 
 @pytest.mark.parametrize("path", sorted(figures.FILES.glob("*.json")), ids=lambda path: path.stem)
@@ -122,6 +123,38 @@ def test_a_table_is_marked_once_the_code_has_changed_but_for_comments(house: Pat
     code.write_text("answer = 8\n")
     assert figures.MEANING in page()
     assert f"7 x faster {figures.STALE} |" in page()
+
+
+def test_one_run_has_no_range(house: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (house / "speed.py").write_text(PROGRAM.replace("7 x |", "7 x (7-7) |"))
+    once = entry("speed.py --repeats 1", speed=r"(\d+ x)")
+    for known, has_range in ((once, False), (entry(speed=r"(\d+ x)"), True)):
+        monkeypatch.setattr(figures, "ENTRIES", {"one": known})
+        assert figures.main(["one"]) == 0
+        assert ("(7-7)" in (house / "page.md").read_text()) == has_range
+
+
+def test_tables_of_several_commands_are_one_with_a_row_for_each(
+    house: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twice = Benchmark(("python speed.py", "python speed.py"), ("code.py",))
+    monkeypatch.setattr(figures, "ENTRIES", {"one": twice})
+    assert figures.main(["one"]) == 0
+    page = (house / "page.md").read_text()
+    assert page.count("| run |") == 1
+    assert "| 1   | ours |   7 x |\n| 2   | ours |   7 x |\n\n- 7 seconds\n- 7 seconds\n" in page
+
+
+def test_a_page_shows_the_rows_of_a_pattern_and_no_empty_column(
+    house: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = "| name | speed |  |\n| --- | ---: | ---: |\n| ours | 7 x |  |\n| theirs | 1 x |  |"
+    (house / "speed.py").write_text(f"print({('before' + chr(10) + rows)!r})\n")
+    shown = Benchmark(("python speed.py",), ("code.py",), shown_rows="ours")
+    monkeypatch.setattr(figures, "ENTRIES", {"one": shown})
+    assert figures.main(["one"]) == 0
+    table = "| name | speed |\n| ---- | ----: |\n| ours |   7 x |\n\n"
+    assert table in (house / "page.md").read_text()
 
 
 def test_what_was_run_is_not_run_again_and_what_broke_has_no_file(

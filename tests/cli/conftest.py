@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from peftkit_cli.app import run
-from tests.command_line import Run, peftkit, write_project
+from tests.helpers.command_line import Run, peftkit, write_project
 
 __all__ = ["peftkit"]  # a fixture of all tests here
 

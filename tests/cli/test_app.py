@@ -11,7 +11,7 @@ import pytest
 
 from peftkit.errors import DataError, RunError
 from peftkit_cli import about, app
-from tests.command_line import Run, environment
+from tests.helpers.command_line import Run, environment
 
 COMMANDS: dict[str, list[str]] = {
     "quickstart": [],
@@ -28,7 +28,7 @@ COMMANDS: dict[str, list[str]] = {
     "distill": [
         "PROMPT.md", "--base", "--data", "--out", "--questions", "--set", "--resume", "--overwrite",
     ],
-    "plan": ["RECIPE|MODEL", "--memory", "--ranks", "--link", "--set", "--json"],
+    "plan": ["RECIPE|MODEL", "--memory", "--link", "--set", "--json"],
     "generate": [
         "ADAPTER", "--prompt", "--image", "--audio", "--video", "--system", "--base",
         "--max-new-tokens", "--temperature", "--seed", "--force",

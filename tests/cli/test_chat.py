@@ -18,7 +18,8 @@ from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.bank import open_bank
 from peftkit.inference.generate import generate
 from peftkit.methods.lora import LoRA
-from tests.command_line import Run
+from tests.helpers.adapters import perturb
+from tests.helpers.command_line import Run
 
 ASKED = "what is the lazy?"
 
@@ -31,9 +32,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[st
     for seed, name in enumerate(("json", "sql")):
         adapter = attach(base.model, LoRA(rank=2, targets=("q", "o", "down")), seed=seed)
         torch.manual_seed(seed)
-        with torch.no_grad():
-            for parameter in adapter.parameters():
-                parameter += 0.3 * torch.randn_like(parameter)
+        perturb(adapter.parameters(), 0.3)
         provenance = Provenance(
             base=base.name,
             fingerprint=base.fingerprint,

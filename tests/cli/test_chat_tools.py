@@ -16,8 +16,8 @@ from peftkit.inference.bank import AdapterBank
 from peftkit.methods.lora import LoRA
 from peftkit_cli.chat_tools import ChatTools
 from peftkit_cli.conversation import MAX_TURNS, Conversation
-from tests.command_line import Run
-from tests.inference.test_bank import a_base, write
+from tests.helpers.bank import a_base, write
+from tests.helpers.command_line import Run
 
 CALL = '<tool_call>\n{"name": "double", "arguments": {"number": 21}}\n</tool_call>'
 

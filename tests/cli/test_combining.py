@@ -11,7 +11,7 @@ import torch
 
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
-from tests.command_line import Run
+from tests.helpers.command_line import Run
 
 PATH = "model.layers.0.self_attn.q_proj"
 

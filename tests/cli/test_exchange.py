@@ -15,9 +15,9 @@ from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
-from tests.command_line import Run
-from tests.formats.hub_server import joined_hub
-from tests.formats.test_mlx import base_folder, trained
+from tests.helpers.adapters import base_folder, trained
+from tests.helpers.command_line import Run
+from tests.helpers.hub_server import joined_hub
 
 
 @pytest.fixture(scope="module")

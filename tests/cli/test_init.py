@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from peftkit.data.records import sources_of
 from peftkit.defaults import BATCHES, CONTRASTS, defaults_for
 from peftkit.recipe import load
 from peftkit_cli.goals import GOALS
 from peftkit_cli.init import Size, recipe_text
 from peftkit_cli.survey import splits_of
-from tests.command_line import Done, Run, turn, write_rows
+from tests.helpers.command_line import Done, Run, turn
+from tests.helpers.folders import write_rows
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -242,7 +244,7 @@ def test_all_shards_of_a_folder_are_read(peftkit: Run, tmp_path: Path) -> None:
     done = init_of_folder(peftkit, tmp_path, *shards)
     assert "train on: plants/train-*-of-*.jsonl" in done.err
     data = load(tmp_path / "recipe.yaml").data
-    assert [Path(source.path).stem[:11] for source in data.sources] == [
+    assert [Path(source.path).stem[:11] for source in sources_of(data)] == [
         "train-00000",
         "train-00001",
     ]

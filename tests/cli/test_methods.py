@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from peftkit.adapter import attach
 from peftkit.methods.table import METHODS
 from peftkit_cli.inspect import method_facts, method_rows
-from tests.command_line import Run
-from tests.families import ARCHITECTURES
+from tests.helpers.command_line import Run
+from tests.helpers.families import ARCHITECTURES
 
 README = Path(__file__).parents[2] / "README.md"
 SMOLLM2 = LlamaConfig(

@@ -10,7 +10,7 @@ import pytest
 
 from peftkit.report.history import read_history
 from peftkit.report.page import page
-from tests.command_line import Run
+from tests.helpers.command_line import Run
 
 
 def test_the_loss_and_the_time_of_a_run_are_told_alike_everywhere(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from peftkit_cli import about
-from tests.command_line import Run
+from tests.helpers.command_line import Run
 
 
 def test_it_trains_and_measures_before_and_after(

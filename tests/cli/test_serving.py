@@ -12,7 +12,7 @@ import pytest
 
 from peftkit.errors import AdapterError
 from peftkit_cli.talk import named_adapters
-from tests.command_line import Run, start
+from tests.helpers.command_line import Run, start
 
 pytest.importorskip("uvicorn", reason="the extra peftkit[serve] is not installed")
 

@@ -17,7 +17,8 @@ from peftkit.figures import metric_name
 from peftkit.files.disk import LOCKS
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.generate import generate
-from tests.command_line import Run, start, turn, write_rows
+from tests.helpers.command_line import Run, start, turn
+from tests.helpers.folders import write_rows
 
 ASKED = "what is the lazy?"
 

@@ -20,8 +20,9 @@ from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM, CausalLMConfig
 from peftkit_cli.conversation import Conversation
-from tests.command_line import Run, write_rows
-from tests.data.test_chat_spans import TEMPLATES
+from tests.helpers.chat_templates import TEMPLATES
+from tests.helpers.command_line import Run
+from tests.helpers.folders import write_rows
 
 SYSTEM = 'You sell "foxes" 🦊.\nBe short.'
 QUESTIONS = ("what is the fox?", "and the dog?", "who jumps?")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.command_line import environment
+from tests.helpers.command_line import environment
 
 pytest.importorskip("pty")
 readline = pytest.importorskip("readline")

@@ -20,7 +20,7 @@ from peftkit.train import checkpoint_files
 from peftkit.train.metrics import peak_bytes
 from peftkit_cli import about
 from peftkit_cli.app import main
-from tests.command_line import Run
+from tests.helpers.command_line import Run
 
 MODULES = ("fcntl", "resource", "readline", "termios", "pwd", "grp")
 

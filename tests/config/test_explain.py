@@ -10,7 +10,7 @@ import pytest
 from peftkit.config.schema import MAX_BYTES, from_dict, load
 from peftkit.errors import ConfigError
 from peftkit.recipe import Recipe
-from tests.small_recipe import DATA, Whole, read, refuse
+from tests.helpers.small_recipe import DATA, Whole, read, refuse
 
 
 def test_every_error_is_told_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pydantic import Field, create_model
 from peftkit.config.lazy import LazyTable
 from peftkit.config.schema import Config, from_dict, json_schema
 from peftkit.errors import ConfigError
-from tests.small_recipe import Decomposed, Low, Whole
+from tests.helpers.small_recipe import Decomposed, Low, Whole
 
 KIND = """
 from typing import Literal

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from peftkit.config.schema import dump_yaml, from_dict, json_schema
 from peftkit.errors import ConfigError
-from tests.small_recipe import DATA, Decomposed, Loop, Low, Rows, Whole, read, refuse
+from tests.helpers.small_recipe import DATA, Decomposed, Loop, Low, Rows, Whole, read, refuse
 
 
 def test_a_float_may_be_written_in_every_yaml_1_2_form(tmp_path: Path) -> None:

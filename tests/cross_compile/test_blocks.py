@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cross_compile.test_kernels import CARDS, MOST_REGISTERS, told_by
+from tests.helpers.gpu_code import CARDS, MOST_REGISTERS, told_by
 
 pytestmark = [
     pytest.mark.slow,

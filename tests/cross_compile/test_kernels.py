@@ -6,15 +6,12 @@ a program of its own, for Triton reads once whether it interprets.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.helpers.gpu_code import CARDS, MOST_REGISTERS, told_by
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,11 +19,6 @@ pytestmark = [
         find_spec("triton") is None, reason="triton: pip install peftkit[gpu-tests]"
     ),
 ]
-ROOT = Path(__file__).parent.parent.parent
-CARDS = (75, 80, 86, 89, 90, 120)
-"""Compute capabilities: T4; A100; RTX 3090; RTX 4090; H100 and H200; RTX 5090."""
-MOST_REGISTERS = 64
-"""Of a thread: with more a multiprocessor holds fewer than half of its threads."""
 
 COMPILED = """
 import json, re, subprocess, sys, tempfile
@@ -118,7 +110,7 @@ import json
 import torch
 from peftkit.kernels import triton_kernels
 from peftkit.kernels.gguf_blocks import TYPES, unpack_gguf
-from tests.base.test_gguf_blocks import bits, blocks_of_all_kinds
+from tests.helpers.gguf_files import bits, blocks_of_all_kinds
 
 differ = {}
 for kind, rows in blocks_of_all_kinds():
@@ -149,16 +141,6 @@ x = torch.empty(4096, 32, 3, 64, device="meta")
 triton_kernels.rotate(x, *torch.empty(2, 1, 3, 64, device="meta"), torch.empty_like(x), False)
 print(json.dumps(grids))
 """
-
-
-def told_by(program: str, *args: str, **environment: str) -> Any:
-    """Return what a program prints last, as JSON."""
-    known = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", program, *args], env=known, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -15,7 +15,7 @@ from peftkit.data.encode import Encoder, Style, prompt_ids
 from peftkit.data.format import Completion, Conversation, Instruction, Text
 from peftkit.data.pack import IGNORE
 from peftkit.errors import DataError
-from tests.families import tiny_tokenizer
+from tests.helpers.families import tiny_tokenizer
 
 _SPLIT = r"\s*[\r\n]+|\s+(?!\S)| ?[^\s\d]+| ?\d+|\s+"  # merges line breaks, as Llama 3 and Qwen do
 

@@ -12,7 +12,7 @@ from peftkit.data.encode import Style, prompt_ids
 from peftkit.events import Notice
 from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM, CausalLMConfig
-from tests.command_line import write_rows
+from tests.helpers.folders import write_rows
 
 ROW = {"Customer Message": "what is the fox?", "Agent Reply": "the dog"}
 NAMED = CausalLMConfig(prompt="Customer Message", completion="Agent Reply")

@@ -23,8 +23,8 @@ from peftkit.data.records import Record, read_records
 from peftkit.errors import DataError
 from peftkit.settings import DataConfig
 from peftkit.tasks.media.media_text import ImageTextConfig
-from tests import vision
-from tests.vision import FAMILIES, png, said, template, tokenizer, write_rows
+from tests.helpers import vision
+from tests.helpers.vision import FAMILIES, png, said, template, tokenizer, write_image_rows
 
 SEEN = ("assistant", "a fox")
 
@@ -345,7 +345,7 @@ ROWS = [
 def rows_of(task: Any, folder: Path, rows: Sequence[Any] = ROWS) -> Any:
     (folder / "v.mp4").write_bytes(film())
     (folder / "w.mp4").write_bytes(film(7, (32, 32)))
-    return task.load(str(write_rows(folder, rows)))
+    return task.load(str(write_image_rows(folder, rows)))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from peftkit_cli.about import SCHEMA
 from peftkit_cli.app import run
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -63,11 +64,16 @@ def test_the_start_page_from_train_to_eval(
     assert (here / "runs/demo/report.html").is_file()
 
 
+def test_the_start_page_names_the_line_by_which_editors_find_the_schema() -> None:
+    text = (DOCS / "index.md").read_text(encoding="utf-8")
+    assert f"`# yaml-language-server: $schema={SCHEMA}`" in text
+
+
 def test_the_adapter_is_used_as_the_guide_says(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (anew,) = [call for call in commands("continue.md", "train") if "--from" in call]
-    (merge, _, _, again) = commands("use.md", "merge")
+    (merge, _, again, _) = commands("use.md", "merge")
     assert merge == again
     ask = commands("use.md", "generate")[0]
     exports = commands("use.md", "export")

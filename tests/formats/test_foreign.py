@@ -28,7 +28,7 @@ from peftkit.methods.own_parameters import LNTuning
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.methods.vera import VeRA
-from tests.formats.test_mlx import base_folder, logits, trained
+from tests.helpers.adapters import base_folder, logits, trained
 
 TWO = torch.ones(2, 2)
 METHODS: dict[str, Method] = {
@@ -143,7 +143,7 @@ def test_peft_folders_of_all_styles_compute_the_same(style: str, tmp_path: Path)
 
 
 def tokenizer_of(folder: Path) -> None:
-    from tests.families import tiny_tokenizer
+    from tests.helpers.families import tiny_tokenizer
 
     tiny_tokenizer().save_pretrained(folder)
 

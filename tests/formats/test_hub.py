@@ -22,8 +22,8 @@ from peftkit.formats.peft.folder import AdapterFolder
 from peftkit.formats.peft.low_rank import read_low_rank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
-from tests.formats.hub_server import Hub, Repo, joined_hub
-from tests.formats.test_mlx import trained
+from tests.helpers.adapters import trained
+from tests.helpers.hub_server import Hub, Repo, joined_hub
 
 NAME = "me/json"
 # how huggingface_hub uploads a large file

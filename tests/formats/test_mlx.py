@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from peftkit.adapter import Adapter, attach
 from peftkit.errors import AdapterError
 from peftkit.formats.exchange import export_adapter, import_adapter
 from peftkit.formats.mlx import MLX_TENSORS, read_mlx
@@ -19,7 +18,7 @@ from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
-from tests.families import FAMILIES
+from tests.helpers.adapters import base_folder, logits, trained
 
 METHODS = {
     "lora": LoRA(rank=4, alpha=8),
@@ -33,27 +32,6 @@ METHODS = {
     "rslora-patterns": LoRA(rank=4, alpha=8, rslora=True, rank_pattern={"k": 3}),
     "dora-patterns": DoRA(rank=4, alpha=8, targets=("q", "v"), rank_pattern={"v": 2}),
 }
-IDS = torch.arange(20).view(2, 10) + 3
-
-
-def trained(family: str, method: LoRA) -> tuple[nn.Module, Adapter]:
-    """Return a tiny model with an adapter that does something."""
-    model = FAMILIES[family]().eval()
-    adapter = attach(model, method)
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
-    return model, adapter
-
-
-@torch.no_grad()
-def logits(model: nn.Module) -> Tensor:
-    return model(input_ids=IDS).logits
-
-
-def base_folder(family: str, folder: Path) -> str:
-    FAMILIES[family]().config.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.serving import MAX_LORA_RANKS, check_serving, max_lora_rank, served_rank
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
-from tests.formats.test_mlx import logits, trained
+from tests.helpers.adapters import logits, trained
 
 
 def test_a_card_names_the_hub_id_and_the_rank(

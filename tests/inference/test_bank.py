@@ -13,14 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from peftkit.adapter import attach
-from peftkit.base.fingerprint import fingerprint
-from peftkit.base.load import Base, load_base
+from peftkit.base.load import load_base
 from peftkit.data.encode import Style
 from peftkit.errors import AdapterError
 from peftkit.events import Notice
-from peftkit.formats.peft.folder import load_adapter, save_adapter
-from peftkit.formats.peft.notes import Provenance
+from peftkit.formats.peft.folder import load_adapter
 from peftkit.inference.bank import AdapterBank, open_bank
 from peftkit.inference.bank_layer import BankLinear
 from peftkit.inference.engine import Limits, Request
@@ -29,8 +26,8 @@ from peftkit.inference.sampling import Sampling
 from peftkit.kernels import by_row
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
-from peftkit.quant.audit import audit
-from tests.families import FAMILIES
+from tests.helpers.bank import a_base, write
+from tests.helpers.families import FAMILIES
 
 TOLERANCE = 2e-5
 """float32 sums in another order; logits are of order one."""
@@ -51,32 +48,6 @@ BATCHES: dict[str, list[str | None]] = {
     "mixed with bare rows": ["plain", None, "rslora", "plain", None, "ffn"],
     "all": [*METHODS, None, *METHODS],
 }
-
-
-def a_base(model: nn.Module, tokenizer: Any = None) -> Base:
-    """Say of a tiny model what load_base says of a real one."""
-    return Base(
-        model=model,
-        tokenizer=tokenizer,
-        name="tiny",
-        hub_id=None,
-        revision=None,
-        fingerprint=fingerprint(model),
-        audit=audit(model),
-        device=torch.device("cpu"),
-    )
-
-
-def write(model: nn.Module, method: LoRA, folder: Path, seed: int, **provenance: Any) -> Path:
-    """Write an adapter that has learnt something; the model is bare again."""
-    adapter = attach(model, method, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    save_adapter(adapter, folder, Provenance(**provenance))
-    adapter.detach()
-    return folder
 
 
 def write_all(model: nn.Module, folder: Path) -> dict[str, Path]:

@@ -18,13 +18,12 @@ from peftkit.inference.open_engine import open_engine, why_plain
 from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
-from tests.families import ARCHITECTURES, EOS, FAMILIES, FURTHER
-from tests.inference.test_bank import a_base, write
-from tests.inference.test_generate import of_full_pass
+from tests.helpers.bank import a_base, write
+from tests.helpers.families import EOS, FAMILIES
+from tests.helpers.generation import MODELS, of_full_pass
 from tests.simulated_gpu.simulation import simulated
 
 Tokenizer = PreTrainedTokenizerFast
-MODELS = {**FAMILIES, **ARCHITECTURES, **FURTHER}
 COMMON = [11 + 5 * n for n in range(35)]
 PROMPTS = [
     [9, 41, 77, 130],

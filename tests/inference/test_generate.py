@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,22 +12,10 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 from peftkit.data.encode import Style
 from peftkit.errors import DataError
 from peftkit.inference.generate import generate, generate_ids, stream
-from tests.families import EOS
+from tests.helpers.families import EOS
+from tests.helpers.generation import of_full_pass
 
 PROMPTS = [[9, 41, 77, 130], [55], [201, 33, 8, 99, 120, 61, 340], [17, 18]]
-
-
-def of_full_pass(
-    model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int], num_new: int
-) -> list[int]:
-    """Return the likeliest tokens after a prompt, if those of an answer stand there so far.
-
-    It is the answer if that is what one full forward pass for each token would choose.
-    """
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0]
-    likeliest = logits[len(prompt) - 1 :].argmax(-1).tolist()[:num_new]
-    return likeliest[: likeliest.index(EOS)] if EOS in likeliest else likeliest
 
 
 def test_greedy_is_the_likeliest_token_each_time_in_any_batch(

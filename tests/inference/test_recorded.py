@@ -17,9 +17,9 @@ from peftkit.inference.generate import stream
 from peftkit.inference.open_engine import why_plain
 from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
-from tests.families import EOS, FAMILIES
-from tests.inference.test_bank import a_base, write
-from tests.inference.test_engine import MODELS
+from tests.helpers.bank import a_base, write
+from tests.helpers.families import EOS, FAMILIES
+from tests.helpers.generation import MODELS
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
 

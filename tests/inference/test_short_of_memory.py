@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import AnswerTooLarge, Limits, Request
@@ -13,28 +12,14 @@ from peftkit.inference.generate import ModelSampler, generate_ids
 from peftkit.inference.open_engine import open_engine, why_plain
 from peftkit.inference.sampling import Sampling
 from peftkit.serve.worker import Worker
-from tests.families import EOS, FAMILIES
-from tests.inference.test_engine import MODELS
-from tests.serve.test_worker import Asked
+from tests.helpers.families import EOS, FAMILIES
+from tests.helpers.generation import MODELS
+from tests.helpers.memory import short_of_memory
+from tests.helpers.worker import Asked
 from tests.simulated_gpu.simulation import simulated
 
 PROMPTS = [[7 + n, 8, 9 + n] for n in range(9)]
 SETTINGS = [Sampling(9 + n, 0.0 if n % 2 else 1.0, seed=n) for n in range(9)]
-SIGN = "CUDA out of memory. Tried to allocate 2.00 GiB"
-
-
-def short_of_memory(model: Any, rows: int, tokens: int = 1 << 30, after: int = 0) -> None:
-    """Have a model fail for more rows or tokens at once, after some passes."""
-    passes = 0
-
-    def refuse(_: object, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
-        nonlocal passes
-        passes += 1
-        ids = inputs["input_ids"]
-        if passes > after and (len(ids) > rows or ids.numel() > tokens):
-            raise torch.OutOfMemoryError(SIGN)
-
-    model.register_forward_pre_hook(refuse, with_kwargs=True)
 
 
 def streamed_answers(model: Any, tokenizer: Any, told: list[int]) -> list[list[int]]:
@@ -93,7 +78,7 @@ def test_an_answer_that_does_not_fit_by_itself_is_named_and_the_others_go_on(
 
 def test_a_server_answers_the_others(llama: Any, tokenizer: Any) -> None:
     from peftkit.inference.bank import AdapterBank
-    from tests.inference.test_bank import a_base
+    from tests.helpers.bank import a_base
 
     bank = AdapterBank(a_base(llama, tokenizer))
     bank.engine()  # which tries how the model takes it

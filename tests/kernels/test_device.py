@@ -25,7 +25,7 @@ from peftkit.planning.step_estimator import StepEstimator
 from peftkit.recipe import Recipe
 from peftkit.train.batches import on_device
 from peftkit.train.metrics import device_name, peak_bytes
-from tests.families import FAMILIES
+from tests.helpers.families import FAMILIES
 
 MPS = torch.device("mps", 0)
 

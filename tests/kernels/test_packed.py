@@ -29,8 +29,9 @@ from peftkit.quant.layers import (
     packed_tensors,
 )
 from peftkit.quant.quantize import quantize_model
-from tests.families import FAMILIES
-from tests.train.toy import same
+from tests.helpers.adapters import gradients as gradients_of
+from tests.helpers.families import FAMILIES
+from tests.helpers.toy import same
 
 IDS = torch.arange(36).remainder(23).view(3, 12) + 3
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.float32}
@@ -53,9 +54,7 @@ def loss(model: nn.Module) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    model.zero_grad(set_to_none=True)
-    loss(model).backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return gradients_of(model, loss(model))
 
 
 class Unpacked:

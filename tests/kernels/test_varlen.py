@@ -10,7 +10,7 @@ from torch import Tensor
 
 from peftkit.kernels import varlen
 from peftkit.kernels.varlen import Spans, spans_attention, spans_of
-from tests.varlen_reference import reference_varlen_attn
+from tests.helpers.varlen_reference import reference_varlen_attn
 
 APART = [[0, 1, 2, 3, 4], [5, 6, 7], [8]]
 SHARED = [[0, 1, 2, 3, 4], [0, 1, 5, 6], [0, 1, 5, 7], [0, 1], [8, 9]]

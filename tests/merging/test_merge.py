@@ -17,111 +17,31 @@ from transformers import (
     AutoTokenizer,
     BitsAndBytesConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
-from peftkit.adapter import Adapter, attach
 from peftkit.base.skeleton import skeleton
 from peftkit.errors import AdapterError, MergeError, OutputError, RunError
 from peftkit.events import Event, Saved, Table
-from peftkit.formats.peft.folder import read_adapter, save_adapter
-from peftkit.formats.peft.notes import Provenance
+from peftkit.formats.peft.folder import read_adapter
 from peftkit.merging.fold import Tally, merge_into
 from peftkit.merging.merge import Dtype, merge
 from peftkit.merging.over_files import changes_of, find_shards
 from peftkit.merging.verify import agreement
 from peftkit.methods.base import Method
-from peftkit.methods.dora import DoRA
-from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRALinear
-from peftkit.methods.own_parameters import BitFit, LNTuning
-from peftkit.methods.vera import VeRA
-from peftkit.quant.quantize import quantize_model
-from tests.families import FAMILIES
+from peftkit.methods.own_parameters import BitFit
+from tests.helpers.families import FAMILIES
+from tests.helpers.merging import METHODS, Saver, logits, trained
 
-IDS = torch.arange(3, 23).view(1, 20)
 CLOSE = 1e-4
 """Of logits of order ten in float32, whose sums come in another order."""
-
-METHODS: dict[str, Method] = {
-    "lora": LoRA(rank=4, alpha=8),
-    "rslora": LoRA(rank=4, alpha=8, rslora=True),
-    "patterns": LoRA(rank=4, alpha=8, rank_pattern={"o": 2}, alpha_pattern={"v": 5}),
-    "pissa": LoRA(rank=4, alpha=8, init="pissa"),
-    "dora": DoRA(rank=4, alpha=8),
-    "ia3": IA3(),
-    "vera": VeRA(rank=8, targets=("q", "v")),
-    "ln-tuning": LNTuning(),
-}
 
 
 PAIRS = [("llama", method) for method in METHODS] + [
     ("gpt2", "lora"), ("gpt2", "ia3"), ("gpt2", "vera"), ("phi3", "dora"), ("mixtral", "lora"),
 ]  # fmt: skip
 """Every method; layers that are transposed, fused, of experts."""
-
-
-def logits(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=IDS, use_cache=False).logits.float()
-
-
-def trained(model: nn.Module, method: Method, size: float = 0.05) -> Adapter:
-    """Attach a method and move its tensors, as training would."""
-    adapter = attach(model, method)
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter += size * torch.randn(parameter.shape, generator=generator)
-    return adapter
-
-
-class Saver:
-    """Makes base folders and adapter folders on them; keeps the logits of both together."""
-
-    def __init__(self, root: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.root, self.tokenizer = root, tokenizer
-        self.base, self.adapter, self.out = root / "base", root / "adapter", root / "out"
-        self.logits: Tensor
-
-    def __call__(
-        self,
-        family: str = "llama",
-        method: Method = METHODS["lora"],
-        *,
-        dtype: torch.dtype = torch.float32,
-        shard: str = "50GB",
-        size: float = 0.05,
-        quantize: str = "none",
-        tie: bool = False,
-        fingerprint: str | None = None,
-        spare_rows: int = 0,
-    ) -> None:
-        torch.manual_seed(0)
-        model = FAMILIES[family]().eval().to(dtype)
-        if spare_rows:
-            model.resize_token_embeddings(len(self.tokenizer) + spare_rows)
-        if tie:
-            model.config.tie_word_embeddings = True
-            model.tie_weights()
-        model.save_pretrained(self.base, max_shard_size=shard)
-        self.tokenizer.save_pretrained(self.base)
-        if quantize != "none":
-            quantize_model(model, quantize)
-        adapter = trained(model, method, size)
-        loading = {"dtype": "fp32", "quantize": quantize, "double_quant": True}
-        provenance = Provenance(base=str(self.base), fingerprint=fingerprint, loading=loading)
-        save_adapter(adapter, self.adapter, provenance)
-        self.logits = logits(model.float())
-
-    def merged(self) -> nn.Module:
-        return AutoModelForCausalLM.from_pretrained(self.out).eval()
-
-
-@pytest.fixture
-def saved(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Saver:
-    return Saver(tmp_path, tokenizer)
 
 
 def weights(folder: Path) -> dict[str, Tensor]:

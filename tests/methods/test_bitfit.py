@@ -15,8 +15,8 @@ from peftkit.errors import AdapterError, TargetError
 from peftkit.formats.folders import CONFIG, TENSORS
 from peftkit.formats.peft.folder import load_adapter
 from peftkit.methods.own_parameters import BitFit
-from tests.kinds import outputs
-from tests.methods.cell import built, moved, saved, trained
+from tests.helpers.cell import built, moved, saved, trained
+from tests.helpers.kinds import outputs
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name

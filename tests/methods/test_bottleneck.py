@@ -14,9 +14,9 @@ from peftkit.adapter import Adapter, attach
 from peftkit.errors import ConfigError, TargetError
 from peftkit.methods.bottleneck import Bottleneck
 from peftkit.model.blocks import blocks
-from tests.families import ARCHITECTURES
-from tests.methods.cell import built as build
-from tests.spread import spread
+from tests.helpers.cell import built as build
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.spread import spread
 
 STYLES = ("houlsby", "pfeiffer", "parallel")
 NUM_CROSS = {"t5": 2, "t5_gated": 2, "mt5": 2, "bart": 2, "pegasus": 2, "whisper": 2}

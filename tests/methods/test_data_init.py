@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from peftkit.formats.peft.folder import read_adapter
 from peftkit.recipe import Recipe
 from peftkit.run import prepare
 from peftkit.run import run as run_recipe
+from tests.helpers.folders import write_rows
 
 ROWS = [
     {"instruction": f"Say {word} {number}.", "output": f"{word} {number}"}
@@ -35,7 +35,7 @@ def stop_after_step_3(event: Event) -> None:
 
 def parse(folder: Path, model: Path, method: dict[str, Any], **base: str) -> Recipe:
     train = folder / "train.jsonl"
-    train.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_rows(train, ROWS)
     settings = {
         "base": {"model": str(model), "dtype": "fp32", **base},
         "method": {"type": "lora", "rank": 4, "alpha": 8, "targets": ["q", "down"], **method},

@@ -19,8 +19,9 @@ from peftkit.methods.data_init import eva_starts
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
-from tests.families import ARCHITECTURES, FAMILIES
-from tests.kinds import outputs
+from tests.helpers.adapters import perturb
+from tests.helpers.families import ARCHITECTURES, FAMILIES
+from tests.helpers.kinds import outputs
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name, and gives advice
@@ -136,9 +137,7 @@ def test_a_fresh_adapter_leaves_the_base_unchanged(
     adapter = with_bos(model, method)
     assert not adapter.method.fresh_changes
     assert torch.equal(outputs(model), before)
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
+    perturb(adapter.parameters())
     trained = outputs(model)
     assert not torch.allclose(trained, before)
     save_adapter(adapter, tmp_path)

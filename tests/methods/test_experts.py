@@ -20,9 +20,9 @@ from peftkit.methods.dora import DoRA
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
 from peftkit.methods.vera import VeRA
-from tests.families import ARCHITECTURES
-from tests.kinds import inputs, outputs
-from tests.methods import cell
+from tests.helpers import cell
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.kinds import inputs, outputs
 
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe")
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")

@@ -24,8 +24,8 @@ from peftkit.quant.quantize import quantize_model
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.tokens import CausalLM
 from peftkit.train.loop import fit
-from tests.families import ARCHITECTURES
-from tests.spread import spread
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.spread import spread
 
 FAMILIES = ("llama", "gpt2", "qwen2", "gpt_neox", "phi3", "gemma2", "deepseek_v3", "qwen3_moe")
 IDS = torch.arange(36).remainder(23).view(3, 12) + 3

@@ -21,10 +21,10 @@ from peftkit.methods.lora import LoRA
 from peftkit.methods.own_parameters import BitFit
 from peftkit.methods.table import METHODS
 from peftkit.methods.vera import VeRA
-from tests.families import ARCHITECTURES, FAMILIES
-from tests.kinds import inputs, outputs
-from tests.methods import cell, grid, laws
-from tests.spread import spread
+from tests.helpers import cell, grid, laws
+from tests.helpers.families import ARCHITECTURES, FAMILIES
+from tests.helpers.kinds import inputs, outputs
+from tests.helpers.spread import spread
 
 QUANTIZE = ("none", "nf4")
 CELLS = spread(product(grid.COLUMNS, ARCHITECTURES, QUANTIZE), 17)

@@ -17,8 +17,8 @@ from peftkit.methods.lora import LoRA
 from peftkit.model.targets import resolve
 from peftkit.recipe import Recipe
 from peftkit.run import prepare
-from tests.families import ARCHITECTURES, FAMILIES, FURTHER
-from tests.kinds import inputs, loss
+from tests.helpers.families import ARCHITECTURES, FAMILIES, FURTHER
+from tests.helpers.kinds import inputs, loss
 
 
 def test_layers_that_only_choose_are_adapted_only_when_named() -> None:

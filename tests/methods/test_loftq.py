@@ -18,8 +18,8 @@ from peftkit.methods.data_init import loftq_starts
 from peftkit.methods.lora import LoRA
 from peftkit.quant.layers import weight_of
 from peftkit.quant.quantize import quantize_model
-from tests.families import ARCHITECTURES, FAMILIES
-from tests.kinds import outputs
+from tests.helpers.families import ARCHITECTURES, FAMILIES
+from tests.helpers.kinds import outputs
 
 LOFTQ = LoRA(rank=5, alpha=15, init="loftq", targets=("q", "v", "down"))
 

@@ -20,7 +20,7 @@ from peftkit.methods.base import AdapterModule
 from peftkit.methods.lora import LoRA
 from peftkit.methods.modules_to_save import named_modules
 from peftkit.quant.quantize import quantize_model
-from tests.methods.cell import built, saved, trained
+from tests.helpers.cell import built, saved, trained
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name

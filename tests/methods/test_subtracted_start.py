@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from peftkit.formats.peft.folder import load_adapter
 from peftkit.kernels import svd
 from peftkit.merging.merge import merge
-from tests.families import FAMILIES
-from tests.kinds import outputs
+from tests.helpers.families import FAMILIES
+from tests.helpers.kinds import outputs
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"

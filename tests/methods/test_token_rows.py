@@ -21,8 +21,9 @@ from peftkit.methods.base import Method
 from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
 from peftkit.quant.layers import QuantizedLinear, pack
-from tests.kinds import outputs, words
-from tests.methods.cell import built, saved, trained
+from tests.helpers.adapters import perturb
+from tests.helpers.cell import built, saved, trained
+from tests.helpers.kinds import outputs, words
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name
@@ -118,9 +119,7 @@ def test_a_folder_gives_the_plain_base_its_tokens_again(
     rows = token_rows(base.model, add_tokens(base, NEW))
     inputs = {"input_ids": torch.cat([words(), torch.tensor([[384], [385]])], 1)}
     adapter = attach(base.model, LoRA(rank=2, token_rows=rows))
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape)
+    perturb(adapter.parameters(), 0.1)
     expected = outputs(base.model, inputs)
     out = saved(adapter, tmp_path / "adapter")
     save_tokenizer(base, out)

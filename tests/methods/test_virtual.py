@@ -24,10 +24,11 @@ from peftkit.methods.base import Method
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.quant.quantize import quantize_model
-from tests.families import ARCHITECTURES, PAD
-from tests.methods.cell import built as build
-from tests.methods.cell import moved
-from tests.spread import spread
+from tests.helpers.cell import built as build
+from tests.helpers.cell import moved
+from tests.helpers.families import ARCHITECTURES, PAD
+from tests.helpers.spread import spread
+from tests.helpers.virtual_tokens import IDS, inputs_of, logits
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT asks by an old name
@@ -38,7 +39,6 @@ METHODS: dict[str, Method] = {
 }
 CAUSAL = ("llama", "gpt2", "gemma2", "mixtral")
 SEQ2SEQ = ("t5", "bart")
-IDS = torch.arange(18).view(2, 9).mul(7).remainder(300) + 5  # no special token among them
 TOLERANCE = 1e-5
 """float32 sums in products of other shapes; logits are of order one."""
 
@@ -47,17 +47,6 @@ def each_of(*families: str) -> list[tuple[str, str]]:
     """Return each family with one of the methods, in turn; and the first with the other too."""
     names = [*METHODS]
     return [(names[1], families[0]), *((names[n % 2], f) for n, f in enumerate(families))]
-
-
-def logits(model: Any, ids: Tensor = IDS, **settings: Any) -> Tensor:
-    with torch.no_grad():
-        return model(**inputs_of(model, ids), **settings).logits
-
-
-def inputs_of(model: Any, ids: Tensor = IDS) -> dict[str, Tensor]:
-    """What a model is called with; an encoder-decoder's decoder has fewer tokens."""
-    decoder = {"decoder_input_ids": ids[:, :5]} if model.config.is_encoder_decoder else {}
-    return {"input_ids": ids, **decoder}
 
 
 def train_a_little(adapter: Adapter) -> list[float]:

@@ -11,10 +11,10 @@ import torch
 from peftkit.errors import TargetError
 from peftkit.methods.lora import LoRA
 from peftkit.model.targets import resolve
-from tests.families import ARCHITECTURES, FURTHER, WITHOUT_QUERY
-from tests.kinds import inputs, outputs
-from tests.methods import laws
-from tests.spread import spread
+from tests.helpers import laws
+from tests.helpers.families import ARCHITECTURES, FURTHER, WITHOUT_QUERY
+from tests.helpers.kinds import inputs, outputs
+from tests.helpers.spread import spread
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.fused import fused_modules, num_fused
-from tests.families import ARCHITECTURES
-from tests.kinds import inputs, loss
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.kinds import inputs, loss
 
 FUSED = {"llama": 5 + 2 + 2, "qwen3": 9 + 2 + 2, "phi3": 5 + 2, "mixtral": 5 + 2, "gemma": 2 + 2}
 FUSED |= {"gemma2": 2 + 2, "cohere": 2, "t5_gated": 12, "gpt2": 0, "bert": 0, "gpt_neox": 2}

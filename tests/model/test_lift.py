@@ -11,7 +11,7 @@ from peftkit.adapter import attach
 from peftkit.methods.lora import LoRA
 from peftkit.model.lift import lifted
 from peftkit.model.places import unwrap_adapter
-from tests.families import FAMILIES
+from tests.helpers.families import FAMILIES
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 

@@ -28,10 +28,10 @@ from peftkit.model.places import (
     stacked_shape,
 )
 from peftkit.model.targets import find_roles
-from tests.families import ARCHITECTURES, VOCAB
-from tests.role_facts import FACTS
-from tests.speech import hears_frames, moonshine, wav2vec2
-from tests.spread import spread
+from tests.helpers.families import ARCHITECTURES, VOCAB
+from tests.helpers.role_facts import FACTS
+from tests.helpers.speech import hears_frames, moonshine, wav2vec2
+from tests.helpers.spread import spread
 
 SOUND: dict[str, Callable[[], Any]] = {
     "moonshine": lambda: moonshine()[0],

@@ -12,8 +12,8 @@ from peftkit.model import roles as table
 from peftkit.model.blocks import blocks
 from peftkit.model.places import FrozenWrapper, find_places, is_linear
 from peftkit.model.targets import Site, find_roles, resolve
-from tests.families import ARCHITECTURES
-from tests.spread import spread
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.spread import spread
 
 
 def paths(model: nn.Module, *targets: str) -> list[str]:

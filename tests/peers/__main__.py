@@ -1,4 +1,4 @@
-"""Run every program and write the table "What was run with what" of docs/use.md.
+"""Run every program and write the table "Tested versions" of docs/use.md.
 
 python -m tests.peers           # all; those that cannot be had are named
 python -m tests.peers vLLM      # some; their rows are replaced
@@ -15,7 +15,7 @@ from tests.peers.cases import CASES, Agreement, Desk
 from tests.peers.environment import ROOT, UnavailableError, make, versions
 
 PAGE = ROOT / "docs" / "use.md"
-COLUMNS = ("program", "version", "given", "adapter", "answers equal to ours", "largest difference")
+COLUMNS = ("program", "version", "input", "adapter", "equal answers", "largest difference")
 HEAD = f"| {' | '.join(COLUMNS)} |\n|---|---|---|---|---:|---:|"
 
 

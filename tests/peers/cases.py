@@ -35,10 +35,10 @@ from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.tasks.media.transcription import TranscriptionConfig
-from tests.families import ARCHITECTURES
+from tests.helpers.classifiers import framing_tokenizer
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.speech import RATE, saved, tones, whisper
 from tests.peers.environment import ask, python_of
-from tests.speech import RATE, saved, tones, whisper
-from tests.tasks.classifiers import framing_tokenizer
 
 MODEL = "smollm2-135m"
 NUM_LAYERS, NUM_TOKENS = 4, 12

@@ -19,9 +19,8 @@ from peftkit.base.streaming import AT_ONCE, BlockStream, streamed_footprint
 from peftkit.forward.blocks import Blocks
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
-from tests.families import ARCHITECTURES, FAMILIES
-from tests.planning.test_step_estimator import llama
-from tests.train.children import exit_code, start_ranks
+from tests.helpers.children import exit_code, start_ranks
+from tests.helpers.families import ARCHITECTURES, FAMILIES, llama
 
 
 def reckoned(config: Any, quantize: str = "nf4") -> Any:

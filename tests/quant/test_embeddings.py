@@ -23,7 +23,7 @@ from peftkit.quant.layers import QuantizedEmbedding, QuantizedLinear, pack
 from peftkit.quant.quantize import quantize_model
 from peftkit.recipe import Recipe
 from peftkit.settings import BaseConfig
-from tests.families import ARCHITECTURES, FURTHER, tiny_tokenizer
+from tests.helpers.families import ARCHITECTURES, FURTHER, tiny_tokenizer
 
 KINDS = ("nf4", "fp4", "int8")
 SEQ2SEQ = Purpose("seq2seq_lm", "AutoModelForSeq2SeqLM")

@@ -14,8 +14,8 @@ from peftkit.model.places import is_linear
 from peftkit.quant.audit import audit
 from peftkit.quant.layers import QuantizedLinear, packed_tensors
 from peftkit.quant.quantize import KINDS, quantize_model
-from tests.families import ARCHITECTURES
-from tests.kinds import outputs
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.kinds import outputs
 
 MODELS = (
     *("llama", "gpt2", "t5", "bert_cls", "vit", "falcon_new", "idefics"),

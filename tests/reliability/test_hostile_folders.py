@@ -28,8 +28,8 @@ from peftkit.formats.peft.folder import AdapterFolder, load_adapter, read_adapte
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
 from peftkit.tasks.table import TASKS
-from tests.command_line import Run
-from tests.reliability.conftest import change_json
+from tests.helpers.command_line import Run
+from tests.helpers.folders import change_json
 
 CONFIG, NOTES, TENSORS = "adapter_config.json", "peftkit.json", "adapter_model.safetensors"
 SECONDS = 2.0

@@ -19,7 +19,7 @@ from peftkit.formats.folders import set_aside
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
-from tests.command_line import Run
+from tests.helpers.command_line import Run
 
 TENSORS = "adapter_model.safetensors"
 

@@ -17,7 +17,7 @@ from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.folder import AdapterFolder
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
-from tests.command_line import start
+from tests.helpers.command_line import start
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
 

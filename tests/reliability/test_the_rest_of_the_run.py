@@ -19,7 +19,7 @@ from peftkit.recipe import Recipe, load
 from peftkit.record import RunRecord
 from peftkit.run import run as run_recipe
 from peftkit_cli.render import Renderer
-from tests.train.children import exit_code, start
+from tests.helpers.children import exit_code, start
 
 TENSORS = "adapter_model.safetensors"
 

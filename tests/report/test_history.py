@@ -10,7 +10,7 @@ import pytest
 from peftkit.errors import DataError
 from peftkit.report.history import read_histories, read_history, smoothed
 from peftkit.report.page import page
-from tests.report.story import STARTED, done, evaluation, step, write_run
+from tests.helpers.story import STARTED, done, evaluation, step, write_run
 
 
 def test_a_resumed_run_is_one_curve_with_a_seam(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from peftkit.events import EvalDone, Event, RunStopped, Saved, StepDone, ignore
 from peftkit.report.history import list_runs
 from peftkit.report.page import LiveReport
 from peftkit_cli.app import app
-from tests.report.story import STARTED, step, write_run
+from tests.helpers.story import STARTED, step, write_run
 
 STEP = StepDone(1, 9, 0.1, 1.0, 1e-4, 1.0, 10, 10.0, 0, 1.0)
 EVAL = EvalDone(1, {"loss": 1.0}, True)

@@ -19,7 +19,8 @@ from peftkit.errors import DataError
 from peftkit.report.chart import SPANS, Chart, Line, charts, points
 from peftkit.report.history import CURVES, History, read_history
 from peftkit.report.page import page, write_report
-from tests.report.story import FACTS, STARTED, evaluation, step, write_run
+from tests.helpers.folders import write_rows
+from tests.helpers.story import FACTS, STARTED, evaluation, step, write_run
 
 BAD = "<script>alert(1)</script><img src=x onerror=alert(2)>\x00\x1b"
 SAMPLES = [
@@ -194,7 +195,7 @@ def test_the_best_and_the_worst_answers_are_shown_with_their_rewards(tmp_path: P
         {"step": n, "prompt": "?", "completion": text, "reward": worth, "parts": {"a": 1.5, "b": 2}}
         for n, worth, text in (*answers, (1, 0.3, BAD))
     ]
-    (folder / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(folder / "answers.jsonl", lines)
     history = read_history(folder)
     assert {n: [one["reward"] for one in pair] for n, pair in history.answers.items()} == {
         1: [0.3, 0.2]

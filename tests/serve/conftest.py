@@ -11,14 +11,13 @@ import pytest
 from peftkit.data.encode import Style
 from peftkit.inference.bank import AdapterBank
 from peftkit.methods.lora import LoRA
-from tests.inference.test_bank import a_base, write
+from tests.helpers.bank import a_base, write
 
 pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
 from starlette.testclient import TestClient
 
 from peftkit.serve.app import Limits, make_app
-
-HERE = "http://127.0.0.1:8000"
+from tests.helpers.serving import HERE
 
 
 @pytest.fixture

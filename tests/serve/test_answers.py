@@ -20,7 +20,7 @@ pytest.importorskip("starlette", reason="the extra peftkit[serve] is not install
 from starlette.testclient import TestClient
 
 from peftkit.serve import app
-from tests.serve.conftest import HERE
+from tests.helpers.serving import HERE
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 

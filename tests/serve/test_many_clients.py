@@ -15,8 +15,8 @@ from peftkit.inference.engine import Limits, Request
 from peftkit.inference.sampling import Sampling
 from peftkit.serve.app import make_app
 from peftkit.serve.worker import Job, Piece, Worker
-from tests.families import FAMILIES
-from tests.inference.test_bank import a_base
+from tests.helpers.bank import a_base
+from tests.helpers.families import FAMILIES
 
 
 @pytest.fixture

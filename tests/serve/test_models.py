@@ -20,7 +20,7 @@ from peftkit.serve.requests import RequestError
 from peftkit.serve.store import Store
 from peftkit.serve.training import TrainingOptions
 from peftkit.settings import BaseConfig
-from tests.inference.test_bank import a_base, write
+from tests.helpers.bank import a_base, write
 
 HERE = "http://127.0.0.1:8000"
 ANN, BOB = "key-of-ann", "key-of-bob"

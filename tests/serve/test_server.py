@@ -21,7 +21,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.serve import server
 from peftkit.serve.training import TrainingOptions
 from peftkit.settings import BaseConfig
-from tests.inference.test_bank import a_base, write
+from tests.helpers.bank import a_base, write
 
 
 class Busy:

@@ -13,7 +13,7 @@ import pytest
 
 from peftkit.errors import OutputError
 from peftkit.serve.store import Store, new_id
-from tests.command_line import environment
+from tests.helpers.command_line import environment
 
 
 def test_documents_have_owners_and_parents_and_keep_their_order(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from peftkit.serve.app import Limits, _Service, make_app  # noqa: E402
 from peftkit.serve.grammars import Grammars  # noqa: E402
 from peftkit.serve.server import listening  # noqa: E402
 from peftkit.serve.tool_fields import ToolCall, with_calls  # noqa: E402
-from tests.inference.test_bank import a_base, write  # noqa: E402
+from tests.helpers.bank import a_base, write  # noqa: E402
 
 KEY = "a-key-of-this-test"
 ASKED: list[Any] = [{"role": "user", "content": "Hi"}]

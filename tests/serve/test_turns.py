@@ -20,36 +20,9 @@ from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.serve.requests import RequestError
 from peftkit.serve.worker import Worker
-from tests.command_line import turn, write_rows
-from tests.serve.test_worker import Asked
-
-WORDS = ("quick", "brown", "lazy", "other")
-
-
-def recipe(folder: Path, name: str, **train: Any) -> Recipe:
-    file = folder / "train.jsonl"
-    write_rows(file, [turn(f"what is the {word}?", f"the {word} dog") for word in WORDS] * 2)
-    return from_dict(
-        Recipe,
-        {
-            "base": {"model": "tiny"},
-            "method": {"type": "lora", "rank": 2, "alpha": 4, "targets": ["q", "v", "down"]},
-            "data": {"train": str(file), "max_length": 64},
-            "train": {
-                "output_dir": str(folder / name),
-                "max_steps": 4,
-                "batch_size": 2,
-                "learning_rate": 0.05,
-                "save_every": 2,
-                **train,
-            },
-        },
-        "test",
-    )
-
-
-def weights(folder: Path) -> bytes:
-    return (folder / "adapter_model.safetensors").read_bytes()
+from tests.helpers.folders import write_rows
+from tests.helpers.serving import WORDS, recipe, weights
+from tests.helpers.worker import Asked
 
 
 class Working:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -20,41 +18,8 @@ from peftkit.inference.engine import Completion, Limits, Request
 from peftkit.inference.generate import TextStream
 from peftkit.inference.sampling import Chosen, Sampling
 from peftkit.serve.requests import RequestError
-from peftkit.serve.worker import Job, Piece, Worker
-
-
-class Asked:
-    """A job, and what it is told."""
-
-    def __init__(self, adapter: str | None, ids: list[int], seed: int = 0, **settings: Any) -> None:
-        self.queue: SimpleQueue[Any] = SimpleQueue()
-        sampling = Sampling(**{"max_new_tokens": 4, **settings})
-        self.job = Job(Request(ids, sampling, seed, adapter), self.queue.put)
-
-    def end(self) -> Any:
-        """Return the whole answer, or the error."""
-        text = ""
-        while isinstance(what := self.queue.get(timeout=20), Piece):
-            text += what.text
-            if what.reason is not None:
-                return replace(what, text=text)
-        return what
-
-
-def answered(
-    bank: AdapterBank,
-    requests: list[Asked],
-    ready: Callable[[str | None], None] = lambda adapter: None,
-    **limits: Any,
-) -> tuple[list[Any], Worker]:
-    """Answer jobs that all wait already."""
-    worker = Worker(bank, limits=Limits(**limits), ready=ready)
-    worker.submit([one.job for one in requests])
-    worker.start()
-    try:
-        return [one.end() for one in requests], worker
-    finally:
-        worker.stop()
+from peftkit.serve.worker import Piece, Worker
+from tests.helpers.worker import Asked, answered
 
 
 def test_two_adapters_and_the_base_share_a_batch(bank: AdapterBank) -> None:

@@ -19,7 +19,7 @@ from peftkit.quant.quantize import quantize_model
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.tokens import CausalLM
 from peftkit.train.loop import fit
-from tests.families import FAMILIES
+from tests.helpers.families import FAMILIES
 from tests.simulated_gpu.simulation import on_cpu
 
 CLOSE = 2e-5

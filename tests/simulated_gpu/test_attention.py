@@ -15,12 +15,12 @@ from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM
-from tests.families import ARCHITECTURES
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.varlen_reference import reference_varlen_attn
+from tests.simulated_gpu.recipes import recipe_for
 from tests.simulated_gpu.same import make_rows
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
-from tests.simulated_gpu.test_training import recipe_for
-from tests.varlen_reference import reference_varlen_attn
 
 
 def missing(*args: Any, **more: Any) -> Any:

@@ -22,9 +22,9 @@ from peftkit.inference.bank import open_bank
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
-from tests.command_line import write_rows
-from tests.inference.test_bank import write
-from tests.serve.test_worker import Asked, answered
+from tests.helpers.bank import write
+from tests.helpers.folders import write_rows
+from tests.helpers.worker import Asked, answered
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
 

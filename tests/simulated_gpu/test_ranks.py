@@ -17,11 +17,11 @@ from peftkit.execution.world import World
 from peftkit.methods.data_init import as_on_main
 from peftkit.methods.lora import LoRA
 from peftkit.train.checkpoint_files import Checkpoints
-from tests.families import FAMILIES
+from tests.helpers.children import exit_code, start_ranks
+from tests.helpers.families import FAMILIES
 from tests.simulated_gpu.same import train
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card
-from tests.train.children import exit_code, start_ranks
 
 
 def work(folder: str) -> None:

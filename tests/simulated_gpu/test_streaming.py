@@ -17,7 +17,7 @@ from peftkit.base.stored import pack_base
 from peftkit.forward.blocks import Blocks
 from peftkit.methods.lora import LoRA
 from peftkit.quant import layers
-from tests.families import ARCHITECTURES, FAMILIES, tiny_tokenizer
+from tests.helpers.families import ARCHITECTURES, FAMILIES, tiny_tokenizer
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card
 

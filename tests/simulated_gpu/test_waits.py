@@ -15,11 +15,11 @@ from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.tasks.batches import OnDevice
 from peftkit.train.batches import BatchPrefetcher
+from tests.helpers.toy import ToyTask, make_rows
 from tests.simulated_gpu import same
 from tests.simulated_gpu.same import train
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card, Wait
-from tests.train.toy import ToyTask, make_rows
 
 IN_TRANSFORMERS = "transformers/masking_utils.py"
 """It looks whether positions restart, once a forward pass, and asks the device for the answer."""

@@ -23,6 +23,7 @@ from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Notice, Progress, Stage, Table
 from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM
+from tests.helpers.folders import write_rows
 
 Tokenizer = PreTrainedTokenizerFast
 Build = Callable[..., CausalLM]
@@ -43,7 +44,7 @@ def task(llama: PreTrainedModel, tokenizer: Tokenizer, events: list[Event]) -> B
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     return str(path)
 
 

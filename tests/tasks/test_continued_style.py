@@ -10,9 +10,9 @@ import pytest
 from peftkit.errors import DataError
 from peftkit.events import Event, Notice
 from peftkit.run import prepare
-from tests.command_line import turn
-from tests.tasks.classifiers import write_rows
-from tests.tasks.finished import Finished, finished, recipe
+from tests.helpers.command_line import turn
+from tests.helpers.finished import Finished, finished, recipe
+from tests.helpers.folders import write_rows
 
 GRPO = {"type": "grpo", "rewards": [{"use": "length", "max_chars": 9}], "max_new_tokens": 8}
 

@@ -26,9 +26,9 @@ from peftkit.forward.padding_free import layout_in
 from peftkit.kernels import varlen
 from peftkit.settings import DataConfig
 from peftkit.tasks.text.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
-from tests.families import ARCHITECTURES
-from tests.tasks.test_unpadding import MODELS, PACKED, ROWS, SHARING, a_row, learnt, task_on
-from tests.varlen_reference import reference_varlen_attn
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.padding_free import MODELS, PACKED, ROWS, SHARING, a_row, learnt, task_on
+from tests.helpers.varlen_reference import reference_varlen_attn
 
 Tokenizer = PreTrainedTokenizerFast
 SPANS = ["llama", "gemma3_text", "mistral_swa", "gpt_neox", "qwen3_moe"]

@@ -24,7 +24,7 @@ from peftkit.recipe import Recipe
 from peftkit.run import prepare
 from peftkit.run import run as run_recipe
 from peftkit.tasks.classes.sequence_classification import SequenceClassificationConfig
-from tests.tasks.classifiers import LABELS, TAGS, TEXTS, save_base, write_texts, write_words
+from tests.helpers.classifiers import LABELS, TAGS, TEXTS, save_base, write_texts, write_words
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT asks by an old name

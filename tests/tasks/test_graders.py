@@ -29,9 +29,9 @@ from peftkit.tasks.rewards.grading import MAX_TEXT, SIMILARITIES, Answered, Grad
 from peftkit.tasks.rewards.reward_functions import Rewards, RewardTerm
 from peftkit.tasks.user_code import UserCode
 from peftkit_cli.app import run
-from tests.tasks.classifiers import write_rows
-from tests.tasks.finished import WEIGHTS, finished, recipe
-from tests.tasks.on_policy.test_runs import spec
+from tests.helpers.finished import WEIGHTS, finished, recipe
+from tests.helpers.folders import write_rows
+from tests.helpers.on_policy import spec
 
 ROW = {"answer": "blue", "size": 4, "facts": {"colours": ["red", "blue"]}, "odd": "{{item.size}}"}
 CHECK = {"type": "string_check", "name": "check", "operation": "eq"}

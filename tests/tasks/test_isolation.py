@@ -14,7 +14,7 @@ from peftkit.errors import BaseError, DataError
 from peftkit.forward.padding_free import check_causal, check_packing
 from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM
-from tests.families import ARCHITECTURES, FAMILIES, FURTHER, VOCAB, tiny_tokenizer
+from tests.helpers.families import ARCHITECTURES, FAMILIES, FURTHER, VOCAB, tiny_tokenizer
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     **ARCHITECTURES,

@@ -20,8 +20,9 @@ from peftkit.formats.open_adapter import open_adapter
 from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.tasks.retrieval.reranker import Reranker, RerankerConfig, RerankRow
-from tests.command_line import peftkit
-from tests.tasks.classifiers import save_base, task_for, write_rows
+from tests.helpers.classifiers import save_base, task_for
+from tests.helpers.command_line import peftkit
+from tests.helpers.folders import write_rows
 
 __all__ = ["peftkit"]  # a fixture
 
@@ -115,7 +116,7 @@ def test_a_template_keeps_its_end_where_texts_are_cut(tmp_path: Path) -> None:
 def test_a_head_starts_as_yes_over_no(tied: bool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-    from tests.families import ARCHITECTURES
+    from tests.helpers.families import ARCHITECTURES
 
     config = ARCHITECTURES["llama"]().config.to_dict() | {"tie_word_embeddings": tied}
     folder = save_base(tmp_path / "base", model=LlamaForCausalLM(LlamaConfig(**config)))

@@ -23,9 +23,9 @@ from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.settings import DataConfig
 from peftkit.tasks.pairs.reward import Reward, RewardConfig
-from tests.command_line import peftkit
-from tests.tasks.classifiers import save_base
-from tests.tasks.preference.cases import PAIRS, write
+from tests.helpers.classifiers import save_base
+from tests.helpers.command_line import peftkit
+from tests.helpers.pair_cases import PAIRS, write
 
 __all__ = ["peftkit"]  # a fixture
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.config.schema import from_dict
 from peftkit.data.pack import fingerprint
+from peftkit.data.records import sources_of
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Event, Notice
 from peftkit.recipe import Recipe
@@ -75,7 +76,7 @@ def test_weights_and_patterns(
     fewer, _ = task_of(llama, tokenizer, other).rows.load_splits(other)
     assert fingerprint(fewer) != fingerprint(rows)
     with pytest.raises(DataError, match="no file fits"):
-        _ = DataConfig(train=f"{tmp_path}/c*.jsonl").sources
+        sources_of(DataConfig(train=f"{tmp_path}/c*.jsonl"))
 
 
 def test_repeated_rows_are_told(
@@ -110,4 +111,4 @@ def test_a_run_learns_from_several_files_and_holds_rows_out(
         with pytest.raises(ConfigError):
             from_dict(Recipe, {**settings, "data": {**settings["data"], **wrong}}, "test")
     with pytest.raises(DataError, match="names no file"):
-        _ = DataConfig(train=()).sources
+        sources_of(DataConfig(train=()))

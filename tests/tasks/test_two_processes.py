@@ -20,9 +20,9 @@ from peftkit.tasks.distill.teacher import FILE as ANSWERS
 from peftkit.tasks.documents import Rollout
 from peftkit.tasks.pairs.preference_rows import FILE as LOG_PROBS
 from peftkit.tasks.rewards.grpo import GRPO
-from tests.tasks.distill.cases import write_prompt
-from tests.tasks.preference.cases import write_verdicts
-from tests.train.children import exit_code, start_ranks
+from tests.helpers.children import exit_code, start_ranks
+from tests.helpers.distill_cases import write_prompt
+from tests.helpers.pair_cases import write_verdicts
 
 TASKS: dict[str, dict[str, Any]] = {
     "kto": {"type": "preference", "loss": "kto", "beta": 0.5},

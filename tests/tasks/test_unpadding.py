@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from peftkit.adapter import attach
@@ -26,11 +25,21 @@ from peftkit.settings import DataConfig
 from peftkit.tasks.batches import split_micro_batches
 from peftkit.tasks.text.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
 from peftkit.tasks.text.seq2seq import Seq2Seq, Seq2SeqConfig
-from peftkit.tasks.tokens import CausalLM, TokenTask
-from tests.families import ARCHITECTURES, FURTHER, VOCAB
+from peftkit.tasks.tokens import TokenTask
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.padding_free import (
+    FIRST,
+    MODELS,
+    PACKED,
+    ROWS,
+    SHARING,
+    a_row,
+    beginning,
+    learnt,
+    task_on,
+)
 
 Tokenizer = PreTrainedTokenizerFast
-MODELS = {**ARCHITECTURES, **FURTHER}
 CAN = {
     *("llama", "qwen3", "gemma2", "gemma3_text", "mistral_swa", "olmo2", "phi3"),
     *("gpt2", "gpt_neox", "mixtral", "qwen3_moe"),
@@ -40,41 +49,6 @@ CANNOT = ["minimax", "jamba", "lfm2", "qwen3_next", "mamba", "mpt"]
 """A state, a convolution or distances go over the bounds of documents."""
 FAST = {"llama", "gemma2", "mistral_swa", "gpt2", "qwen3_moe", "minimax", "mamba"}
 EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
-
-
-def a_row(*lengths: int) -> Row:
-    ids = [3 + (7 * n + 5 * sum(lengths)) % (VOCAB - 3) for n in range(sum(lengths))]
-    firsts = {sum(lengths[:n]) for n in range(len(lengths))}
-    labels = [-100 if n in firsts or n % 3 == 1 else token for n, token in enumerate(ids)]
-    return Row(tuple(ids), tuple(labels), lengths, f"row of {lengths}")
-
-
-def beginning(row: Row, other: Row, length: int) -> Row:
-    """Return a row that begins as another one does."""
-    ids = (*other.input_ids[:length], *row.input_ids[length:])
-    return replace(
-        row, input_ids=ids, labels=tuple(i if n % 3 else -100 for n, i in enumerate(ids))
-    )
-
-
-ROWS = [a_row(9), a_row(25), a_row(4), a_row(17)]
-PACKED = [a_row(9, 11), a_row(25), a_row(4, 2, 3)]
-FIRST = a_row(9)
-SHARING = [
-    *(FIRST, beginning(a_row(25), FIRST, 6), beginning(a_row(17), FIRST, 6), a_row(4), FIRST),
-    *(beginning(a_row(20), a_row(4), 4), beginning(a_row(25), FIRST, 2)),
-]
-"""Five begin with two tokens, four with six; one is there twice, one is how another begins."""
-
-
-def task_on(model: nn.Module, tokenizer: Any, packing: bool = False) -> CausalLM:
-    return CausalLM(model, tokenizer, DataConfig(train="", max_length=32, packing=packing))
-
-
-def learnt(task: TokenTask, model: nn.Module, batch: Any) -> tuple[Tensor, list[Tensor | None]]:
-    loss = task.loss(model, batch)[0]
-    own = [p for p in model.parameters() if p.requires_grad]
-    return loss.detach(), list(torch.autograd.grad(loss, own, allow_unused=True))
 
 
 def num_distinct(rows: Sequence[Row]) -> int:

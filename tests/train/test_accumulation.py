@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.train.batches import StatelessSampler
-from tests.train.toy import Toy, ToyTask, make_rows, play, trainer_of
+from tests.helpers.toy import Toy, ToyTask, make_rows, play, trainer_of
 
 # Sums of the same few hundred fp32 terms in another order.
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}

@@ -12,7 +12,7 @@ import pytest
 from peftkit.data.pack import num_tokens, padded
 from peftkit.tasks.batches import split_micro_batches
 from peftkit.tasks.text.seq2seq import PairRow
-from tests.train.toy import Row, Toy, crash_after, make_rows, play, same
+from tests.helpers.toy import Row, Toy, crash_after, make_rows, play, same
 
 
 def rows_of(*lengths: int) -> list[Row]:

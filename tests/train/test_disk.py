@@ -16,13 +16,7 @@ from peftkit.errors import OutputError, RunError
 from peftkit.events import Event, Saved
 from peftkit.train import checkpoint_files
 from peftkit.train.start import prepare_output
-from tests.train.toy import Played, Toy, begin, go_on, names, play
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Played:
-    """The run that nothing happened to."""
-    return play(tmp_path_factory.mktemp("whole"), model=Toy(dropout=0.3), eval_every=None)
+from tests.helpers.toy import Played, Toy, begin, go_on, names, play
 
 
 @contextmanager

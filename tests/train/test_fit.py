@@ -19,7 +19,7 @@ from peftkit.events import EvalDone, Event, RunDone, RunStarted, Saved, StepDone
 from peftkit.report.history import read_history
 from peftkit.settings import EarlyStopping, TrainConfig
 from peftkit.train.loop import fit
-from tests.train.toy import Crash, Played, Row, Toy, ToyTask, config_of, make_rows, play, same
+from tests.helpers.toy import Crash, Played, Row, Toy, ToyTask, config_of, make_rows, play, same
 
 
 def test_only_what_requires_a_gradient_is_trained(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from peftkit.errors import CheckpointError
 from peftkit.execution import rng
 from peftkit.settings import TrainConfig
 from peftkit.train.checkpoint import UNBOUND, check_same_run, fingerprint, identity_of
-from tests.train.toy import Row, Toy, ToyTask, make_rows, trainer_of
+from tests.helpers.toy import Row, Toy, ToyTask, make_rows, trainer_of
 
 
 @pytest.mark.parametrize(

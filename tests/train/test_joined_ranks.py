@@ -20,8 +20,8 @@ from peftkit.config.schema import from_dict
 from peftkit.recipe import Recipe
 from peftkit.tasks.tokens import CausalLM
 from peftkit_cli.app import run
-from tests.train.children import exit_code, start_ranks
-from tests.train.sharded import Settings, settings_of
+from tests.helpers.children import exit_code, start_ranks
+from tests.helpers.sharded import Settings, settings_of
 
 SLOW = pytest.mark.slow
 

@@ -13,8 +13,8 @@ import pytest
 from peftkit.errors import OutputError
 from peftkit.events import Event
 from peftkit.train import checkpoint_files
-from tests.train.children import exit_code, start
-from tests.train.toy import Played, Toy, go_on, names, play, same
+from tests.helpers.children import exit_code, start
+from tests.helpers.toy import Played, Toy, go_on, names, play, same
 
 FAILPOINTS = [
     "created",
@@ -28,12 +28,6 @@ FAILPOINTS = [
     "latest",
     "deleted",
 ]
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Played:
-    """The run that nothing happened to."""
-    return play(tmp_path_factory.mktemp("whole"), model=Toy(dropout=0.3), eval_every=None)
 
 
 def train_and_die(folder: str, where: str, which: int) -> None:

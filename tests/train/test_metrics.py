@@ -13,7 +13,7 @@ from peftkit.errors import ConfigError
 from peftkit.forward.loss import perplexity
 from peftkit.train import metrics
 from peftkit.train.metrics import require_trackers
-from tests.train.toy import play
+from tests.helpers.toy import play
 
 
 class Recorder:

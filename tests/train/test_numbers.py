@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import RunError
-from tests.train.toy import COUNTED, Played, Row, Toy, ToyTask, make_rows, play, same
+from tests.helpers.toy import COUNTED, Played, Row, Toy, ToyTask, make_rows, play, same
 
 BAD = 13  # the row that breaks, counted from 0; step 3 of seed 0 has it, see the test below
 

@@ -19,7 +19,7 @@ from peftkit.train.optim import (
     optimizer_state,
     parameter_groups,
 )
-from tests.train.toy import Toy, ToyTask, crash_after, make_rows, play, same, trainer_of
+from tests.helpers.toy import Toy, ToyTask, crash_after, make_rows, play, same, trainer_of
 
 
 def rates(**changes: object) -> list[float]:

@@ -20,8 +20,9 @@ from peftkit.forward.blocks import Blocks
 from peftkit.methods.lora import LoRA
 from peftkit.tasks.run_hooks import RunHooks
 from peftkit.train import loop as loop_module
-from tests.families import FAMILIES
-from tests.train.toy import (
+from tests.helpers.adapters import gradients as gradients_of
+from tests.helpers.families import FAMILIES
+from tests.helpers.toy import (
     COUNTED,
     CausalTask,
     Row,
@@ -291,9 +292,8 @@ def test_recomputing_a_transformer_changes_no_gradient() -> None:
     ids = torch.arange(20).reshape(2, 10)
 
     def gradients() -> dict[str, Tensor]:
-        model.zero_grad()
-        model(input_ids=ids, use_cache=False).logits.logsumexp(-1).sum().backward()
-        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        loss = model(input_ids=ids, use_cache=False).logits.logsumexp(-1).sum()
+        return gradients_of(model, loss)
 
     before = gradients()
     blocks = Blocks(model)

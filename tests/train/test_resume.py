@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from peftkit.errors import CheckpointError
 from peftkit.events import EvalDone, RunStarted
 from peftkit.execution.state import state_from_json
-from tests.train.toy import Crash, Played, Row, Toy, crash_after, make_rows, play, same
+from tests.helpers.toy import Crash, Played, Row, Toy, crash_after, make_rows, play, same
 
 NUM_STEPS = 12  # 3 epochs of 4 steps, each epoch's last one smaller; 2 batches accumulated
 

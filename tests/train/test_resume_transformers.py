@@ -17,8 +17,8 @@ from peftkit.quant.quantize import quantize_model
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.tokens import CausalLM
 from peftkit.train.loop import fit
-from tests.families import FAMILIES, tiny_tokenizer
-from tests.train.toy import Crash, crash_after
+from tests.helpers.families import FAMILIES, tiny_tokenizer
+from tests.helpers.toy import Crash, crash_after
 
 
 def train(

@@ -10,11 +10,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from peftkit.formats.peft.folder import named_tensors
-from tests.base.test_gguf_blocks import config_of_a_small_llama, in_blocks
-from tests.base.test_locate import write_gguf
-from tests.train.sharded import Settings, alone, events, samples, settings_of, together
-from tests.vision import CONVERSATIONS, write_rows
-from tests.vision import FAMILIES as VISION
+from tests.helpers.gguf_files import config_of_a_small_llama, in_blocks, write_gguf
+from tests.helpers.sharded import Settings, alone, events, samples, settings_of, together
+from tests.helpers.vision import CONVERSATIONS, write_image_rows
+from tests.helpers.vision import FAMILIES as VISION
 
 SECTIONS: dict[str, dict[str, Settings]] = {
     "nf4": {"base": {"quantize": "nf4"}},
@@ -68,7 +67,7 @@ def image_settings(folder: Path, family: str) -> Settings:
     model, processor = VISION[family].build()
     model.save_pretrained(folder / "base")
     processor.save_pretrained(folder / "base")
-    rows = str(write_rows(folder, CONVERSATIONS))
+    rows = str(write_image_rows(folder, CONVERSATIONS))
     train: dict[str, Any] = {"batch_size": 1, "tokens_per_batch": None, "gradient_accumulation": 2}
     base = {"model": str(folder / "base")}
     made = settings_of(folder, "causal_lm", base=base, train=train)

@@ -18,8 +18,8 @@ from peftkit.base.sharding import local_bytes, shard_base
 from peftkit.execution.world import World
 from peftkit.kernels.device import trim_malloc
 from peftkit.quant.layers import QuantizedLinear
-from tests.families import VOCAB, tiny_tokenizer
-from tests.train.children import exit_code, start_ranks
+from tests.helpers.children import exit_code, start_ranks
+from tests.helpers.families import VOCAB, tiny_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,

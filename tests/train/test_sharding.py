@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,36 +14,7 @@ from peftkit.errors import ConfigError
 from peftkit.formats.peft.folder import named_tensors
 from peftkit.recipe import Recipe
 from peftkit.run import check, run
-from tests.train.sharded import alone, together
-
-WORDS = ("yes", "no", "perhaps", "of course not", "why do you ask me that again")
-ROWS = [
-    {"instruction": f"Say {word} {n}.", "output": f"{word} {n}"} for n in range(3) for word in WORDS
-]
-
-
-def recipe(folder: Path, model: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    data = folder / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    settings: dict[str, dict[str, Any]] = {
-        "base": {"model": str(model), "dtype": "fp32"},
-        "method": {"type": "lora", "rank": 3, "targets": ["q", "v", "down"]},
-        "data": {"train": str(data), "eval": str(data), "max_length": 64, "packing": False},
-        "train": {
-            "max_steps": 5,
-            "batch_size": 2,
-            "learning_rate": 5e-3,
-            "eval_every": 2,
-            # rows of many lengths: the processes take different numbers of micro-batches
-            "tokens_per_batch": 32,
-        },
-    }
-    return {name: {**section, **sections.get(name, {})} for name, section in settings.items()}
-
-
-def losses(folder: Path, key: str = "loss") -> list[float]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [entry[key] for entry in map(json.loads, lines) if "learning_rate" in entry]
+from tests.helpers.sharded import alone, losses, recipe, together
 
 
 def settings_of(folder: Path, model: Path) -> dict[str, Any]:

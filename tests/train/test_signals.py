@@ -17,7 +17,7 @@ from peftkit.execution.signals import Interrupted, StopRequest, stop_requests
 from peftkit.train import checkpoint_files
 from peftkit.train.checkpoint_files import Checkpoints
 from peftkit.train.loop import Loop
-from tests.train.toy import COUNTED, Played, Row, Toy, ToyTask, play, same
+from tests.helpers.toy import COUNTED, Played, Row, Toy, ToyTask, play, same
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.train.children import free_port
-from tests.train.test_sharding import losses, recipe
+from tests.helpers.children import free_port
+from tests.helpers.sharded import losses, recipe
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "several-gpus.md").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from peftkit.events import EvalDone, StepDone
 from peftkit.tasks.run_hooks import RunHooks, TrainingRun
 from peftkit.tasks.whole_step import INDEX, WholeStep
-from tests.train.toy import Row, Toy, ToyTask, make_rows, play, trainer_of
+from tests.helpers.toy import Row, Toy, ToyTask, make_rows, play, trainer_of
 
 ROWS = make_rows(8)
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from peftkit.errors import RunError
 from peftkit.events import Event, Saved
 from peftkit.execution.world import World
-from tests.train.children import exit_code, start, start_ranks
-from tests.train.toy import COUNTED, Played, Toy, ToyTask, make_rows, play, same
+from tests.helpers.children import exit_code, start, start_ranks
+from tests.helpers.toy import COUNTED, Played, Toy, ToyTask, make_rows, play, same
 
 ROWS = make_rows(14)  # steps of 4: the last of an epoch has 2 rows, one for each process
 

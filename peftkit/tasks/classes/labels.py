@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from peftkit.data.format import read_each
 from peftkit.data.messages import WrongField, full_text
-from peftkit.data.records import Record, iterate_records
+from peftkit.data.records import Record, iterate_records, sources_of
 from peftkit.data.rows.encoder import EncodedRows, RowEncoder
 from peftkit.errors import ConfigError, DataError, did_you_mean, first_few
 from peftkit.files.strict_json import shown
@@ -169,7 +169,7 @@ def names_in(
 
 def training_records(data: DataConfig) -> Iterator[Record]:
     """Yield all training records, few of them in memory."""
-    for source in data.sources:
+    for source in sources_of(data):
         yield from iterate_records(source.path)
 
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from peftkit.base.purpose import ClassHead, Processor, Purpose
 from peftkit.data.media.files import Audio
-from peftkit.data.records import iterate_records
+from peftkit.data.records import iterate_records, sources_of
 from peftkit.data.rows.encoder import tokenizer_key
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, ignore
@@ -206,7 +206,7 @@ class CTCConfig(SpeechConfig):
         if self.tokens or self.vocabulary == "base":
             return self
         used = set[str]()
-        for source in data.sources:
+        for source in sources_of(data):
             records = iterate_records(metadata_or_self(source.path))
             for text, _ in values_in(
                 records, partial(text_of, name=self.text, setting="task.text")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from peftkit.base.purpose import ProblemType, Processor, labels_of
 from peftkit.data.media.files import Audio, Media, MediaClass, Picture
-from peftkit.data.records import Part, Record, iterate_records
+from peftkit.data.records import Part, Record, iterate_records, sources_of
 from peftkit.data.rows.columns import StoredRows
 from peftkit.errors import DataError
 from peftkit.events import Listener, Progress, ignore
@@ -177,7 +177,7 @@ class ClassifiedMediaConfig(ClassifierConfig):
             return self
         records = (
             record
-            for source in data.sources
+            for source in sources_of(data)
             for record in iterate_media(source.path, self.field, self.label)
         )
         names = (name for name, _ in values_in(records, partial(label_of, name=self.label)))

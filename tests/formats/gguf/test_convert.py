@@ -26,7 +26,8 @@ from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
-from tests.families import ARCHITECTURES
+from tests.helpers.adapters import perturb
+from tests.helpers.families import ARCHITECTURES
 
 gguf = pytest.importorskip("gguf")
 
@@ -150,9 +151,7 @@ def test_imported_it_loads_onto_the_base_and_computes_the_same(tmp_path: Path) -
     model = ARCHITECTURES["llama"]().eval()
     model.save_pretrained(tmp_path / "base")
     adapter = attach(model, LoRA(rank=4, alpha=8, targets=("q", "k", "up")))
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
+    perturb(adapter.parameters())
     ids = torch.arange(12)[None] + 3
     expected = model(input_ids=ids).logits
     save_adapter(adapter, tmp_path / "one")

@@ -11,7 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError
@@ -23,8 +23,9 @@ from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
 from peftkit.methods.own_parameters import LNTuning
 from peftkit.methods.vera import VeRA
-from tests.families import ARCHITECTURES, FAMILIES
-from tests.methods import grid, laws
+from tests.helpers import grid, laws
+from tests.helpers.adapters import logits
+from tests.helpers.families import ARCHITECTURES, FAMILIES
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name
@@ -103,11 +104,6 @@ THEIRS_EXPERTS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"gate_up_proj": 5},
     },
 }
-
-
-def logits(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=torch.arange(20).view(2, 10) + 3).logits
 
 
 def nudge(model: nn.Module) -> None:

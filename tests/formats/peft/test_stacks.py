@@ -15,8 +15,8 @@ from peftkit.errors import AdapterError
 from peftkit.formats.exchange import import_adapter
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.methods.lora import LoRA
-from tests.families import ARCHITECTURES
-from tests.formats.test_mlx import logits
+from tests.helpers.adapters import logits, perturb
+from tests.helpers.families import ARCHITECTURES
 
 RANK = 3
 
@@ -39,9 +39,7 @@ def test_stacks_of_todays_peft_are_imported(
 ) -> None:
     model = ARCHITECTURES[family]().eval()
     adapter = attach(model, LoRA(rank=RANK, alpha=5, targets=targets))
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
+    perturb(adapter.parameters())
     expected = logits(model)
     source = save_adapter(adapter, tmp_path / "one")
     adapter.detach()

@@ -16,10 +16,9 @@ from peftkit.events import StepDone
 from peftkit.execution.signals import Interrupted, stop_here
 from peftkit.recipe import Recipe
 from peftkit.run import run
-from tests.serve.test_turns import recipe, weights
-from tests.serve.tinker.test_learning import UNLIKE, learn
-from tests.serve.tinker.test_samples import PROMPT
-from tests.serve.tinker.wire_client import Client
+from tests.helpers.serving import recipe, weights
+from tests.helpers.tinker import PROMPT, UNLIKE, learn
+from tests.helpers.wire_client import Client
 
 
 class Job:

@@ -19,15 +19,10 @@ from peftkit.serve.tinker import learner, tenants
 from peftkit.serve.tinker.learner import Learner
 from peftkit.serve.tinker.losses import LOSSES, Settings
 from peftkit.train.optim import LossScale
-from tests.inference.test_bank import a_base
-from tests.serve.tinker.test_losses import formula
-from tests.serve.tinker.wire_client import Client, Model, datum
+from tests.helpers.bank import a_base
+from tests.helpers.tinker import CE, UNLIKE, formula, learn
+from tests.helpers.wire_client import Client, datum
 
-CE = [
-    datum([5, 6, 7, 8, 9, 10, 11]),
-    datum([5, 6, 7, 30, 31, 32], weights=[0, 0, 1, 1, 0.5]),
-    datum([40, 41, 42], weights=[-1.0, 0.3]),
-]
 ADAM = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-7, "weight_decay": 0.1, "grad_clip_norm": 5.0}
 
 
@@ -143,23 +138,6 @@ def test_gradients_add_up_until_the_step_and_forward_alone_adds_none(client: Cli
     before = none.forward(CE, forward_only=True)[0]
     assert none.step(learning_rate=0.1)["metrics"]["grad_norm:mean"] == 0.0
     assert none.forward(CE)[0] == pytest.approx(before, rel=1e-5) != after
-
-
-def learn(model: Model, number: int) -> list[Any]:
-    """Take some steps; return all that is told of them."""
-    told: list[Any] = []
-    for _ in range(number):
-        total, rows = model.forward(CE)
-        told += [total, [row["logprobs"].tolist() for row in rows]]
-        told.append(model.step(learning_rate=0.05))
-    return told
-
-
-UNLIKE = (
-    {"rank": 2, "seed": 1},
-    {"rank": 5, "seed": 2, "train_mlp": False, "train_unembed": True},
-    {"rank": 3, "seed": 1, "train_attn": False},
-)
 
 
 def test_tenants_of_unlike_ranks_learn_what_each_learns_alone(client: Client) -> None:
@@ -290,15 +268,15 @@ def test_only_a_pass_that_went_well_makes_later_ones_smaller(
     teacher = Learner(a_base(llama, tokenizer))
     tenant = teacher.new(LoRA(rank=2, alpha=32), 1, fresh=True)
     rows = [learner.Datum.of(list(range(5, 25))) for _ in range(4)]
-    before, rest = teacher._plan, (LOSSES["cross_entropy"], Settings(), True)
+    before, rest = teacher.plan, (LOSSES["cross_entropy"], Settings(), True)
     with monkeypatch.context() as patch:
         Memory(patch, most=10)
         with pytest.raises(learner.RequestError, match="alone does not fit"):
             teacher.forward(tenant, rows, *rest)
-    assert teacher._plan == before
+    assert teacher.plan == before
     Memory(monkeypatch, most=40)
     teacher.forward(tenant, rows, *rest)
-    assert teacher._plan.less_than(before)
+    assert teacher.plan.less_than(before)
 
 
 def test_a_step_that_runs_out_of_memory_is_done_again_as_if_it_had_not(
@@ -344,7 +322,7 @@ def test_a_gradient_is_whole_in_the_pass_after_which_its_factor_grows(
 ) -> None:
     teacher = Learner(a_base(llama, tokenizer))
     tenant = teacher.new(LoRA(rank=2, alpha=32), 1, fresh=True)
-    teacher._scale = scale = LossScale(needed=True)  # as on a GPU with fp16
+    teacher.fitting.scale = scale = LossScale(needed=True)  # as on a GPU with fp16
     before, rows = scale.factor, [learner.Datum.of([5, 6, 7, 8, 9])]
 
     def gradients(backward: bool = True) -> list[Tensor | None]:

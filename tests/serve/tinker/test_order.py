@@ -13,7 +13,7 @@ pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is n
 from peftkit.serve import worker
 from peftkit.serve.tinker import api, futures, service
 from peftkit.serve.tinker.futures import Futures, Known, Order
-from tests.serve.tinker.wire_client import Client, datum, message, read
+from tests.helpers.wire_client import Client, datum, message, read
 
 DATA = [datum([5, 6, 7, 8]), datum([9, 10, 11])]
 

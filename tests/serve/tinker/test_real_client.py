@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.command_line import ROOT, start
+from tests.helpers.command_line import ROOT, start
 from tests.peers.environment import PEERS, UnavailableError, ask, python_of
 
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")

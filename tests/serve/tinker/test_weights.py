@@ -12,9 +12,9 @@ pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is n
 
 from peftkit.formats.peft.folder import load_adapter
 from peftkit.serve.tinker import weights, wire
-from tests.serve.tinker.conftest import Serve
-from tests.serve.tinker.test_learning import CE, UNLIKE, learn
-from tests.serve.tinker.wire_client import API, Client, datum
+from tests.helpers.serving import Serve
+from tests.helpers.tinker import CE, UNLIKE, learn
+from tests.helpers.wire_client import API, Client, datum
 
 
 @pytest.mark.parametrize("config", UNLIKE[:2])

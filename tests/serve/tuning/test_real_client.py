@@ -14,9 +14,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.command_line import ROOT, start
-from tests.serve.tuning.conftest import JOBS, WEIGHTS, chats, hyper, serving
-from tests.serve.tuning.test_jobs import PAIRS
+from tests.helpers.command_line import ROOT, start
+from tests.helpers.jobs import JOBS, PAIRS, WEIGHTS, chats, hyper, serving
 
 NAME = "gpt-4o-mini-2024-07-18"
 KEY = "a-key-of-this-test"

@@ -25,11 +25,11 @@ from peftkit.tasks.rewards.grpo import Group, GRPOConfig
 from peftkit.tasks.rewards.grpo_tools import Dialogue, Tools
 from peftkit.tasks.user_code import UserCode
 from peftkit_cli.app import run
-from tests.tasks.classifiers import write_rows
-from tests.tasks.finished import WEIGHTS, Finished, finished
-from tests.tasks.on_policy.test_losses import FORMULAS, MAX_NEW, gradients, task_of
-from tests.tasks.preference.cases import moved_adapter
-from tests.train.children import exit_code, start_ranks
+from tests.helpers.children import exit_code, start_ranks
+from tests.helpers.finished import WEIGHTS, Finished, finished
+from tests.helpers.folders import write_rows
+from tests.helpers.on_policy import FORMULAS, MAX_NEW, gradients, task_of
+from tests.helpers.pair_cases import moved_adapter
 
 CODE = '''
 import threading

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from peftkit.data.pack import IGNORE, Row
 from peftkit.tasks.batches import BATCH_SIZE
 from peftkit.tasks.pairs.preference_rows import Compared
-from tests.tasks.preference.cases import (
+from tests.helpers.pair_cases import (
     moved_adapter,
     settings,
     task_on,

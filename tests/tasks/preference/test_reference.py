@@ -20,8 +20,8 @@ from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.tasks.pairs.preference_rows import FILE
-from tests.tasks.finished import WEIGHTS, Finished, finished
-from tests.tasks.preference.cases import (
+from tests.helpers.finished import WEIGHTS, Finished, finished
+from tests.helpers.pair_cases import (
     moved_adapter,
     settings,
     task_on,

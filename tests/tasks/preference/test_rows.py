@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from peftkit.data.pack import IGNORE
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Table
-from tests.tasks.preference.cases import settings, task_on, write, write_pairs, write_verdicts
+from tests.helpers.pair_cases import settings, task_on, write, write_pairs, write_verdicts
 
 LONG = "the quick brown fox jumps over the lazy dog and the other dog " * 2
 

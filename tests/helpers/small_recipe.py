@@ -40,7 +40,7 @@ class Decomposed(Ranked):
 
 
 METHODS = LazyTable[Ranked](
-    {"low": "tests.small_recipe:Low", "decomposed": "tests.small_recipe:Decomposed"}
+    {"low": "tests.helpers.small_recipe:Low", "decomposed": "tests.helpers.small_recipe:Decomposed"}
 )
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from peftkit.base.processors import UnreadVideos, blind_to_videos
-from peftkit.tasks.media.media_text import AudioTextConfig
-from tests.speech import encoded, tones
-from tests.vision import FAMILIES as SEEING
-from tests.vision import (
+from peftkit.settings import DataConfig
+from peftkit.tasks.media.media_text import AudioTextConfig, MediaText
+from tests.helpers.speech import encoded, tones
+from tests.helpers.vision import FAMILIES as SEEING
+from tests.helpers.vision import (
     GEMMA4,
     GEMMA4_CONFIG,
     TEXT,
@@ -27,7 +30,7 @@ from tests.vision import (
     token_id,
     tokenizer,
 )
-from tests.vision import write_rows as write_seen
+from tests.helpers.vision import write_image_rows as write_seen
 
 SPOKEN: list[dict[str, Any]] = [
     {
@@ -54,7 +57,7 @@ _ONE_EACH[1] = {"messages": said((Q, "see <audio> dog"), *_TURNS), "audios": ["b
 _SEEN_TOO = [*SPOKEN[:3], {**SPOKEN[3], "image": "a.png"}]
 
 
-def write_rows(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
+def write_sound_rows(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
     """Write rows, and the sounds and images that they name, into a folder."""
     (folder / "a.wav").write_bytes(encoded(tones(300, 500)))
     (folder / "b.wav").write_bytes(encoded(tones(700, seconds=0.35)))
@@ -210,3 +213,20 @@ _LAYOUTS = (
 EACH = [
     name if name in _LAYOUTS else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES
 ]
+
+
+@cache
+def processor_of(name: str) -> Any:
+    return FAMILIES[name].processor()
+
+
+def model_of(name: str) -> Any:
+    torch.manual_seed(0)
+    return FAMILIES[name].model().eval()
+
+
+def task_of(name: str, model: Any = None, *, on_event: Any = None, **data: Any) -> MediaText:
+    config = DataConfig(**{"train": "", "max_length": None, **data})
+    events = {} if on_event is None else {"on_event": on_event}
+    task = FAMILIES[name].config()
+    return task.on(model or model_of(name), processor_of(name), config, **events)

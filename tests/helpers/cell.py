@@ -17,8 +17,9 @@ from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.base import Method
 from peftkit.quant.quantize import quantize_model
-from tests.families import ARCHITECTURES
-from tests.kinds import loss, outputs
+from tests.helpers.adapters import gradients as gradients_of
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.kinds import loss, outputs
 
 ROUNDING = 1e-5
 """Of float32 sums in another order, as a part of the largest logit (or gradient)."""
@@ -141,12 +142,10 @@ def gradients(cell: Cell) -> dict[str, Tensor]:
     """Return loss and gradients of one step in training mode, with the same dropout each time."""
     cell.model.train()
     torch.manual_seed(3)
-    cell.model.zero_grad()
     value = loss(cell.model, cell.given)
-    value.backward()
+    values = gradients_of(cell.model, value)
     cell.model.eval()
-    named = cell.model.named_parameters()
-    return {"loss": value.detach()} | {n: p.grad.clone() for n, p in named if p.grad is not None}
+    return {"loss": value.detach(), **values}
 
 
 def demand_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor], message: str) -> None:

@@ -1,6 +1,6 @@
 """Tiny vision-language models with random weights, each with a processor, without a hub.
 
-The tokenizer is that of `tests.families` with each family's tokens for images added; the image
+The tokenizer of `tests.helpers.families` with each family's tokens for images; the image
 processors are transformers' own, computed by Pillow, at sizes of a few pixels. Where a processor
 also wants one for videos, which needs torchvision, it gets one that knows none.
 """
@@ -8,7 +8,6 @@ also wants one for videos, which needs torchvision, it gets one that knows none.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,12 @@ from transformers import PreTrainedModel
 from transformers.processing_utils import ProcessorMixin
 
 from peftkit.base.processors import UnreadVideos, blind_to_videos
-from peftkit.tasks.media.media_text import ImageTextConfig, MediaTextConfig
-from tests.families import _GROUPED, tiny_tokenizer
+from peftkit.tasks.media.media_text import (
+    ImageTextConfig,
+    MediaTextConfig,
+)
+from tests.helpers.families import _GROUPED, tiny_tokenizer
+from tests.helpers.folders import write_rows
 
 VOCAB = 448
 WIDE = {"initializer_range": 0.2}
@@ -530,12 +533,12 @@ _MISTRAL3 = Family(
 )
 
 
-def write_rows(folder: Path, rows: Any) -> Path:
+def write_image_rows(folder: Path, rows: Any) -> Path:
     """Write rows, and the images that they name, into a folder."""
     (folder / "a.png").write_bytes(png())
     (folder / "b.png").write_bytes(png(size=(20, 9)))
     path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     return path
 
 
@@ -554,3 +557,13 @@ FAMILIES: dict[str, Family] = {
     "gemma4": _GEMMA4_FAMILY,
     "mistral3": _MISTRAL3,
 }
+
+
+COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
+
+
+def solid_png(colour: Any, size: tuple[int, int] = (8, 8), mode: str = "RGB") -> bytes:
+    """Return an image of one colour as a PNG file."""
+    file = io.BytesIO()
+    Image.new(mode, size, colour).save(file, "PNG")
+    return file.getvalue()

@@ -19,8 +19,8 @@ CONTEXT.set_forkserver_preload(
         "transformers.models.llama",
         "peftkit.run",
         "peftkit_cli.app",
-        "tests.train.sharded",
-        "tests.train.toy",
+        "tests.helpers.sharded",
+        "tests.helpers.toy",
     ]
 )
 SECONDS = 200

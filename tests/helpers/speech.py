@@ -16,7 +16,7 @@ import transformers
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
 from peftkit.tasks.media.ctc import BLANK, SPACE, UNKNOWN, tokenizer_of
-from tests.families import tiny_tokenizer
+from tests.helpers.families import tiny_tokenizer
 
 RATE = 16_000
 END = "<|endoftext|>"
@@ -85,7 +85,9 @@ def encoded(samples: Any, rate: int = RATE, kind: str = "wav") -> bytes:
     return file.getvalue()
 
 
-def write_rows(folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "rows.jsonl") -> Path:
+def write_speech_rows(
+    folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "rows.jsonl"
+) -> Path:
     """Write rows whose `audio` is a list of tones, each with a file beside; return the file."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []

@@ -23,8 +23,7 @@ from peftkit.methods.base import Method
 from peftkit.methods.data_init import eva_starts, loftq_starts
 from peftkit.model.blocks import blocks
 from peftkit.model.places import FrozenWrapper
-from tests.kinds import inputs, outputs
-from tests.methods.cell import (
+from tests.helpers.cell import (
     ROUNDING,
     BrokenLaw,
     Cell,
@@ -37,8 +36,9 @@ from tests.methods.cell import (
     losses,
     own_warnings,
 )
-from tests.methods.exchange_law import peft_agrees
-from tests.methods.grid import COLUMNS, REASONS, UNUSED, fitted, refusal, without_experts
+from tests.helpers.exchange_law import peft_agrees
+from tests.helpers.grid import COLUMNS, REASONS, UNUSED, fitted, refusal, without_experts
+from tests.helpers.kinds import inputs, outputs
 
 # ------------------------------------------------------------------- laws, in their order
 

@@ -18,13 +18,13 @@ import torch
 from peftkit.config.schema import from_dict
 from peftkit.recipe import Recipe
 from peftkit.run import run
-from tests.families import ARCHITECTURES
-from tests.tasks.classifiers import save_base, write_rows, write_texts, write_words
-from tests.train.children import exit_code, start_ranks
+from tests.helpers.children import exit_code, start_ranks
+from tests.helpers.classifiers import save_base, write_texts, write_words
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.folders import write_rows
 
 Settings = dict[str, Any]
 SECONDS = 600
-
 PROMPTS = [f"what is the answer to the question {n}?" for n in range(9)]
 PAIRS = [{"prompt": text, "completion": "the fox " * (n % 3 + 1)} for n, text in enumerate(PROMPTS)]
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -163,3 +163,35 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of samples.jsonl."""
     file = folder / "samples.jsonl"
     return [*map(json.loads, file.read_text().splitlines())] if file.exists() else []
+
+
+WORDS = ("yes", "no", "perhaps", "of course not", "why do you ask me that again")
+
+
+SAYINGS = [
+    {"instruction": f"Say {word} {n}.", "output": f"{word} {n}"} for n in range(3) for word in WORDS
+]
+
+
+def recipe(folder: Path, model: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    data = folder / "rows.jsonl"
+    write_rows(data, SAYINGS)
+    settings: dict[str, dict[str, Any]] = {
+        "base": {"model": str(model), "dtype": "fp32"},
+        "method": {"type": "lora", "rank": 3, "targets": ["q", "v", "down"]},
+        "data": {"train": str(data), "eval": str(data), "max_length": 64, "packing": False},
+        "train": {
+            "max_steps": 5,
+            "batch_size": 2,
+            "learning_rate": 5e-3,
+            "eval_every": 2,
+            # rows of many lengths: the processes take different numbers of micro-batches
+            "tokens_per_batch": 32,
+        },
+    }
+    return {name: {**section, **sections.get(name, {})} for name, section in settings.items()}
+
+
+def losses(folder: Path, key: str = "loss") -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [entry[key] for entry in map(json.loads, lines) if "learning_rate" in entry]

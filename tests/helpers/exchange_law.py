@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from peftkit.errors import PeftkitError
 from peftkit.formats.peft.folder import load_adapter, save_adapter
 from peftkit.formats.peft.notes import Provenance
-from tests.kinds import outputs
-from tests.methods.cell import Cell, bare_model, demand_close, largest, moved, own_warnings
-from tests.methods.grid import PEFT_LIMITS, READING_LIMITS
+from tests.helpers.cell import Cell, bare_model, demand_close, largest, moved, own_warnings
+from tests.helpers.grid import PEFT_LIMITS, READING_LIMITS
+from tests.helpers.kinds import outputs
 
 
 def peft_agrees(cell: Cell) -> None:
