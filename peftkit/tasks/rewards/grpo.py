@@ -1,4 +1,4 @@
-"""GRPO: the model answers a prompt several times, and is trained on the advantages of its answers.
+"""GRPO: trains on groups of completions of each prompt, weighted by their advantages.
 
 A row is a prompt with a group of its answers. They are in one micro-batch, with the prompt once
 where the model can share prefixes.
@@ -53,7 +53,7 @@ SCORED = 16
 
 
 class GRPO(RolloutTask):
-    """Answers in groups, weighted by how much better than their group they are."""
+    """Policy-gradient losses over groups of completions, weighted by group-relative advantages."""
 
     why_nothing: ClassVar[str] = (
         "the answers to each prompt all had the same reward, so none was better than another. Look "
@@ -257,14 +257,14 @@ class GRPO(RolloutTask):
         pairs = [(p, one) for p, group in zip(prompts, sampled, strict=True) for one in group]
         texts = [self.text(one.ids, special=bool(dialogues)) for _, one in pairs]
         totals, parts = self._judged([prompt for prompt, _ in pairs], texts, dialogues)
-        worth, groups, start = [], [], 0
+        all_advantages, groups, start = [], [], 0
         for prompt, group in zip(prompts, sampled, strict=True):
-            mine = totals[start : start + len(group)]
+            rewards = totals[start : start + len(group)]
             start += len(group)
-            better = advantages(self.config.loss, mine, self.config.normalises)
-            worth += better or [0.0] * len(group)
-            if better is not None:
-                groups += self._group(prompt, group, better)
+            of_group = advantages(self.config.loss, rewards, self.config.normalises)
+            all_advantages += of_group or [0.0] * len(group)
+            if of_group is not None:
+                groups += self._group(prompt, group, of_group)
         answers = tuple(
             ScoredAnswer(
                 prompt=self.text(prompt.input_ids, special=False),
@@ -276,11 +276,10 @@ class GRPO(RolloutTask):
                 source=prompt.source,
             )
             for n, ((prompt, one), text, total, advantage) in enumerate(
-                zip(pairs, texts, totals, worth, strict=True)
+                zip(pairs, texts, totals, all_advantages, strict=True)
             )
         )
-        taught = len(groups) / max(len(prompts), 1)
-        means = self._means(answers, pairs, taught)
+        means = self._means(answers, pairs, len(groups) / max(len(prompts), 1))
         return Rollout(groups, means | (figures(dialogues) if self._tools else {}), answers)
 
     def _sampled(
@@ -299,19 +298,19 @@ class GRPO(RolloutTask):
         return prompts, [group.answers for group in groups], every
 
     def _group(
-        self, prompt: Prompt, group: Sequence[SampledAnswer], better: Sequence[float]
+        self, prompt: Prompt, group: Sequence[SampledAnswer], values: Sequence[float]
     ) -> list[Group]:
         """Return the answers of a group to train on: cut ones only count in its mean."""
         kept = [
             (one.ids, advantage, one.learnt or (True,) * len(one.ids))
-            for one, advantage in zip(group, better, strict=True)
+            for one, advantage in zip(group, values, strict=True)
             if not (one.is_cut and self.config.mask_cut)
         ]
         if not any(advantage for _, advantage, _ in kept):
             return []
-        ids, worth, learnt = zip(*kept, strict=True)
+        ids, kept_values, learnt = zip(*kept, strict=True)
         masks = None if self._tools is None else learnt
-        return [Group(prompt.input_ids, ids, worth, prompt.source, masks)]
+        return [Group(prompt.input_ids, ids, kept_values, prompt.source, masks)]
 
     def _judged(
         self, prompts: Sequence[Prompt], texts: Sequence[str], dialogues: Sequence[Dialogue]
@@ -341,7 +340,7 @@ class GRPO(RolloutTask):
         self,
         answers: Sequence[ScoredAnswer],
         pairs: Sequence[tuple[Prompt, SampledAnswer]],
-        taught: float,
+        share_with_signal: float,
     ) -> dict[str, float]:
         rewards = torch.tensor([one.reward for one in answers])
         lengths = [one.num_learnt for _, one in pairs]
@@ -352,7 +351,7 @@ class GRPO(RolloutTask):
             means[f"reward_{name}"] = _mean(torch.tensor([one.parts[name] for one in answers]))
         return {
             **means,
-            "taught": taught,
+            "taught": share_with_signal,
             "cut": sum(one.is_cut for _, one in pairs) / number,
             "length": sum(lengths) / number,
         }
@@ -373,22 +372,22 @@ class GRPO(RolloutTask):
         return self.positions(lengths, sum(len(g.prompt) * (len(g.answers) - 1) for g in groups))
 
     def collate(self, rows: Sequence[Prompt | Group]) -> dict[str, Tensor]:
-        """Return a batch of all answers, with `worth` (D,), their advantages."""
+        """Return a batch of all answers, and their `advantages` (D,)."""
         groups = [self._as_group(row) for row in rows]
         batch = super().collate([document for group in groups for document in group.documents])
-        worth = torch.tensor([value for group in groups for value in group.advantages])
-        batch_with_worth = {**batch, "worth": worth}
+        values = torch.tensor([value for group in groups for value in group.advantages])
+        with_advantages = {**batch, "advantages": values}
         for name in ("old", "reference"):
             stored = [each for g in groups if (each := getattr(g, name)) is not None]
             if len(stored) == len(groups):
-                batch_with_worth[name] = torch.cat(stored)
-        return batch_with_worth
+                with_advantages[name] = torch.cat(stored)
+        return with_advantages
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         """Return the number of answer tokens, or of answers: what the loss is divided by."""
         if self.config.loss in OF_TOKENS:
             return len(batch["targets"])
-        return len(batch["worth"])
+        return len(batch["advantages"])
 
     def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the log-probabilities before later updates, and the reference's for the KL."""
@@ -414,7 +413,7 @@ class GRPO(RolloutTask):
             config.loss,
             now,
             batch["old"] if "old" in batch else now.detach(),
-            batch["worth"],
+            batch["advantages"],
             batch["document"],
             clip=config.clips,
             max_new_tokens=config.max_new_tokens,
