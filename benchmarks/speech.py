@@ -28,7 +28,8 @@ import transformers
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.events import Event, StepDone
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig, TrainConfig

@@ -28,7 +28,7 @@ from benchmarks.workers.sums import add, multiply
 from peftkit import load_recipe, merge, run_recipe
 from peftkit.base.load import load_base
 from peftkit.base.locate import locate
-from peftkit.data.chat import CHATML
+from peftkit.data.chat_template import CHATML
 from tests.helpers.folders import write_rows
 
 NAME, NUM_SHOWN, ANSWERS = "smollm2-135m", 48, 8

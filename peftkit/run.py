@@ -12,7 +12,7 @@ from peftkit.adapter import Adapter, attach, check_fits
 from peftkit.base.load import Base, open_base
 from peftkit.base.skeleton import skeleton
 from peftkit.config.schema import flat
-from peftkit.data.pack import fingerprint
+from peftkit.data.rows.lazy import fingerprint
 from peftkit.defaults import why_too_short
 from peftkit.errors import ConfigError
 from peftkit.events import Event, Listener, Notice, Table, ignore, to_all
@@ -84,7 +84,7 @@ def run(
         stack.enter_context(locked(folder))
         if is_new:
             stack.enter_context(removed_if_empty(folder))
-        with stopping_at_once("stopped before the first step; what was there is as it was."):
+        with stopping_at_once("stopped before the first step; the output folder is unchanged."):
             early_events: list[Event] = []
             recorder = to_all(early_events.append, on_event)
             record = prepare(recipe, base=base, resume=resume, world=world, on_event=recorder)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from peftkit.data.encode import tokens
+from peftkit.data.tokens import tokens
 from peftkit_cli.about import recipes_folder
 from tests.helpers.chat_templates import TOOLS
 

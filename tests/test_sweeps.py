@@ -17,7 +17,7 @@ from peftkit.errors import ConfigError, OutputError, PeftkitError, TargetError
 from peftkit.events import Event, Notice, Progress, Stage, StepDone, Table
 from peftkit.execution.signals import Interrupted
 from peftkit.figures import recent_mean
-from peftkit.formats.peft.folder import named_tensors
+from peftkit.formats.peft.load import named_tensors
 from peftkit.inference.bank import check_name
 from peftkit.recipe import load
 from peftkit.run import run

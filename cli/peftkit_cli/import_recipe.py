@@ -190,7 +190,7 @@ def llama_factory_data(theirs: Settings, folder: Path, ours: Settings) -> Settin
 
 def is_known(columns: Settings) -> bool:
     """Whether the names of columns, or of tags, are those that a row is recognised by."""
-    from peftkit.data.format import ANSWERS, QUESTIONS, TURNS
+    from peftkit.data.examples import ANSWERS, QUESTIONS, TURNS
     from peftkit.data.messages import role_of
 
     names = {

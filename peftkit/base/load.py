@@ -26,7 +26,6 @@ from peftkit.base.pretrained import (
 from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.request import BaseRequest, compute_dtype, place_weights, request_of
 from peftkit.base.skeleton import weight_bytes
-from peftkit.base.store import open_or_build
 from peftkit.config.schema import from_dict
 from peftkit.errors import BaseError
 from peftkit.events import Listener, Notice, Stage, ignore
@@ -34,7 +33,6 @@ from peftkit.execution.environment import as_current, default_device, free_now
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.world import World
 from peftkit.quant.audit import Audit, audit
-from peftkit.quant.layers import keep_copies
 from peftkit.settings import BaseConfig
 
 CPU = torch.device("cpu")
@@ -182,7 +180,9 @@ def _open(
         request = request.with_tokens_of(inputs.tokenizer)
         request, streams_to = _placed(request, placement, device is None, on_event)
         if sharing is None:
-            loaded = open_or_build(request, on_event)
+            from peftkit.base.store import open_or_build
+
+            loaded = open_or_build(request, on_event)  # below 500 MB: built in memory
         else:
             from peftkit.base.sharding import open_together
 
@@ -192,6 +192,8 @@ def _open(
 
         BlockStream(loaded.model, streams_to)
     elif sharing is None and not free_now(request.device).on_gpu:
+        from peftkit.quant.copies import keep_copies
+
         keep_copies(loaded.model)
     checkpoint = published_codes(request.config, settings)
     if checkpoint is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.base.load import Base
-from peftkit.data.encode import Style
+from peftkit.data.style import Style
 from peftkit.errors import PeftkitError
 from peftkit.events import Listener, Notice, Progress, Sample, Stage, ignore
 from peftkit.formats.open_adapter import read_side_adapter

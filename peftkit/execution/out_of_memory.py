@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from peftkit.kernels.device import gpu_here, gpu_of
+from peftkit.kernels.device import gpu_of, local_gpu
 
 T = TypeVar("T")
 NO_ROOM = "Allow fewer new tokens, or load the base in 4 bits (base.quantize: nf4)."
@@ -53,7 +53,7 @@ def attempt(
 def release_memory() -> None:
     """Free the memory of a failed attempt; call it outside of the `except` block."""
     gc.collect()
-    if (here := gpu_here()) is not None:
+    if (here := local_gpu()) is not None:
         here[1].release()
 
 

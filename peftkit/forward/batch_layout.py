@@ -12,7 +12,8 @@ from peftkit.data.pack import padded
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.attention import TrainingAttention, training_attention
 from peftkit.forward.loss import unwrapped
-from peftkit.forward.padding_free import can_unpad, faster, laid_out, num_positions, unpadded
+from peftkit.forward.padding_free import faster, laid_out, num_positions, unpadded
+from peftkit.forward.probes import can_unpad
 
 
 class BatchLayout:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from peftkit.data.chat import Chat, special_texts
-from peftkit.data.encode import Style, stop_ids
+from peftkit.data.generation import stop_ids
+from peftkit.data.style import Style
 from peftkit.errors import ConfigError
 from peftkit.inference.call_formats import CallFormat
 from peftkit.inference.calls import Reader, Render, format_of

@@ -22,7 +22,7 @@ from peftkit.execution.environment import gpu_of_size, this_machine
 from peftkit.execution.plan import ExecutionPlan, plan_of
 from peftkit.inference.cache import slot_length
 from peftkit.inference.open_engine import bytes_per_token, cache_tokens
-from peftkit.kernels.device import gpu_here
+from peftkit.kernels.device import local_gpu
 from peftkit.planning.memory import CARDS, LINK, STEP, DeviceEstimate, MemoryEstimator, Strategy
 from peftkit.planning.resolve import as_continued, config_of
 from peftkit.recipe import Recipe, load
@@ -190,7 +190,7 @@ def measured_rate(dtype: torch.dtype) -> float:
 
     The best of a moment: other programs take turns with most of the products.
     """
-    here = gpu_here()
+    here = local_gpu()
     device, size = (here[0], 4096) if here else (torch.device("cpu"), 512)
     wait = torch.get_device_module(device).synchronize if here else lambda: None
     a = torch.ones(size, size, dtype=dtype, device=device)

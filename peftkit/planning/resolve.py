@@ -95,7 +95,7 @@ def as_continued(recipe: Recipe) -> Recipe:
     if not recipe.method.start_from:
         return recipe
     from peftkit.formats.find_adapter import adapter_folder
-    from peftkit.formats.peft.folder import read_adapter
+    from peftkit.formats.peft.load import read_adapter
 
     method = read_adapter(adapter_folder(recipe.method.start_from)).method
     update: dict[str, Any] = {"start_from": None, "token_rows": ()}

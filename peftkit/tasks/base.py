@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from peftkit.data.encode import Style
-from peftkit.data.pack import LazyRows, View, padded, tokens_of_each
+from peftkit.data.pack import padded
+from peftkit.data.rows.lazy import LazyRows, View, tokens_of_each
+from peftkit.data.style import Style
 from peftkit.events import Listener, Progress, ignore
 from peftkit.execution.parallel import Part
 from peftkit.execution.plan import ExecutionPlan

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from peftkit.data.pack import LazyRows, PackedRows
+from peftkit.data.pack import PackedRows
 from peftkit.data.rows.columns import StoredRows
+from peftkit.data.rows.lazy import LazyRows
 from peftkit.defaults import is_worth_packing
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice
-from peftkit.forward.padding_free import check_packing
+from peftkit.forward.probes import check_packing
 from peftkit.tasks.row_loader import RowLoader
 from peftkit.tasks.rows import PLAIN_PROMPTS, TEXTS_WITH_TURNS, turns_in
 

@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from peftkit.data.chat import choose_template, shortened
-from peftkit.data.encode import STYLES, Style, agreed_style, template_of
-from peftkit.data.pack import LazyRows, weighted
+from peftkit.data.chat_template import choose_template, shortened
+from peftkit.data.encode import agreed_style
+from peftkit.data.generation import template_of
 from peftkit.data.records import sources_of
 from peftkit.data.rows.cache import encoded
 from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.encoder import RowEncoder
+from peftkit.data.rows.lazy import LazyRows, weighted
+from peftkit.data.style import STYLES, Style
 from peftkit.errors import DataError
 from peftkit.events import Listener, Notice, Stage, Table
 from peftkit.settings import DataConfig

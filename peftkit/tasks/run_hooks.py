@@ -17,7 +17,7 @@ from peftkit.execution.world import World
 from peftkit.settings import TrainConfig
 
 if TYPE_CHECKING:
-    from peftkit.model.modes import SideAdapter
+    from peftkit.model.side_adapter import SideAdapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,15 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from peftkit.data.encode import DocumentEncoder
-from peftkit.data.format import FieldNames
-from peftkit.data.pack import Row, collate, labelled_segments
+from peftkit.data.field_names import FieldNames
+from peftkit.data.pack import Row, collate
+from peftkit.data.row_text import labelled_segments
 from peftkit.events import Listener, ignore
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.batch_layout import BatchLayout
 from peftkit.forward.loss import accepted, head_of, perplexity, token_loss
-from peftkit.forward.padding_free import check_causal, layout_in
+from peftkit.forward.padding_free import layout_in
+from peftkit.forward.probes import check_causal
 from peftkit.settings import CHAT, DataConfig
 from peftkit.tasks.base import Task, mean_loss
 from peftkit.tasks.completions import CompletingTask

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from peftkit.config.schema import flat
-from peftkit.data.pack import fingerprint
+from peftkit.data.rows.lazy import fingerprint
 from peftkit.errors import CheckpointError, OutputError, did_you_mean
 from peftkit.events import Notice, Saved
 from peftkit.execution import rng

@@ -1,6 +1,11 @@
 """Micro-batches that fit into memory, planned by counted bytes and retried with smaller plans.
 
-Training runs (step.py, memory.py) and the server of Tinker's API share this loop.
+The fallback order, from fastest to least memory: keep all activations; recompute the blocks;
+offload their inputs to main memory. Each mode first tries fewer rows at once. On a GPU, the next
+mode comes before micro-batches too small to keep it busy. Before the first step, `choose` picks the
+first plan that fits by counted bytes. If memory runs out later, `Fitting.smaller` returns the next.
+
+Training runs (step.py, memory.py) and the server of Tinker's API share this file.
 """
 
 from __future__ import annotations
@@ -13,8 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from peftkit.data.pack import num_tokens
-from peftkit.execution.plan import Activations, ExecutionPlan, choose, smaller
+from peftkit.data.rows.lazy import num_tokens
+from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.train.optim import LossScale
 
 T = TypeVar("T")
@@ -89,6 +94,40 @@ def saved_by(run: Callable[[], Tensor], blocks: Sequence[nn.Module]) -> Activati
     return ActivationBytes(sums[-1], tuple(sums[:-1]), tuple(inputs))
 
 
+def choose(
+    requested: ExecutionPlan, costs: Costs, available: float, longest: int
+) -> ExecutionPlan | None:
+    """Return the plan with the first activation mode that fits; None if no row fits.
+
+    It has at most the requested rows and tokens at once. Micro-batches too small to keep the device
+    busy are the last resort.
+
+    Args:
+        available: Bytes.
+        longest: Tokens of the longest row, padding included; 1 if rows have none.
+    """
+    rows, tokens = requested.rows, requested.tokens
+    most = rows * longest if tokens is None else max(min(tokens, rows * longest), longest)
+    enough = max(longest, requested.busy_tokens if longest > 1 else 1)
+    for least, modes in ((enough, costs), (longest, costs[::-1])):
+        for activations, per_token in modes:
+            fit = int(available / per_token)
+            if fit >= most:
+                return replace(requested, activations=activations)
+            if fit >= least and longest > 1:
+                return replace(requested, activations=activations, tokens=fit)
+            if fit >= least:
+                return replace(requested, activations=activations, rows=fit, tokens=None)
+    return None
+
+
+def _halved(limit: int, now: int) -> int:
+    """Halve a limit until it is below the current size."""
+    while limit >= now:
+        limit //= 2
+    return max(limit, 1)
+
+
 class Fitting:
     """The fallback order of a training loop, and its loss scale.
 
@@ -121,16 +160,6 @@ class Fitting:
             for mode in self.modes
         ]
 
-    def planned(
-        self, costs: Costs, available: float, longest: Any, requested: ExecutionPlan | None = None
-    ) -> ExecutionPlan | None:
-        """Return the first plan in the fallback order that fits; None if the longest row does not.
-
-        Args:
-            available: Bytes for activations.
-        """
-        return choose(requested or self.requested, costs, available, self.num_positions([longest]))
-
     def smaller(
         self,
         plan: ExecutionPlan,
@@ -143,21 +172,23 @@ class Fitting:
             parts: The micro-batches for which memory ran out.
             agree: Returns the maximum of each size over all processes.
         """
-        rows, tokens, has_tokens = agree(
-            [
-                max(map(len, parts), default=0),
-                max(map(self.num_positions, parts), default=0),
-                int(any(num_tokens(row) for part in parts for row in part)),
-            ]
-        )
-        return smaller(
-            plan,
-            self.requested,
-            self.modes,
-            rows=rows,
-            tokens=tokens,
-            counts_tokens=bool(has_tokens),
-        )
+        sizes = [
+            max(map(len, parts), default=0),
+            max(map(self.num_positions, parts), default=0),
+            int(any(num_tokens(row) for part in parts for row in part)),
+        ]
+        rows, tokens, have_length = agree(sizes)
+        later = self.modes[self.modes.index(plan.activations) + 1 :]
+        busy = plan.busy_tokens if have_length else 0
+        if rows > 1 and (tokens / 2 >= busy or not later):
+            if plan.tokens is None:
+                return replace(plan, rows=_halved(plan.rows, rows))
+            # a single row may have more tokens than the limit
+            return replace(plan, tokens=_halved(plan.tokens, min(tokens, plan.tokens)))
+        if later:  # a new mode starts with the requested rows and tokens
+            requested = self.requested
+            return replace(plan, activations=later[0], rows=requested.rows, tokens=requested.tokens)
+        return None
 
     def retry(
         self,

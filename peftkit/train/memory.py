@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from peftkit.data.pack import num_tokens, tokens_of_each
+from peftkit.data.rows.lazy import num_tokens, tokens_of_each
 from peftkit.errors import RunError
 from peftkit.events import Notice, Stage
 from peftkit.execution import rng
@@ -36,7 +36,7 @@ from peftkit.figures import size
 from peftkit.kernels.device import free_bytes, gpu_of
 from peftkit.quant.audit import audit
 from peftkit.settings import TrainConfig
-from peftkit.train.fitting import AUTO_SHARE, ActivationBytes, Costs, saved_by
+from peftkit.train.fitting import AUTO_SHARE, ActivationBytes, Costs, choose, saved_by
 from peftkit.train.optim import STATE_BYTES
 from peftkit.train.step import Trainer
 
@@ -103,7 +103,7 @@ def _refine(trainer: Trainer, median: Any, saved: ActivationBytes | None, longes
     costs = fitting.costs((saved, [median]), (most, [longest]))
     if trainer.world.world_size > 1:
         costs = [(mode, float(trainer.world.max(math.ceil(cost)))) for mode, cost in costs]
-    plan = fitting.planned(costs, available, longest)
+    plan = choose(fitting.requested, costs, available, fitting.num_positions([longest]))
     budget = "free memory" if memory == "auto" else f"train.memory's {memory:g} GB"
     left = size(available, 2) if available > 0 else "nothing"
     problem = f"Weights, optimizer and all else leave {left} of {budget} for activations."

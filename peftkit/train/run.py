@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from peftkit.data.pack import View
+from peftkit.data.rows.lazy import View
 from peftkit.events import Event, Listener
 from peftkit.execution.parallel import Parallel, Part
 from peftkit.execution.signals import StopRequest

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.adapter import refresh_copies
-from peftkit.data.pack import num_tokens
+from peftkit.data.rows.lazy import num_tokens
 from peftkit.errors import ConfigError, DataError, RunError
 from peftkit.execution import rng
 from peftkit.execution.out_of_memory import (
@@ -130,10 +130,16 @@ class Trainer:
             RunError: A single row does not fit into memory.
         """
         start, before, device = rng.capture(self.world.device), self.plan, self.world.device
+        ran_out = False  # on this process
 
         def compute() -> tuple[StepFacts, Tensor] | None:
             nonlocal ran_out
-            batches = self._collated(rows)
+            passes = self.run.parallel.align(self.run.micro_batches(rows))
+            own = iter(self.prefetcher.batches([part for part, is_own in passes if is_own]))
+            batches = [
+                (next(own) if is_own else self.prefetcher.batches([part])[0], is_own)
+                for part, is_own in passes
+            ]
             if coming is not None and self.prefetcher.is_ahead:  # with this attempt's plan
                 self.prefetcher.prefetch(self.run.micro_batches(coming))
             targets = sum(self.task.num_targets(batch) for batch, is_own in batches if is_own)
@@ -151,7 +157,6 @@ class Trainer:
             release_memory()
             rng.restore(start, device)
 
-        ran_out = False
         facts, grad_norm = self.fitting.retry(
             compute,
             overflows=overflows,
@@ -205,9 +210,7 @@ class Trainer:
             sums = self.sums(batch)
             (sums[0] * (self.fitting.scale.factor / total if is_own else 0.0)).backward()
             if is_own:
-                total_sums += (
-                    sums.detach()
-                )  # on the device: .item() would synchronise with the host
+                total_sums += sums.detach()  # .item() would synchronise with the host
         return total_sums
 
     def _no_sums(self) -> Tensor:
@@ -223,14 +226,6 @@ class Trainer:
         with self.world.autocast():
             return self.task.loss(self.model, OnDevice(batch, self.world.device))
 
-    def _collated(self, rows: Sequence[Any]) -> list[Batch]:
-        passes = self.run.parallel.align(self.run.micro_batches(rows))
-        batches = iter(self.prefetcher.batches([part for part, is_own in passes if is_own]))
-        return [
-            (next(batches) if is_own else self.prefetcher.batches([part])[0], is_own)
-            for part, is_own in passes
-        ]
-
     def _use_less_memory(self, rows: Sequence[Any], ran_out: bool, start: rng.State) -> None:
         """Switch to the next plan in the fallback order, the same on all processes.
 
@@ -240,14 +235,9 @@ class Trainer:
         Raises:
             RunError: A single row does not fit.
         """
-
-        def agree(sizes: list[int]) -> list[int]:
-            gathered = self.world.gather(torch.tensor(sizes, device=self.world.device))
-            largest: list[int] = gathered.amax(0).tolist()
-            return largest
-
         self.optimizer.zero_grad(set_to_none=True)
-        plan = self.fitting.smaller(self.plan, self.run.micro_batches(rows), agree)
+        parts, largest = self.run.micro_batches(rows), self.world.max
+        plan = self.fitting.smaller(self.plan, parts, lambda sizes: [*map(largest, sizes)])
         if plan is not None:
             self.use(plan)
             return

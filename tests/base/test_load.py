@@ -191,9 +191,9 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         lambda f: ARCHITECTURES["t5"]().save_pretrained(f),
         ("not a causal_lm model", "model_type is t5"),
     ),
-    "code": (as_code, ("code of its own, which peftkit does not run",)),
+    "code": (as_code, ("remote code (trust_remote_code), which peftkit does not run",)),
     "an adapter": (lambda f: (f / "adapter_config.json").touch(), ("It is an adapter",)),
-    "no tokenizer": (remove_tokenizer, ("the tokenizer of", "no tokenizer files")),
+    "no tokenizer": (remove_tokenizer, ("the tokenizer of", "no readable tokenizer files")),
     "endless tokenizer": (
         save_tokenizer_without("pad_token", "eos_token"),
         ("no eos_token and no pad_token",),

@@ -97,7 +97,7 @@ def test_short_name_is_converted_once_and_is_the_same_model(tiny_known, package,
 
 def test_hub_id_of_a_short_name_is_never_the_converted_copy(tiny_known) -> None:
     load_base("tiny")
-    with pytest.raises(BaseError, match="by its short name: tiny"):
+    with pytest.raises(BaseError, match=r"its short name, .*: tiny"):
         load_base("org/tiny")
     with pytest.raises(BaseError, match="cannot be asked"):
         load_base("tiny", revision="v1")

@@ -33,7 +33,8 @@ from peftkit.formats.serving import served_over
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
 from peftkit.quant.audit import audit
-from peftkit.quant.layers import QuantizedLinear, weight_of
+from peftkit.quant.layers import QuantizedLinear
+from peftkit.quant.weights import weight_of
 from peftkit.settings import BaseConfig
 from tests.helpers.adapters import perturb
 from tests.helpers.bases import in_mxfp4

@@ -19,7 +19,7 @@ from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.request import request_of
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import BaseConfig
-from tests.helpers.bases import change, in_mxfp4, mark, state_of
+from tests.helpers.bases import in_mxfp4, mark_quantized, state_of, write_changed
 from tests.helpers.families import tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -32,8 +32,10 @@ def in_fp8(folder: Path) -> None:
         scales = torch.rand(value.shape[0] // 16, value.shape[1] // 16) + 0.5
         return {name: value.to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
 
-    change(folder, "llama", replace)
-    mark(folder, quant_method="fp8", weight_block_size=[16, 16], activation_scheme="dynamic")
+    write_changed(folder, "llama", replace)
+    mark_quantized(
+        folder, quant_method="fp8", weight_block_size=[16, 16], activation_scheme="dynamic"
+    )
 
 
 @pytest.mark.parametrize("write", [in_fp8, in_mxfp4])

@@ -12,8 +12,9 @@ from transformers import AutoTokenizer
 
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
-from peftkit.data.encode import default_style
-from peftkit.formats.peft.folder import read_adapter, save_adapter
+from peftkit.data.generation import default_style
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import read_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.bank import open_bank
 from peftkit.inference.generate import generate
@@ -149,7 +150,7 @@ def test_tokens_that_a_bank_splits_are_told(
     done = peftkit("chat", "--adapter", one, "--adapter", two["sql"], "--max-new-tokens", "5")
     assert done.code == 0
     told = " ".join(done.err.split())
-    assert "'json' was trained with tokens that its base does not know: <tool>." in told
+    assert "'json' was trained with tokens that its base lacks: <tool>." in told
     assert "'sql' was trained" not in told
     (one / "tokenizer.json").write_text("{")
     typed(monkeypatch, ASKED)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.gpu_code import CARDS, MOST_REGISTERS, told_by
+from tests.helpers.gpu_code import CARDS, MOST_REGISTERS, output_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -148,7 +148,7 @@ print(json.dumps(grids))
 def test_machine_code_keeps_all_in_registers(card: int, dtype: str, tmp_path: Path) -> None:
     if card == 75 and dtype == "bf16":
         return  # a T4 has no bfloat16
-    found = told_by(COMPILED, str(card), dtype, TRITON_CACHE_DIR=str(tmp_path))
+    found = output_of(COMPILED, str(card), dtype, TRITON_CACHE_DIR=str(tmp_path))
     assert len(found) == 6 + 8 + 13
     for used in found:
         assert used["STACK"] == used["LOCAL"] == 0
@@ -156,18 +156,18 @@ def test_machine_code_keeps_all_in_registers(card: int, dtype: str, tmp_path: Pa
 
 
 def test_numbers_are_those_of_torch() -> None:
-    worst = told_by(INTERPRETED, TRITON_INTERPRET="1")
+    worst = output_of(INTERPRETED, TRITON_INTERPRET="1")
     assert len(worst) == 9 + 5
     assert max(worst.values()) < 1e-4  # float32: of values up to a hundred
 
 
 def test_blocks_of_gguf_files_are_unpacked_to_the_bit() -> None:
-    differ = told_by(BLOCKS, TRITON_INTERPRET="1", PYTHONWARNINGS="ignore")
+    differ = output_of(BLOCKS, TRITON_INTERPRET="1", PYTHONWARNINGS="ignore")
     assert len(differ) == 13
     assert not any(differ.values())
 
 
 def test_rows_times_heads_may_be_more_than_a_second_axis_takes() -> None:
-    ((along, *others),) = told_by(GRIDS)
+    ((along, *others),) = output_of(GRIDS)
     assert along == 4096 * 32
     assert all(size <= 65_535 for size in others)

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from peftkit.data.chat import CHATML, choose_template
-from peftkit.data.encode import Encoder, Style, prompt_ids, stop_ids
+from peftkit.data.chat_template import CHATML, choose_template
+from peftkit.data.encode import Encoder
 from peftkit.data.format import parse
+from peftkit.data.generation import prompt_ids, stop_ids
 from peftkit.data.pack import IGNORE, Row
 from peftkit.data.records import Record
+from peftkit.data.style import Style
 from peftkit.errors import DataError
 from tests.helpers.chat_templates import QWEN3, TEMPLATES
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from peftkit.data.encode import Style, prompt_ids
+from peftkit.data.generation import prompt_ids
+from peftkit.data.style import Style
 from peftkit.events import Notice
 from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM, CausalLMConfig

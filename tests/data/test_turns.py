@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from peftkit.data.chat import Chat
-from peftkit.data.encode import tokens
+from peftkit.data.tokens import tokens
 from peftkit.data.turns import Turns
 from peftkit.errors import DataError
 from peftkit.inference.call_formats import Call

@@ -23,7 +23,7 @@ def perturb(parameters: Iterable[Tensor], std: float = 0.05, seed: int | None = 
             parameter += std * torch.randn(parameter.shape, generator=generator).to(parameter)
 
 
-def trained(family: str, method: LoRA) -> tuple[nn.Module, Adapter]:
+def model_with_adapter(family: str, method: LoRA) -> tuple[nn.Module, Adapter]:
     """Return a tiny model with an adapter that does something."""
     model = FAMILIES[family]().eval()
     adapter = attach(model, method)

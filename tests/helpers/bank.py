@@ -18,7 +18,7 @@ from peftkit.quant.audit import audit
 from tests.helpers.adapters import perturb
 
 
-def a_base(model: nn.Module, tokenizer: Any = None) -> Base:
+def tiny_base(model: nn.Module, tokenizer: Any = None) -> Base:
     """Say of a tiny model what load_base says of a real one."""
     return Base(
         model=model,
@@ -32,7 +32,9 @@ def a_base(model: nn.Module, tokenizer: Any = None) -> Base:
     )
 
 
-def write(model: nn.Module, method: LoRA, folder: Path, seed: int, **provenance: Any) -> Path:
+def write_adapter(
+    model: nn.Module, method: LoRA, folder: Path, seed: int, **provenance: Any
+) -> Path:
     """Write an adapter that has learnt something; the model is bare again."""
     adapter = attach(model, method, seed=seed)
     perturb(adapter.parameters(), seed=seed)

@@ -33,13 +33,13 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def mark(folder: Path, **settings: Any) -> None:
+def mark_quantized(folder: Path, **settings: Any) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"quantization_config": settings}
     path.write_text(json.dumps(config))
 
 
-def change(folder: Path, family: str, replace: Any) -> None:
+def write_changed(folder: Path, family: str, replace: Any) -> None:
     """Write a tiny model's folder with other tensors in place of some of its own."""
     torch.manual_seed(0)
     ARCHITECTURES[family]().bfloat16().save_pretrained(folder)
@@ -59,8 +59,8 @@ def in_mxfp4(folder: Path) -> None:
         scales = torch.randint(120, 130, (count, out, width // 32), dtype=torch.uint8)
         return {f"{name}_blocks": blocks, f"{name}_scales": scales}
 
-    change(folder, "gpt_oss", replace)
-    mark(folder, quant_method="mxfp4")
+    write_changed(folder, "gpt_oss", replace)
+    mark_quantized(folder, quant_method="mxfp4")
 
 
 def logits(model: nn.Module) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from peftkit.data.chat import CHATML
+from peftkit.data.chat_template import CHATML
 
 _ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 _TOOLS = "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"

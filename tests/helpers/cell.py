@@ -80,19 +80,19 @@ def bare_model(architecture: str, quantize: str) -> nn.Module:
 
     It is frozen, as every base is: torch sums in another order where a weight trains.
     """
-    model = built(architecture).requires_grad_(False)
+    model = tiny_model(architecture).requires_grad_(False)
     if quantize != "none":
         quantize_model(model, quantize, double_quant=True, compute_dtype=torch.float32)
     return model
 
 
-def built(family: str) -> nn.Module:
+def tiny_model(family: str) -> nn.Module:
     """Return one and the same tiny model each time."""
     torch.manual_seed(0)
     return ARCHITECTURES[family]().eval()
 
 
-def moved(model: nn.Module, size: float = 0.05, parts: tuple[str, ...] = ("",)) -> None:
+def perturb_trained(model: nn.Module, size: float = 0.05, parts: tuple[str, ...] = ("",)) -> None:
     """Stand in for training: move every trainable value of some names a little."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -106,7 +106,7 @@ def trained(model: nn.Module, method: Method) -> Adapter:
     before = outputs(model)
     adapter = attach(model, method)
     assert torch.equal(outputs(model), before)
-    moved(model)
+    perturb_trained(model)
     assert not torch.allclose(outputs(model), before, atol=1e-2)
     return adapter
 

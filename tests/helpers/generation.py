@@ -12,7 +12,7 @@ from tests.helpers.families import ARCHITECTURES, EOS, FAMILIES, FURTHER
 MODELS = {**FAMILIES, **ARCHITECTURES, **FURTHER}
 
 
-def of_full_pass(
+def greedy_tokens(
     model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int], num_new: int
 ) -> list[int]:
     """Return the likeliest tokens after a prompt, if those of an answer stand there so far.

@@ -18,7 +18,7 @@ MOST_REGISTERS = 64
 """Of a thread: with more a multiprocessor holds fewer than half of its threads."""
 
 
-def told_by(program: str, *args: str, **environment: str) -> Any:
+def output_of(program: str, *args: str, **environment: str) -> Any:
     """Return what a program prints last, as JSON."""
     known = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **environment}
     done = subprocess.run(

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from peftkit.base.processors import UnreadVideos, blind_to_videos
+from peftkit.base.processors import UnreadVideos, without_video_support
 from peftkit.settings import DataConfig
 from peftkit.tasks.media.media_text import AudioTextConfig, MediaText
 from tests.helpers.speech import encoded, tones
@@ -24,8 +24,8 @@ from tests.helpers.vision import (
     A,
     Family,
     Q,
+    dialog,
     made,
-    said,
     template,
     token_id,
     tokenizer,
@@ -34,13 +34,13 @@ from tests.helpers.vision import write_image_rows as write_seen
 
 SPOKEN: list[dict[str, Any]] = [
     {
-        "messages": said(
+        "messages": dialog(
             (Q, [{"type": "audio", "audio": "a.wav"}, {"type": "text", "text": "what is it?"}]),
             (A, [{"type": "text", "text": "the fox"}]),
         )
     },
     {
-        "messages": said(
+        "messages": dialog(
             (Q, "see <audio> the <audio> dog"),
             (A, "the lazy dog over"),
             (Q, "and then?"),
@@ -48,12 +48,12 @@ SPOKEN: list[dict[str, Any]] = [
         ),
         "audios": ["b.wav", "a.wav"],
     },
-    {"messages": said((Q, "no sound"), (A, "in the question"))},
-    {"audio": "b.wav", "messages": said((Q, "the other"), (A, "quick fox"))},
+    {"messages": dialog((Q, "no sound"), (A, "in the question"))},
+    {"audio": "b.wav", "messages": dialog((Q, "the other"), (A, "quick fox"))},
 ]
 _TURNS = [(turn["role"], turn["content"]) for turn in SPOKEN[1]["messages"][1:]]
 _ONE_EACH = [*SPOKEN]
-_ONE_EACH[1] = {"messages": said((Q, "see <audio> dog"), *_TURNS), "audios": ["b.wav"]}
+_ONE_EACH[1] = {"messages": dialog((Q, "see <audio> dog"), *_TURNS), "audios": ["b.wav"]}
 _SEEN_TOO = [*SPOKEN[:3], {**SPOKEN[3], "image": "a.png"}]
 
 
@@ -136,7 +136,7 @@ GEMMA4_HEARING = Family(
             },
         },
     ),
-    lambda: blind_to_videos(transformers.Gemma4Processor)(
+    lambda: without_video_support(transformers.Gemma4Processor)(
         feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
         image_processor=transformers.Gemma4ImageProcessorPil(
             patch_size=4, pooling_kernel_size=2, max_soft_tokens=70
@@ -184,7 +184,7 @@ QWEN2_5_OMNI = Family(
             for end, own in (("start", "bos"), ("end", "eos"))
         },
     ),
-    lambda: blind_to_videos(transformers.Qwen2_5OmniProcessor)(
+    lambda: without_video_support(transformers.Qwen2_5OmniProcessor)(
         image_processor=transformers.Qwen2VLImageProcessorPil(
             patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024}
         ),

@@ -13,7 +13,7 @@ from peftkit.kernels import cross_entropy
 SIGN = "CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
-def short_of_memory(model: Any, rows: int, tokens: int = 1 << 30, after: int = 0) -> None:
+def limit_memory(model: Any, rows: int, tokens: int = 1 << 30, after: int = 0) -> None:
     """Have a model fail for more rows or tokens at once, after some passes."""
     passes = 0
 

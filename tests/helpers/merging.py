@@ -44,7 +44,7 @@ def logits(model: nn.Module) -> Tensor:
         return model(input_ids=IDS, use_cache=False).logits.float()
 
 
-def trained(model: nn.Module, method: Method, size: float = 0.05) -> Adapter:
+def attach_perturbed(model: nn.Module, method: Method, size: float = 0.05) -> Adapter:
     """Attach a method and move its tensors, as training would."""
     adapter = attach(model, method)
     perturb(adapter.parameters(), size, seed=7)
@@ -83,7 +83,7 @@ class Saver:
         self.tokenizer.save_pretrained(self.base)
         if quantize != "none":
             quantize_model(model, quantize)
-        adapter = trained(model, method, size)
+        adapter = attach_perturbed(model, method, size)
         loading = {"dtype": "fp32", "quantize": quantize, "double_quant": True}
         provenance = Provenance(base=str(self.base), fingerprint=fingerprint, loading=loading)
         save_adapter(adapter, self.adapter, provenance)

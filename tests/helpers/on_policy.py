@@ -112,7 +112,7 @@ def hangs(prompts, completions, **columns):
 """
 
 
-def spec(folder: Path, model_folder: Path, *functions: str, **task: Any) -> dict[str, Any]:
+def reward_recipe(folder: Path, model_folder: Path, *functions: str, **task: Any) -> dict[str, Any]:
     """Return a recipe of six prompts: two a step, four answers each."""
     (folder / "rewards.py").write_text(REWARDS)
     rows = [{"prompt": f"the quick brown {n}", "word": str(n)} for n in range(6)]

@@ -109,7 +109,7 @@ def _base(folder: Path, family: str) -> Path:
     return save_base(folder, model=model)
 
 
-def together(folder: Path, cells: Mapping[str, Settings], world: int = 2) -> dict[str, str]:
+def run_ranks(folder: Path, cells: Mapping[str, Settings], world: int = 2) -> dict[str, str]:
     """Run recipes, one after the other, in processes that share the base; return what went wrong.
 
     Each recipe's output is in a folder of its name.
@@ -146,7 +146,7 @@ def _work(folder: str, cells: Iterable[tuple[str, Settings]]) -> None:
     os._exit(0)
 
 
-def alone(cell: Settings, out: Path, world: int = 2) -> None:
+def run_alone(cell: Settings, out: Path, world: int = 2) -> None:
     """Run a recipe in this process, with as many rows in a step."""
     train = {**cell["train"], "output_dir": str(out), "shard": "none"}
     train["gradient_accumulation"] = world * train.get("gradient_accumulation", 1)
@@ -173,7 +173,7 @@ SAYINGS = [
 ]
 
 
-def recipe(folder: Path, model: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+def ragged_recipe(folder: Path, model: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     data = folder / "rows.jsonl"
     write_rows(data, SAYINGS)
     settings: dict[str, dict[str, Any]] = {
@@ -192,6 +192,6 @@ def recipe(folder: Path, model: Path, **sections: dict[str, Any]) -> dict[str, A
     return {name: {**section, **sections.get(name, {})} for name, section in settings.items()}
 
 
-def losses(folder: Path, key: str = "loss") -> list[float]:
+def logged_losses(folder: Path, key: str = "loss") -> list[float]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [entry[key] for entry in map(json.loads, lines) if "learning_rate" in entry]

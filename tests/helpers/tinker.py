@@ -9,24 +9,24 @@ from torch import Tensor
 
 from tests.helpers.wire_client import Model, datum
 
-CE = [
+CE_DATA = [
     datum([5, 6, 7, 8, 9, 10, 11]),
     datum([5, 6, 7, 30, 31, 32], weights=[0, 0, 1, 1, 0.5]),
     datum([40, 41, 42], weights=[-1.0, 0.3]),
 ]
 
 
-def learn(model: Model, number: int) -> list[Any]:
+def train_steps(model: Model, number: int) -> list[Any]:
     """Take some steps; return all that is told of them."""
     told: list[Any] = []
     for _ in range(number):
-        total, rows = model.forward(CE)
+        total, rows = model.forward(CE_DATA)
         told += [total, [row["logprobs"].tolist() for row in rows]]
         told.append(model.step(learning_rate=0.05))
     return told
 
 
-UNLIKE = (
+MIXED_RANKS = (
     {"rank": 2, "seed": 1},
     {"rank": 5, "seed": 2, "train_mlp": False, "train_unembed": True},
     {"rank": 3, "seed": 1, "train_attn": False},
@@ -37,7 +37,9 @@ PROMPT = [5, 6, 7, 8]
 LENGTHS = (5, 9)
 
 
-def formula(name: str, x: Tensor, i: dict[str, Tensor], lo: float, hi: float, beta: float) -> Any:
+def loss_formula(
+    name: str, x: Tensor, i: dict[str, Tensor], lo: float, hi: float, beta: float
+) -> Any:
     """Return the sum of losses, token by token."""
     total: Any = 0.0
     starts = (0, LENGTHS[0])

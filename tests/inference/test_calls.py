@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from peftkit.data.chat import Chat
-from peftkit.data.encode import Style, tokens
+from peftkit.data.style import Style
+from peftkit.data.tokens import tokens
 from peftkit.inference.call_formats import FORMATS, NO_CALLS, Call, CallFormat
 from peftkit.inference.call_style import CallStyle
 from peftkit.inference.calls import Reader, Said, format_of, read_answer

@@ -45,9 +45,9 @@ from tests.helpers.listening import (
     task_of,
     write_sound_rows,
 )
-from tests.helpers.memory import short_of_memory
+from tests.helpers.memory import limit_memory
 from tests.helpers.speech import encoded, tones
-from tests.helpers.vision import QUESTIONS, said
+from tests.helpers.vision import QUESTIONS, dialog
 
 ANY_LENGTH = DataConfig(train="", max_length=None)
 
@@ -122,8 +122,8 @@ def data(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"type": case.kind.name, case.kind.name: str(case.path(word))},
             {"type": "text", "text": "what is it?"},
         ]
-        rows.append({"messages": said(("user", asked), ("assistant", word))})
-    rows.append({"messages": said(("user", "and then?"), ("assistant", "the fox"))})
+        rows.append({"messages": dialog(("user", asked), ("assistant", word))})
+    rows.append({"messages": dialog(("user", "and then?"), ("assistant", "the fox"))})
     path = folder / "rows.jsonl"
     write_rows(path, rows)
     return path
@@ -211,7 +211,7 @@ def test_generation_is_the_likeliest_token_again_and_again(name: str, tmp_path: 
     rows = [*QUESTIONS, {"prompt": "what is it?", "completion": "the fox", "image": "b.png"}]
     if FAMILIES[name].has_template:
         rows = [
-            {"messages": said(("user", row["prompt"]), ("assistant", "the fox"))}
+            {"messages": dialog(("user", row["prompt"]), ("assistant", "the fox"))}
             | (
                 {"audio": row["image"].replace("png", "wav")}
                 if name in HEARING
@@ -239,7 +239,7 @@ def test_generation_is_the_likeliest_token_again_and_again(name: str, tmp_path: 
         assert len(answer) == 4 or new[len(answer)] in task.encoder.stop_ids(task.rows.prompt_style)
         assert row.media
     told: list[int] = []
-    short_of_memory(model, 1)
+    limit_memory(model, 1)
     assert task.complete(model, prompts, max_new_tokens=4, on_fewer=told.append) == answers
     assert told[-1] == 1
 
@@ -330,7 +330,10 @@ def test_mllama_learns_by_its_cross_attention_alone(tmp_path: Path) -> None:
     model = model_of("mllama")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     task = task_of("mllama", model)
-    row = {"messages": said(("user", "<image>what?"), ("assistant", "fox dog")), "image": "a.png"}
+    row = {
+        "messages": dialog(("user", "<image>what?"), ("assistant", "fox dog")),
+        "image": "a.png",
+    }
     rows = task.load(str(write_sound_rows(tmp_path, [row, {**row, "image": "b.png"}])))
     adapter = attach(model, LoRA(rank=4, targets=("cross_attention",)))
     assert all(".cross_attn." in path for path in adapter.modules)

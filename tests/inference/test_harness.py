@@ -10,8 +10,8 @@ import torch
 
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
-from peftkit.data.chat import CHATML
-from peftkit.data.encode import Style
+from peftkit.data.chat_template import CHATML
+from peftkit.data.style import Style
 from peftkit.errors import ConfigError
 from peftkit.events import Event, Notice
 from peftkit.formats.open_adapter import Opened, open_adapter

@@ -14,8 +14,8 @@ from peftkit.inference.sampling import Sampling
 from peftkit.serve.worker import Worker
 from tests.helpers.families import EOS, FAMILIES
 from tests.helpers.generation import MODELS
-from tests.helpers.memory import short_of_memory
-from tests.helpers.worker import Asked
+from tests.helpers.memory import limit_memory
+from tests.helpers.worker import Submitted
 from tests.simulated_gpu.simulation import simulated
 
 PROMPTS = [[7 + n, 8, 9 + n] for n in range(9)]
@@ -46,7 +46,7 @@ def test_answers_are_those_of_enough_memory(tokenizer: Any, name: str, after: in
     model, told = MODELS[name]().eval(), list[int]()
     expected = streamed_answers(model, tokenizer, told)
     assert not told
-    short_of_memory(model, 2, after=after)
+    limit_memory(model, 2, after=after)
     assert streamed_answers(model, tokenizer, told) == expected
     assert told[-1] == 2
     again: list[int] = []
@@ -57,7 +57,7 @@ def test_answers_are_those_of_enough_memory(tokenizer: Any, name: str, after: in
 def test_prompts_are_computed_in_shorter_passes(llama: Any, tokenizer: Any) -> None:
     prompt = [5 + n for n in range(200)]
     expected = generate_ids(llama, tokenizer, [prompt], max_new_tokens=4)
-    short_of_memory(llama, 64, tokens=150)
+    limit_memory(llama, 64, tokens=150)
     assert generate_ids(llama, tokenizer, [prompt], max_new_tokens=4) == expected
 
 
@@ -65,7 +65,7 @@ def test_an_answer_that_does_not_fit_by_itself_is_named_and_the_others_go_on(
     llama: Any, tokenizer: Any
 ) -> None:
     assert why_plain(llama, tokenizer) is None
-    short_of_memory(llama, 64, tokens=100)
+    limit_memory(llama, 64, tokens=100)
     long, short = Request([5] * 201, Sampling(5)), Request([7, 8], Sampling(5))
     with CachedEngine(llama, tokenizer, Limits(rows=1)) as engine:
         engine.submit(long)
@@ -78,13 +78,13 @@ def test_an_answer_that_does_not_fit_by_itself_is_named_and_the_others_go_on(
 
 def test_a_server_answers_the_others(llama: Any, tokenizer: Any) -> None:
     from peftkit.inference.bank import AdapterBank
-    from tests.helpers.bank import a_base
+    from tests.helpers.bank import tiny_base
 
-    bank = AdapterBank(a_base(llama, tokenizer))
+    bank = AdapterBank(tiny_base(llama, tokenizer))
     bank.engine()  # which tries how the model takes it
-    short_of_memory(llama, 64, tokens=100)
+    limit_memory(llama, 64, tokens=100)
     worker = Worker(bank)
-    long, short = Asked(None, [5] * 201), Asked(None, [7, 8])
+    long, short = Submitted(None, [5] * 201), Submitted(None, [7, 8])
     worker.submit([long.job, short.job])
     worker.start()
     try:
@@ -102,7 +102,7 @@ def test_rollouts_go_on(llama: Any, tokenizer: Any) -> None:
         return sampler.answers(PROMPTS[:3], seeds, max_new_tokens=8, stops=())
 
     expected = answers()
-    short_of_memory(llama, 3, after=4)
+    limit_memory(llama, 3, after=4)
     assert answers() == expected
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from peftkit.data.chat import CHATML
-from peftkit.data.encode import ALPACA, Style, StyleName, prompt_ids
+from peftkit.data.chat_template import CHATML
+from peftkit.data.generation import prompt_ids
+from peftkit.data.style import ALPACA, Style, StyleName
 from peftkit.events import Event, Notice
-from peftkit.formats.peft.folder import load_adapter, read_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter, read_adapter
 from peftkit.merging.merge import merge
 from peftkit.merging.prompt_format import write_template
 from tests.helpers.families import FAMILIES

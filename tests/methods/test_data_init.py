@@ -11,7 +11,7 @@ import torch
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
 from peftkit.events import Event, StepDone
-from peftkit.formats.peft.folder import read_adapter
+from peftkit.formats.peft.load import read_adapter
 from peftkit.recipe import Recipe
 from peftkit.run import prepare
 from peftkit.run import run as run_recipe
@@ -103,5 +103,7 @@ def test_eva_reads_the_training_rows_in_an_order_of_the_seed(
 
 
 def test_loftq_without_quantising_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"method\.init: loftq makes up for what quantising"):
+    with pytest.raises(
+        ConfigError, match=r"method\.init: loftq compensates the quantisation error"
+    ):
         parse(tmp_path, Path("nowhere"), {"init": "loftq"})

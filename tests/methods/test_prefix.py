@@ -9,7 +9,7 @@ from peftkit.adapter import attach
 from peftkit.errors import TargetError
 from peftkit.forward.blocks import Blocks
 from peftkit.methods.prefix import Prefix, PrefixTuning
-from tests.helpers.cell import built as build
+from tests.helpers.cell import tiny_model as build
 from tests.helpers.families import ARCHITECTURES
 from tests.helpers.virtual_tokens import IDS
 

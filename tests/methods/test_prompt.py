@@ -10,9 +10,9 @@ from torch import nn
 
 from peftkit.adapter import attach
 from peftkit.errors import TargetError
-from peftkit.formats.peft.folder import load_adapter, read_adapter
+from peftkit.formats.peft.load import load_adapter, read_adapter
 from peftkit.methods.prompt import PromptTuning
-from tests.helpers.cell import built as build
+from tests.helpers.cell import tiny_model as build
 from tests.helpers.families import ARCHITECTURES
 from tests.helpers.virtual_tokens import IDS, logits
 

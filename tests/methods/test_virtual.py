@@ -14,18 +14,19 @@ from torch import Tensor, nn
 
 from peftkit.adapter import Adapter, attach
 from peftkit.errors import AdapterError, DataError, MergeError, TargetError
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.serving import check_serving
 from peftkit.forward.blocks import Blocks
-from peftkit.forward.padding_free import check_packing
+from peftkit.forward.probes import check_packing
 from peftkit.merging.fold import merge_into
 from peftkit.methods.base import Method
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.quant.quantize import quantize_model
-from tests.helpers.cell import built as build
-from tests.helpers.cell import moved
+from tests.helpers.cell import perturb_trained
+from tests.helpers.cell import tiny_model as build
 from tests.helpers.families import ARCHITECTURES, PAD
 from tests.helpers.spread import spread
 from tests.helpers.virtual_tokens import IDS, inputs_of, logits
@@ -178,7 +179,7 @@ def test_peft_loads_our_files_and_we_load_theirs(task, name, tmp_path) -> None:
     theirs = peft.PeftModel.from_pretrained(case(family, task), tmp_path).eval()
     torch.testing.assert_close(of_peft(theirs), logits(model), atol=TOLERANCE, rtol=0)
     theirs.requires_grad_(True)  # as loaded, it is frozen
-    moved(theirs, parts=("prompt",))
+    perturb_trained(theirs, parts=("prompt",))
     theirs.save_pretrained(tmp_path / "theirs")
     adapter.detach()
     adapter = load_adapter(model, tmp_path / "theirs")

@@ -201,7 +201,7 @@ def test_the_best_and_the_worst_answers_are_shown_with_their_rewards(tmp_path: P
         1: [0.3, 0.2]
     }  # a resumed run made step 1 again
     shown = page([history])
-    assert "Answers and their rewards" in shown
+    assert "Completions and their rewards" in shown
     assert "late" in shown
     assert "a 1.5" in shown
     assert "onerror" in shown

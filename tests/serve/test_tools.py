@@ -1,10 +1,8 @@
-"""Tools in chats: OpenAI's own client over a socket, to a tiny model whose words are given."""
+"""Tool calls in chats: OpenAI's client over a socket, with a model of scripted completions."""
 
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,22 +12,21 @@ import pytest
 openai = pytest.importorskip("openai", reason="the official client is not installed")
 pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
 pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
-import uvicorn  # noqa: E402
 
-from peftkit.data.chat import CHATML  # noqa: E402
-from peftkit.data.encode import Style  # noqa: E402
+from peftkit.data.chat_template import CHATML  # noqa: E402
+from peftkit.data.style import Style  # noqa: E402
 from peftkit.inference.bank import AdapterBank  # noqa: E402
 from peftkit.inference.call_formats import FORMATS  # noqa: E402
 from peftkit.methods.lora import LoRA  # noqa: E402
 from peftkit.serve.app import Limits, _Service, make_app  # noqa: E402
 from peftkit.serve.grammars import Grammars  # noqa: E402
-from peftkit.serve.server import listening  # noqa: E402
 from peftkit.serve.tool_fields import ToolCall, with_calls  # noqa: E402
-from tests.helpers.bank import a_base, write  # noqa: E402
+from tests.helpers.bank import tiny_base, write_adapter  # noqa: E402
+from tests.helpers.serving import openai_client  # noqa: E402
 
 KEY = "a-key-of-this-test"
 ASKED: list[Any] = [{"role": "user", "content": "Hi"}]
-# names alone stand for the functions: the tiny model has room for few tokens
+# templates render only the names of tools: the tiny model has a short context
 SHORT = (
     CHATML[: CHATML.index("{{- '# Tools")]
     + "{%- for tool in tools %}{{- tool.function.name }}{%- endfor %}{{- '<|im_end|>\\n' }}"
@@ -49,7 +46,7 @@ TOOLS = [tool("add", n={"enum": [1, 2]}), tool("now")]
 @pytest.fixture
 def tool_bank(llama: Any, tokenizer: Any, tmp_path: Path) -> AdapterBank:
     def folder(name: str, style: Style) -> Path:
-        return write(llama, LoRA(rank=2, alpha=4), tmp_path / name, 1, prompt_style=style)
+        return write_adapter(llama, LoRA(rank=2, alpha=4), tmp_path / name, 1, prompt_style=style)
 
     kinds = {
         "tools": Style("chat", SHORT),
@@ -57,32 +54,20 @@ def tool_bank(llama: Any, tokenizer: Any, tmp_path: Path) -> AdapterBank:
         "mute": Style("chat", "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"),
     }
     return AdapterBank(
-        a_base(llama, tokenizer), {name: folder(name, style) for name, style in kinds.items()}
+        tiny_base(llama, tokenizer), {name: folder(name, style) for name, style in kinds.items()}
     )
 
 
 @pytest.fixture
 def client(tool_bank: AdapterBank) -> Iterator[Any]:
     app = make_app(tool_bank, keys=[KEY], limits=Limits(max_body=1 << 16, max_new_tokens=8))
-    with listening("127.0.0.1", 0) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            while not server.started:
-                assert thread.is_alive()
-                time.sleep(0.01)
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-            with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=30) as client:
-                yield client
-        finally:
-            server.should_exit = True
-            thread.join()
+    with openai_client(app, KEY) as client:
+        yield client
 
 
 @pytest.fixture
 def says(monkeypatch: pytest.MonkeyPatch, tool_bank: AdapterBank) -> Callable[[str], None]:
-    """Have the model say a text."""
+    """Make the model generate a text."""
 
     def say(text: str) -> None:
         base = tool_bank.base
@@ -99,7 +84,7 @@ def ask(client: Any, messages: Any = ASKED, **options: Any) -> Any:
 
 
 def pieces(client: Any, **options: Any) -> Any:
-    """Stream an answer; return its message and why it ended, put together by the client."""
+    """Stream a completion; return the message and finish reason that the client assembles."""
     given = {"model": "tools", "tools": TOOLS, "max_tokens": 180, **options}
     with client.chat.completions.stream(messages=ASKED, **given) as stream:
         for _ in stream:
@@ -108,7 +93,7 @@ def pieces(client: Any, **options: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two choices are equal but for the ids of calls."""
+    """Return whether two choices are equal except for the ids of calls."""
     a, b = (each.to_dict() for each in (one, other))
     for each in (a, b):
         for call in each["message"].get("tool_calls") or []:
@@ -213,9 +198,9 @@ MADE = {
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tools": [], "tool_choice": "required"}, "tool_choice needs tools"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice requires tools"),
         ({"tool_choice": NAMED}, "tool_choice names later"),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools are called add"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools have the name add"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type"),
         ({"tools": [tool("no spaces")]}, "tools.0.function.name"),
         ({"tools": TOOLS * 65}, "tools"),
@@ -223,15 +208,15 @@ MADE = {
         ({"model": "mute"}, "writes no calls"),
         (
             {"tools": [tool("f", a={"type": "nothing"})], "tool_choice": "required"},
-            "held to this tool_choice",
+            "constrained to this tool_choice",
         ),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "exclude"),
         (
             {"messages": [*ASKED, {"role": "tool", "tool_call_id": "b", "content": "3"}]},
-            "messages.1 replies to a call that is not there",
+            "messages.1 refers to an unknown call",
         ),
         ({"messages": [*ASKED, {"role": "tool", "content": "3"}]}, "tool_call_id"),
-        ({"messages": [*ASKED, {**MADE, "role": "user", "content": ""}]}, "the assistant's"),
+        ({"messages": [*ASKED, {**MADE, "role": "user", "content": ""}]}, "role assistant"),
         ({"model": "mute", "messages": [*ASKED, MADE], "tools": []}, "writes no calls"),
     ],
 )

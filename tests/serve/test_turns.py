@@ -1,4 +1,4 @@
-"""Answers, operations and training take turns over one base, and do not touch each other."""
+"""Completions, operations and training alternate over one base without affecting each other."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from peftkit.run import run
 from peftkit.serve.requests import RequestError
 from peftkit.serve.worker import Worker
 from tests.helpers.folders import write_rows
-from tests.helpers.serving import WORDS, recipe, weights
-from tests.helpers.worker import Asked
+from tests.helpers.serving import WORDS, adapter_bytes, recipe
+from tests.helpers.worker import Submitted
 
 
 class Working:
@@ -59,7 +59,7 @@ class Working:
 
 
 def alone(bank: AdapterBank, name: str | None, ids: list[int]) -> list[int]:
-    request = Asked(name, ids).job.request
+    request = Submitted(name, ids).job.request
     with bank.engine() as engine:
         completion = engine.submit(request)
         engine.run()
@@ -74,12 +74,12 @@ def test_a_run_beside_answers_learns_to_the_bit_what_it_learns_alone(
     with bank.lifted():
         run(recipe(tmp_path, "alone"), base=bank.base)
     beside = Working(bank, recipe(tmp_path, "beside"))
-    asked: list[Asked] = []
+    asked: list[Submitted] = []
     seen: list[tuple[int, bool]] = []
 
     def at_step(step: int) -> None:
         for name, ids in prompts.items():
-            asked.append(Asked(name, ids))
+            asked.append(Submitted(name, ids))
             beside.worker.submit([asked[-1].job])
         modules = [*bank.base.model.modules()]
         wrapped = lambda: sum(isinstance(m, FrozenWrapper) for m in bank.base.model.modules())  # noqa: E731
@@ -93,11 +93,11 @@ def test_a_run_beside_answers_learns_to_the_bit_what_it_learns_alone(
         texts = [request.end().text for request in asked]
     finally:
         beside.worker.stop()
-    assert seen == [(0, False)] * 4  # operations find the base bare, and dropping nothing
+    assert seen == [(0, False)] * 4  # operations run without adapters and dropout
     decode = bank.base.tokenizer.decode
     whole = [decode(expected[name], skip_special_tokens=True) for name in prompts]
     assert texts == whole * 4
-    assert weights(tmp_path / "beside") == weights(tmp_path / "alone")
+    assert adapter_bytes(tmp_path / "beside") == adapter_bytes(tmp_path / "alone")
     assert {name: alone(bank, name, ids) for name, ids in prompts.items()} == expected
 
 
@@ -137,12 +137,12 @@ def test_answers_at_any_event_change_nothing_of_a_run(
     with bank.lifted():
         run(asked_for("alone"), base=bank.base, on_event=lambda event: note("alone", event))
     beside = Working(bank, asked_for("beside"))
-    asked: list[Asked] = []
+    asked: list[Submitted] = []
 
     def at_event(event: Any) -> None:
         note("beside", event)
         if isinstance(event, EvalDone | Progress | RolledOut | Saved | StepDone):
-            asked.append(Asked("one", [7, 8, 9], max_new_tokens=2))
+            asked.append(Submitted("one", [7, 8, 9], max_new_tokens=2))
             beside.worker.submit([asked[-1].job])
             beside.give_way()
 
@@ -154,14 +154,14 @@ def test_answers_at_any_event_change_nothing_of_a_run(
     finally:
         beside.worker.stop()
     assert figures["beside"] == figures["alone"] != []
-    assert weights(tmp_path / "beside") == weights(tmp_path / "alone")
+    assert adapter_bytes(tmp_path / "beside") == adapter_bytes(tmp_path / "alone")
 
 
 def test_an_answer_waits_for_a_step_not_for_the_run(bank: AdapterBank, tmp_path: Path) -> None:
     working = Working(bank, recipe(tmp_path, "run"))
     answered_at: list[int] = []
     steps: list[int] = []
-    request = Asked("one", [7, 8, 9], max_new_tokens=2)
+    request = Submitted("one", [7, 8, 9], max_new_tokens=2)
     send = request.job.send
 
     def note(piece: Any) -> None:
@@ -200,7 +200,7 @@ def test_a_stopped_run_is_saved_and_goes_on_to_the_same_bits(
     again.worker.start()
     assert again.wait().step == 4
     again.worker.stop()
-    assert weights(tmp_path / "run") == weights(tmp_path / "alone")
+    assert adapter_bytes(tmp_path / "run") == adapter_bytes(tmp_path / "alone")
 
 
 def test_the_end_of_the_server_saves_the_run_and_refuses_what_waits(
@@ -238,10 +238,10 @@ def test_operations_run_in_order_and_tell_what_fails(bank: AdapterBank) -> None:
         assert [call.result(20) for call in calls] == order == [0, 1, 2, 3, 4]
         assert isinstance(failed.exception(20), ZeroDivisionError)
         assert with_gradient.result(20)
-        request = Asked("one", [7])
+        request = Submitted("one", [7])
         worker.submit([request.job])
         assert request.end().num_tokens == 4
-        assert worker.call(lambda: 7).result(20) == 7  # the engine waits inside of the model
+        assert worker.call(lambda: 7).result(20) == 7  # the engine is on the model while it waits
     finally:
         worker.stop()
 
@@ -273,7 +273,7 @@ def test_nobody_waits_for_a_thread_that_broke(
     monkeypatch.setattr(bank, "lifted", broken)
     worker = Worker(bank)
     calls = [worker.call(lambda: 1), worker.call(lambda: 2)]
-    request = Asked("one", [7])
+    request = Submitted("one", [7])
     worker.submit([request.job])
     worker.start()
     try:

@@ -1,4 +1,4 @@
-"""Prompts that wait are answered together, each by its adapter, and nobody is forgotten."""
+"""Waiting prompts share a batch, each with its adapter, and every client receives an end."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Completion, Limits, Request
 from peftkit.inference.generate import TextStream
 from peftkit.inference.sampling import Chosen, Sampling
+from peftkit.serve.generation import Output
 from peftkit.serve.requests import RequestError
-from peftkit.serve.worker import Piece, Worker
-from tests.helpers.worker import Asked, answered
+from peftkit.serve.worker import Worker
+from tests.helpers.worker import Submitted, run_jobs
 
 
 def test_two_adapters_and_the_base_share_a_batch(bank: AdapterBank) -> None:
@@ -32,10 +33,10 @@ def test_two_adapters_and_the_base_share_a_batch(bank: AdapterBank) -> None:
             ((alone,),) = engine.answers([ids], Sampling(length), adapters=[name])
         expected.append(bank.base.tokenizer.decode(alone.ids, skip_special_tokens=True))
     requests = [
-        Asked(name, ids, max_new_tokens=length)
+        Submitted(name, ids, max_new_tokens=length)
         for name, ids, length in zip(names, prompts, lengths, strict=True)
     ]
-    answers, _ = answered(bank, requests)
+    answers, _ = run_jobs(bank, requests)
     assert [answer.text for answer in answers] == expected
     assert len(set(expected)) == 4
     assert [answer.num_tokens for answer in answers] == lengths
@@ -43,9 +44,9 @@ def test_two_adapters_and_the_base_share_a_batch(bank: AdapterBank) -> None:
 
 def test_a_full_queue_takes_all_prompts_of_a_request_or_none(bank: AdapterBank) -> None:
     worker = Worker(bank, max_waiting=3)
-    worker.submit([Asked("one", [7]).job] * 2)
+    worker.submit([Submitted("one", [7]).job] * 2)
     with pytest.raises(RequestError, match="too many") as error:
-        worker.submit([Asked("one", [7]).job] * 2)
+        worker.submit([Submitted("one", [7]).job] * 2)
     assert error.value.status == 429
     assert worker.num_waiting == 2
 
@@ -54,12 +55,12 @@ def test_prompts_wait_for_an_operation_that_comes_first_and_hear_of_its_failure(
     bank: AdapterBank,
 ) -> None:
     worker, told = Worker(bank, max_waiting=3), list[str]()
-    after, failed = Asked("one", [7]), Asked("one", [7])
+    after, failed = Submitted("one", [7]), Submitted("one", [7])
     worker.submit([after.job], first=lambda: told.append(str(worker.num_waiting)))
     worker.submit([failed.job], first=lambda: [][0])
     assert (worker.num_waiting, worker.num_running) == (2, 0)
     with pytest.raises(RequestError, match="too many"):
-        worker.submit([Asked("one", [7]).job] * 2, first=lambda: None)
+        worker.submit([Submitted("one", [7]).job] * 2, first=lambda: None)
     worker.start()
     try:
         assert isinstance(failed.end(), IndexError)
@@ -99,7 +100,7 @@ def test_the_base_is_as_it_was_when_an_operation_has_its_result(
 def test_what_fails_is_told_and_those_after_it_are_answered(
     bank: AdapterBank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bank.engine()  # which steps one too, to see how the model takes it
+    bank.engine()  # probes the model with a step
     real = CachedEngine.step
 
     def fails_once(self: CachedEngine) -> None:
@@ -107,12 +108,12 @@ def test_what_fails_is_told_and_those_after_it_are_answered(
         raise MemoryError("no more")
 
     monkeypatch.setattr(CachedEngine, "step", fails_once)
-    worker, first, second = Worker(bank), Asked("one", [7]), Asked("one", [8])
+    worker, first, second = Worker(bank), Submitted("one", [7]), Submitted("one", [8])
     worker.submit([first.job])
     worker.start()
     failed = first.end()
     worker.submit([second.job])
-    assert isinstance(second.end(), Piece)
+    assert isinstance(second.end(), Output)
     worker.stop()
     assert isinstance(failed, RunError)
     assert "no more" in str(failed)
@@ -127,7 +128,7 @@ def test_a_model_that_cannot_begin_to_answer_fails_what_waits(
         monkeypatch.setattr(AdapterBank, "engine", real)
         raise MemoryError("no more")
 
-    worker, first, second = Worker(bank), Asked("one", [7]), Asked("one", [8])
+    worker, first, second = Worker(bank), Submitted("one", [7]), Submitted("one", [8])
     monkeypatch.setattr(AdapterBank, "engine", fails)
     worker.submit([first.job])
     worker.start()
@@ -136,15 +137,15 @@ def test_a_model_that_cannot_begin_to_answer_fails_what_waits(
         assert isinstance(error, RunError)
         assert "no more" in str(error)
         worker.submit([second.job])
-        assert isinstance(second.end(), Piece)
+        assert isinstance(second.end(), Output)
     finally:
         worker.stop()
 
 
 def test_stopping_tells_those_who_wait(bank: AdapterBank) -> None:
-    worker, request = Worker(bank), Asked("one", [7])
+    worker, request = Worker(bank), Submitted("one", [7])
     worker.submit([request.job])
-    worker._ended = True  # before its thread has looked
+    worker._ended = True  # before its thread starts
     worker.start()
     worker.stop()
     assert request.end().status == 503
@@ -168,9 +169,9 @@ def test_an_answer_that_cannot_be_read_fails_alone(bank: AdapterBank) -> None:
         def take(self, text: str, completion: Completion) -> Any:
             raise AttributeError("no such field")
 
-    wrong, right = Asked("one", [7], max_new_tokens=6), Asked("one", [8], max_new_tokens=6)
+    wrong, right = Submitted("one", [7], max_new_tokens=6), Submitted("one", [8], max_new_tokens=6)
     wrong.job.calls = Reads()  # type: ignore[assignment]
-    (error, answer), _ = answered(bank, [wrong, right])
+    (error, answer), _ = run_jobs(bank, [wrong, right])
     assert isinstance(error, RunError)
     assert "no such field" in str(error)
     assert answer.num_tokens == 6
@@ -181,8 +182,8 @@ def test_an_adapter_that_memory_does_not_take_fails_its_own_answers(bank: Adapte
         if adapter == "two":
             raise MemoryError("no more")
 
-    requests = [Asked("one", [7]), Asked("two", [7]), Asked(None, [7])]
-    (one, two, base), _ = answered(bank, requests, ready)
+    requests = [Submitted("one", [7]), Submitted("two", [7]), Submitted(None, [7])]
+    (one, two, base), _ = run_jobs(bank, requests, ready)
     assert isinstance(two, RunError)
     assert "no more" in str(two)
     assert one.num_tokens == base.num_tokens == 4
@@ -199,11 +200,11 @@ def test_answers_that_failed_leave_no_adapter_in_use(
             raise RuntimeError("no more")
         real(self)
 
-    bank.engine()  # which steps one too, to see how the model takes it
+    bank.engine()  # probes the model with a step
     monkeypatch.setattr(CachedEngine, "step", fails_late)
-    # pytest keeps what is logged, with the traceback and all that it holds
+    # pytest keeps log records, whose traceback holds the engine
     monkeypatch.setattr("peftkit.serve.worker._LOG.exception", lambda *_: None)
-    worker, request = Worker(bank), Asked("one", [7], max_new_tokens=9)
+    worker, request = Worker(bank), Submitted("one", [7], max_new_tokens=9)
     worker.submit([request.job])
     gc.disable()
     try:

@@ -17,8 +17,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from peftkit.data.encode import Style, prompt_ids
-from peftkit.data.pack import last_answer
+from peftkit.data.generation import prompt_ids
+from peftkit.data.row_text import last_answer
+from peftkit.data.style import Style
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Notice, Progress, Stage, Table
 from peftkit.settings import DataConfig
@@ -185,9 +186,9 @@ def test_the_style_is_that_of_the_rows(tmp_path: Path, task: Build) -> None:
         maker = task()
         maker.rows.encode(where)
         assert maker.rows.style == style
-    with pytest.raises(DataError, match=r"(?s)style 'chat'.*the others have 'plain'"):
+    with pytest.raises(DataError, match=r"(?s)style 'chat'.*the other rows have 'plain'"):
         maker.rows.encode(chat)
-    with pytest.raises(DataError, match=r"(?s)style 'plain'.*the adapter learnt 'chat'"):
+    with pytest.raises(DataError, match=r"(?s)style 'plain'.*the adapter was trained on 'chat'"):
         task(style=Style("chat")).rows.encode(plain)
 
 

@@ -17,7 +17,7 @@ from transformers import ViTImageProcessorPil
 
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
-from peftkit.data.pack import fingerprint
+from peftkit.data.rows.lazy import fingerprint
 from peftkit.errors import DataError
 from peftkit.evaluation.evaluate import evaluate
 from peftkit.events import Event, StepDone, Table

@@ -31,7 +31,7 @@ from peftkit.train.loop import fit
 from tests.helpers.adapters import gradients
 from tests.helpers.families import ARCHITECTURES, EOS, PAD
 from tests.helpers.folders import write_rows as write
-from tests.helpers.memory import short_of_memory, use_small_chunks
+from tests.helpers.memory import limit_memory, use_small_chunks
 
 Tokenizer = PreTrainedTokenizerFast
 ROWS = [
@@ -169,7 +169,7 @@ def test_rows_are_answered_fewer_at_a_time_where_memory_runs_out(
     task = task_on(model, tokenizer)
     rows = task.load(write(tmp_path / "a.jsonl", ROWS))
     expected = task.answers(model, rows, max_new_tokens=6)
-    short_of_memory(model.get_encoder(), 1)
+    limit_memory(model.get_encoder(), 1)
     told: list[int] = []
     assert task.answers(model, rows, max_new_tokens=6, on_fewer=told.append) == expected
     assert told[-1] == 1

@@ -16,8 +16,9 @@ from peftkit.data.pack import Row
 from peftkit.errors import PeftkitError
 from peftkit.forward.attention import training_attention
 from peftkit.forward.blocks import Blocks
-from peftkit.forward.padding_free import can_unpad, num_positions
-from peftkit.kernels.varlen import one_of_few
+from peftkit.forward.padding_free import num_positions
+from peftkit.forward.probes import can_unpad
+from peftkit.kernels.varlen import rounded_size
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
@@ -32,11 +33,11 @@ from tests.helpers.padding_free import (
     MODELS,
     PACKED,
     ROWS,
-    SHARING,
-    a_row,
-    beginning,
-    learnt,
+    SHARED_PREFIXES,
+    loss_and_gradients,
+    row_of,
     task_on,
+    with_prefix,
 )
 
 Tokenizer = PreTrainedTokenizerFast
@@ -68,8 +69,10 @@ def assert_same(task: TokenTask, model: nn.Module, rows: Sequence[Row]) -> None:
         assert "grid_tokens" in batch
         if task.layout.share:
             assert batch["input_ids"].numel() == (num_distinct(rows) // 16 + 1) * 16
-        loss, grads = learnt(task, model, batch)
-    want, wanted = learnt(task, model, task.collate(rows))  # outside of training: padded
+        loss, grads = loss_and_gradients(task, model, batch)
+    want, wanted = loss_and_gradients(
+        task, model, task.collate(rows)
+    )  # outside of training: padded
     torch.testing.assert_close(loss, want, rtol=1e-4, atol=1e-4)
     for a, b in zip(grads, wanted, strict=True):
         assert (a is None) == (b is None)
@@ -92,7 +95,7 @@ def test_one_row_is_the_same_where_it_is_possible(name: str, tokenizer: Tokenize
     assert not possible or name not in CANNOT
     if possible:
         assert_same(task, model, ROWS)
-        assert_same(task, model, SHARING)
+        assert_same(task, model, SHARED_PREFIXES)
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert"])
@@ -125,7 +128,7 @@ def test_documents_that_share_rows_are_apart_too(name: str, tokenizer: Tokenizer
     model = ARCHITECTURES[name]().eval()
     task = task_on(model, tokenizer, packing=True)
     assert_same(task, model, PACKED)
-    assert_same(task, model, [beginning(a_row(9, 11), FIRST, 5), *PACKED, *SHARING])
+    assert_same(task, model, [with_prefix(row_of(9, 11), FIRST, 5), *PACKED, *SHARED_PREFIXES])
 
 
 @pytest.mark.parametrize("way", ["keep", "recompute"])
@@ -138,7 +141,7 @@ def test_recomputed_blocks_find_their_documents(way: Any, tokenizer: Tokenizer) 
     blocks = Blocks(model)
     blocks.set_activations(way)
     assert_same(task_on(model, tokenizer), model, ROWS)
-    assert_same(task_on(model, tokenizer), model, SHARING)
+    assert_same(task_on(model, tokenizer), model, SHARED_PREFIXES)
     blocks.restore()
 
 
@@ -171,10 +174,10 @@ def test_rows_of_one_length_stay_rows(tokenizer: Tokenizer) -> None:
     model = ARCHITECTURES["llama"]()
     task = task_on(model, tokenizer)
     with task.training(model):
-        assert "grid_tokens" not in task.collate([a_row(16), a_row(16)])
-        assert "grid_tokens" not in task.collate([a_row(30)])
-        assert "grid_tokens" in task.collate([a_row(16), a_row(30), a_row(5)])
-        assert "grid_tokens" in task.collate([a_row(100, 100, 100)])  # attention alone is less
+        assert "grid_tokens" not in task.collate([row_of(16), row_of(16)])
+        assert "grid_tokens" not in task.collate([row_of(30)])
+        assert "grid_tokens" in task.collate([row_of(16), row_of(30), row_of(5)])
+        assert "grid_tokens" in task.collate([row_of(100, 100, 100)])  # attention alone is less
 
 
 def test_micro_batches_count_tokens_and_some_of_the_padding(tokenizer: Tokenizer) -> None:
@@ -190,7 +193,7 @@ def test_micro_batches_count_tokens_and_some_of_the_padding(tokenizer: Tokenizer
 
 
 def test_sizes_are_few_and_little_is_lost() -> None:
-    sizes = [one_of_few(size, 8, 16) for size in range(1, 2049)]
+    sizes = [rounded_size(size, 8, 16) for size in range(1, 2049)]
     assert all(0 <= found - size < max(8, size / 16) for size, found in enumerate(sizes, 1))
     assert all(found % 8 == 0 for found in sizes)
     assert len({size for size in sizes if 1024 < size <= 2048}) == 16

@@ -26,7 +26,7 @@ from peftkit.train import memory
 from peftkit.train.memory import is_worth_it
 from tests.helpers.adapters import gradients as gradients_of
 from tests.helpers.families import ARCHITECTURES, FAMILIES
-from tests.helpers.padding_free import a_row
+from tests.helpers.padding_free import row_of
 from tests.helpers.toy import (
     CausalTask,
     Deep,
@@ -114,7 +114,7 @@ def test_documents_in_one_row_are_one_graph_whatever_their_lengths(
 ) -> None:
     model = adapted("llama", targets=("v",))
     task = CausalLM(model, tokenizer, DataConfig(train="", max_length=64))
-    batches = [[a_row(n) for n in lengths] for lengths in ((39, 20, 30), (52, 35, 20), (17,) * 7)]
+    batches = [[row_of(n) for n in lengths] for lengths in ((39, 20, 30), (52, 35, 20), (17,) * 7)]
 
     def learnt() -> dict[str, Tensor]:
         model.zero_grad(set_to_none=True)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from peftkit.formats.peft.folder import named_tensors
+from peftkit.formats.peft.load import named_tensors
 from tests.helpers.gguf_files import config_of_a_small_llama, in_blocks, write_gguf
-from tests.helpers.sharded import Settings, alone, events, samples, settings_of, together
+from tests.helpers.sharded import Settings, events, run_alone, run_ranks, samples, settings_of
 from tests.helpers.vision import CONVERSATIONS, write_image_rows
 from tests.helpers.vision import FAMILIES as VISION
 
@@ -91,7 +91,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Settings]:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory, cells: dict[str, Settings]) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    assert together(folder, cells) == {}
+    assert run_ranks(folder, cells) == {}
     return folder
 
 
@@ -100,7 +100,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, cells: dict[str, Settings]) ->
 def test_two_processes_that_share_a_base_learn_what_one_does(
     name: str, cells: dict[str, Settings], two: Path, tmp_path: Path
 ) -> None:
-    alone(cells[name], tmp_path / "one")
+    run_alone(cells[name], tmp_path / "one")
     check_same(two / name, tmp_path / "one")
 
 

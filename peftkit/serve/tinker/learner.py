@@ -1,7 +1,7 @@
-"""How tenants learn over one base: seated for one operation, and taken off after it.
+"""Train tenants over one base: an operation attaches a tenant and detaches it afterwards.
 
-An operation adds all of its gradient to a tenant's, or nothing: where memory runs out, it is done
-again with fewer rows at once.
+An operation adds its complete gradient to a tenant's, or nothing. If memory runs out, it repeats
+with a smaller plan.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from peftkit.serve.tinker.losses import LOSSES, Loss, Settings
 from peftkit.serve.tinker.rows import Datum, DatumTask
 from peftkit.serve.tinker.tenant import Tenant
 from peftkit.tasks.batches import split_micro_batches
-from peftkit.train.fitting import AUTO_SHARE, Costs, Fitting, saved_by
+from peftkit.train.fitting import AUTO_SHARE, Costs, Fitting, choose, saved_by
 
 ROWS = 1024
-"""Rows at once, at most."""
+"""Maximum rows at once."""
 PROBE = 64
-"""Tokens of the row whose activations are counted."""
+"""Tokens of the row that measures the activations."""
 
-Found = list[dict[str, Tensor]]
-"""Of each datum: `logprobs` and `elementwise_loss`."""
+Outputs = list[dict[str, Tensor]]
+"""`logprobs` and `elementwise_loss` of each datum."""
 
 
 class DoesNotFit(RequestError):
-    """A row does not fit into the memory that is left to it."""
+    """A row does not fit into the free memory."""
 
 
 class Learner:
-    """A base over which tenants learn in turn; all calls come from the thread that has it."""
+    """A base over which tenants train in turn, called by one thread."""
 
     def __init__(self, base: Base) -> None:
         self.base, self.model = base, base.model
@@ -64,14 +64,14 @@ class Learner:
 
     @property
     def task(self) -> DatumTask:
-        """How rows go through the model: made when it is first needed, as it runs the model."""
+        """The task, made at its first use, since it runs the model."""
         if self._task is None:
             with evaluating(self.model):
                 self._task = DatumTask(self.model, self.base.tokenizer)
         return self._task
 
     def head(self) -> Head | None:
-        """Return the model's head with what is on it; None: it cannot be had apart."""
+        """Return the model's head with its adapter; None if it cannot run separately."""
         bare, module = self.task.head, find_head(self.model)
         if bare is None or module is None:
             return None
@@ -81,7 +81,7 @@ class Learner:
         """Return a new tenant.
 
         Args:
-            fresh: Whether to set initial values; False: they are loaded next.
+            fresh: Whether to set initial values; False if they are loaded next.
 
         Raises:
             TargetError: The method does not suit the model.
@@ -93,7 +93,7 @@ class Learner:
 
     @contextmanager
     def on(self, tenant: Tenant) -> Iterator[None]:
-        """Have a tenant's modules on the base within the context."""
+        """Attach a tenant's modules to the base within the context."""
         with lifted(self.model):
             for path, module in tenant.adapter.modules.items():
                 self.model.set_submodule(path, module)
@@ -101,15 +101,15 @@ class Learner:
 
     @contextmanager
     def seated(self, tenant: Tenant, activations: Activations = "keep") -> Iterator[None]:
-        """Have a tenant on the base within the context, ready to learn.
+        """Attach a tenant and prepare the model for training within the context.
 
-        No module drops anything: log-probabilities are those of answers.
+        Dropout is off, so log-probabilities equal the log-probabilities of sampling.
         """
         task, model = self.task, self.model
         with self.on(tenant), modes_kept(model), ExitStack() as stack:
             model.eval()
             for module in tenant.adapter.modules.values():
-                module.training = True  # itself alone: it computes with its group
+                module.training = True  # not its children: it computes with its group
             if self.plan.fused_kernels:
                 stack.enter_context(fused_modules(model))
             if activations != "keep":
@@ -118,13 +118,13 @@ class Learner:
                 blocks.set_activations(activations)
                 for module in model.modules():
                     if hasattr(module, "gradient_checkpointing"):
-                        module.training = True  # else transformers recomputes nothing
+                        module.training = True  # otherwise transformers recomputes nothing
             stack.enter_context(task.training(model, self.plan))
             yield
 
     def forward(
         self, tenant: Tenant, rows: Sequence[Datum], loss: Loss, settings: Settings, backward: bool
-    ) -> tuple[Found, float]:
+    ) -> tuple[Outputs, float]:
         """Return the outputs of each row and the sum of losses; add to the tenant's gradients.
 
         Raises:
@@ -138,12 +138,12 @@ class Learner:
             tenant.take_gradients()
             refresh_copies(tenant.layers)
 
-        def passes() -> tuple[Found, float]:
+        def passes() -> tuple[Outputs, float]:
             with self.seated(tenant, plan.activations if backward else "keep"):
                 return self._passes(rows, loss, settings, plan, backward)
 
-        def compute() -> tuple[tuple[Found, float], float] | None:
-            factor = scale.factor  # of this pass: `overflows` may change it
+        def compute() -> tuple[tuple[Outputs, float], float] | None:
+            factor = scale.factor  # `overflows` may change it after the pass
             outputs = attempt(passes, undo=undo)
             return None if outputs is None else (outputs, factor)
 
@@ -182,7 +182,7 @@ class Learner:
         settings: Settings,
         plan: ExecutionPlan,
         backward: bool,
-    ) -> tuple[Found, float]:
+    ) -> tuple[Outputs, float]:
         task, head, outputs = self.task, self.head(), dict[int, dict[str, Tensor]]()
         total = torch.zeros((), dtype=torch.float64)
         for part in self._parts(rows, plan):
@@ -217,7 +217,7 @@ class Learner:
         costs, longest = self._costs_of(tenant), _longest(rows)
         available = AUTO_SHARE * environment.usable - tenant.num_later
         requested = replace(self.plan, rows=min(ROWS, len(rows)))
-        plan = self.fitting.planned(costs, available, longest, requested)
+        plan = choose(requested, costs, available, self.task.num_positions([longest]))
         if plan is None:
             raise _too_long(longest, int(max(available, 0) / min(cost for _, cost in costs)))
         return replace(plan, rows=self.plan.rows)

@@ -26,7 +26,7 @@ from peftkit.events import Sample
 from peftkit.execution.out_of_memory import NO_ROOM
 from peftkit.forward.batch_layout import BatchLayout
 from peftkit.forward.loss import unwrapped
-from peftkit.forward.padding_free import check_causal_answer
+from peftkit.forward.probes import check_causal_answer
 from peftkit.model.blocks import is_sharded
 from peftkit.settings import CHAT, DataConfig
 from peftkit.tasks.batches import batches_that_fit, equal_parts

@@ -21,7 +21,8 @@ from peftkit.errors import AdapterError, OutputError
 from peftkit.events import Event, Notice
 from peftkit.formats.exchange import import_adapter
 from peftkit.formats.gguf.convert import export_gguf
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.dora import DoRA

@@ -10,7 +10,8 @@ import torch
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, role_updates, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.dora import DoRA

@@ -15,7 +15,8 @@ from torch import nn
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.targets import shortest_endings
 from peftkit.methods.base import Method
 from peftkit.methods.dora import DoRA

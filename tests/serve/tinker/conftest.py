@@ -1,4 +1,4 @@
-"""A server that trains in this process, and a client of it that speaks Tinker's dialect."""
+"""A training server in this process, and a client of its Tinker API."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from peftkit.model.lift import take_off
 from peftkit.serve.app import Limits, make_app
 from peftkit.serve.training import TrainingOptions
 from peftkit.settings import BaseConfig
-from tests.helpers.bank import a_base
+from tests.helpers.bank import tiny_base
 from tests.helpers.serving import HERE, Serve
 from tests.helpers.wire_client import Client
 
 
 @pytest.fixture
 def serve(llama: Any, tokenizer: Any, tmp_path: Path) -> Iterator[Serve]:
-    """Start servers over one base and one folder, one after the other."""
+    """Start servers over one base and one folder, consecutively."""
     with ExitStack() as stack:
 
         def started(**named: Any) -> TestClient:
@@ -33,7 +33,7 @@ def serve(llama: Any, tokenizer: Any, tmp_path: Path) -> Iterator[Serve]:
             take_off(llama)
             options = TrainingOptions(folder=tmp_path / "state", base=BaseConfig(model="tiny"))
             app = make_app(
-                AdapterBank(a_base(llama, tokenizer)),
+                AdapterBank(tiny_base(llama, tokenizer)),
                 training=options,
                 limits=Limits(max_waiting=512),
                 **named,

@@ -1,4 +1,4 @@
-"""Each loss is the formula of its paper, gradient too; what it cannot use is named."""
+"""Each loss and its gradient equal the formula of its paper; errors name invalid inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is n
 
 from peftkit.serve.requests import RequestError
 from peftkit.serve.tinker.losses import LOSSES, Settings, loss_of, settings_of
-from tests.helpers.tinker import LENGTHS, formula
+from tests.helpers.tinker import LENGTHS, loss_formula
 
 
 def some(seed: int, scale: float = 1.0) -> Tensor:
@@ -45,7 +45,7 @@ def test_a_loss_and_its_gradient_are_the_formula_s(name: str) -> None:
     settings = settings_of(name, given)
     ours, theirs = (some(0).requires_grad_() for _ in range(2))
     loss = LOSSES[name].of_tokens(ours, inputs(), settings).sum()
-    expected = formula(name, theirs, inputs(), 0.7, 1.1, 0.3)
+    expected = loss_formula(name, theirs, inputs(), 0.7, 1.1, 0.3)
     loss.backward()
     expected.backward()
     assert math.isclose(loss.item(), expected.item(), rel_tol=1e-5)
@@ -74,7 +74,7 @@ def test_what_is_not_learnt_has_no_gradient(name: str) -> None:
         (lambda: settings_of("cross_entropy", {"beta": 0.1}), "takes numbers for: nothing"),
         (lambda: settings_of("ppo", {"clip_low_threshold": math.nan}), "clip_low_threshold"),
         (lambda: settings_of("ppo", {"clip_low_threshold": "0.8"}), "clip_low_threshold"),
-        (lambda: settings_of("ppo", {"clip_low_threshold": 2.0}), "bounds of the ratio"),
+        (lambda: settings_of("ppo", {"clip_low_threshold": 2.0}), "bound the ratio"),
         (lambda: settings_of("dro", {"beta": -1.0}), "cannot use"),
         (lambda: settings_of("ppo", {"__init__": 1.0}), "__init__"),
     ],
@@ -89,8 +89,8 @@ def test_unknown_losses_and_settings_are_named(call: Callable[[], Any], words: s
     [
         ({"advantages": None}, "missing: advantages"),
         ({"mask": torch.ones(3)}, "unknown: mask"),
-        ({"logprobs": torch.ones(4)}, r"its shape is \[4\], that of the targets \[3\]"),
-        ({"logprobs": torch.ones(3, 1)}, "its shape is"),
+        ({"logprobs": torch.ones(4)}, r"Its shape is \[4\]; the targets have \[3\]"),
+        ({"logprobs": torch.ones(3, 1)}, "Its shape is"),
         ({"advantages": torch.tensor([1.0, math.nan, 0])}, "not finite"),
         ({"weights": torch.tensor([1.0, math.inf, 0])}, "not finite"),
     ],

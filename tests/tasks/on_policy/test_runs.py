@@ -25,7 +25,7 @@ from peftkit.tasks.rewards.reward_functions import Rewards, RewardTerm
 from peftkit_cli.app import run
 from tests.helpers.finished import WEIGHTS, Finished, finished, recipe
 from tests.helpers.folders import write_rows as write
-from tests.helpers.on_policy import REWARDS, spec
+from tests.helpers.on_policy import REWARDS, reward_recipe
 from tests.helpers.pair_cases import moved_adapter
 
 Asked = Callable[..., dict[str, Any]]
@@ -33,13 +33,13 @@ Asked = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def asked(tmp_path: Path, model_folder: Path) -> Asked:
-    return partial(spec, tmp_path, model_folder)
+    return partial(reward_recipe, tmp_path, model_folder)
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Finished:
     folder = tmp_path_factory.mktemp("grpo")
-    told = spec(folder, model_folder, "share_of_o", "later", kl=0.1, updates=2)
+    told = reward_recipe(folder, model_folder, "share_of_o", "later", kl=0.1, updates=2)
     told["data"]["eval"] = told["data"]["train"]
     return finished(told, train={"save_every": 1, "eval_every": 2})
 

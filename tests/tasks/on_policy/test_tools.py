@@ -14,8 +14,9 @@ import torch
 from torch.nn.functional import log_softmax
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from peftkit.data.chat import CHATML
-from peftkit.data.encode import Style, tokens
+from peftkit.data.chat_template import CHATML
+from peftkit.data.style import Style
+from peftkit.data.tokens import tokens
 from peftkit.errors import ConfigError, DataError, PeftkitError, RunError
 from peftkit.events import EvalDone, RolledOut, StepDone
 from peftkit.inference.call_formats import Call
