@@ -76,7 +76,7 @@ class RunError(PeftkitError):
 
 
 class DiskFullError(RunError):
-    """The disk is full; once there is room, the same works."""
+    """The disk is full; a retry works once there is room."""
 
 
 class EndedTogetherError(RunError):

@@ -326,7 +326,7 @@ def metrics_line(metrics: Mapping[str, float]) -> str:
 
 
 def how_far(event: events.Progress) -> str:
-    """Return how much is done of how much: 3/14, 1.2 GiB/4.5 GiB."""
+    """Return how much is done of how much: 3/14, 1.2 GB/4.5 GB."""
     shown = size if event.unit == "B" else "{:,}".format
     return f"{shown(event.done)}/{shown(event.total)}"
 

@@ -57,7 +57,7 @@ def generate(
     """Complete a prompt, or transcribe audio. Prints the text and nothing else."""
     if audio and prompt is None and system is None:
         opened = _open(adapter, base, force)
-        from peftkit.inference.predict import transcribe
+        from peftkit.evaluation.predict import transcribe
 
         for transcript in transcribe(opened, audio):
             typer.echo(transcript)
@@ -68,9 +68,8 @@ def generate(
     opened = _open(adapter, base, force)
     from peftkit.data.generation import style_with_system
     from peftkit.data.media.files import KINDS
+    from peftkit.evaluation.predict import generate_with_media
     from peftkit.inference.generate import generate as generate_text
-    from peftkit.inference.predict import generate_with_media
-    from peftkit.tasks.media.media_text import MediaTextConfig
 
     settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -82,7 +81,7 @@ def generate(
     style, tokenizer = opened.style, opened.base.tokenizer
     if system is None:
         note_system(style)
-    if media or isinstance(opened.task, MediaTextConfig):
+    if media or opened.task.prompt_media:
         if system is not None:
             style = replace(style, system=system or None)
         typer.echo(generate_with_media(opened, text, media, style=style, **settings))
@@ -157,9 +156,9 @@ def _measured(
     opened: Opened, data: Path, run_code: bool, compare: bool
 ) -> dict[str, dict[str, float]]:
     """Return the metrics by "adapter", and by "base" if that is compared."""
+    from peftkit.evaluation.evaluate import evaluate as measure
     from peftkit.events import Event, Progress, Stage
     from peftkit.formats.open_adapter import before_training
-    from peftkit.inference.evaluate import evaluate as measure
     from peftkit_cli.render import Renderer
 
     metrics = {}
@@ -256,7 +255,7 @@ def predict(
         return
     assert text is not None
     opened = _open(adapter, base, force)
-    from peftkit.inference.predict import predict as classify
+    from peftkit.evaluation.predict import predict as classify
 
     predictions = classify(opened, text)
     if as_json:
@@ -272,7 +271,7 @@ def _predict_file(
 ) -> None:
     _check_there(data)
     opened = _open(adapter, base, force)
-    from peftkit.inference.predict import predict_file, write_rows
+    from peftkit.evaluation.predict import predict_file, write_rows
     from peftkit_cli.render import Renderer
 
     with Renderer(transient=True) as on_event:

@@ -11,7 +11,8 @@ import torch
 from peftkit.kernels.device import gpu_of, local_gpu
 
 T = TypeVar("T")
-
+NO_ROOM = "Allow fewer new tokens, or load the base in 4 bits (base.quantize: nf4)."
+"""What to do if memory runs out during a single completion."""
 # RuntimeErrors that torch and the vendors' libraries raise when memory runs out
 _SIGNS = (
     "out of memory",

@@ -31,7 +31,7 @@ class State:
         best_step: The step with the lowest eval loss, which is `best_loss`.
         patience_loss: The lowest eval loss, as early stopping counts it.
         worse_evals: Evaluations since then.
-        is_ended: Whether the task has ended the run early (`Task.stop_reason`).
+        is_ended: Whether the task has ended the run early (`RunHooks.stop_reason`).
         loss_scale, good_steps: State of LossScale.
     """
 

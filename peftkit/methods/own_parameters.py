@@ -33,8 +33,6 @@ NORMS = "norms"
 class LNTuning(Method):
     """Training of normalisation layers only."""
 
-    changes_bias: ClassVar[bool] = True
-
     type: Literal["ln_tuning"] = "ln_tuning"
     targets: tuple[str, ...] | str = NORMS
     """norms: every normalisation layer; or endings of module names, with shell wildcards."""
@@ -96,7 +94,6 @@ class BitFit(Method):
     """Training of the biases of linear and normalisation layers."""
 
     takes_token_rows: ClassVar[bool] = True
-    changes_bias: ClassVar[bool] = True
 
     type: Literal["bitfit"] = "bitfit"
     targets: tuple[str, ...] | str = ALL

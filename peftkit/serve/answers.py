@@ -192,12 +192,12 @@ async def whole_answers(
     disconnected = asyncio.create_task(_disconnected(request))
     try:
         while not all(parts and parts[-1].reason for parts in outputs):
-            next_output = asyncio.create_task(queue.get())
-            await asyncio.wait((next_output, disconnected), return_when=asyncio.FIRST_COMPLETED)
-            if not next_output.done():
-                next_output.cancel()
+            coming = asyncio.create_task(queue.get())
+            await asyncio.wait((coming, disconnected), return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                coming.cancel()
                 raise RequestError("the client disconnected.", status=499)
-            index, output = next_output.result()
+            index, output = coming.result()
             if isinstance(output, Exception):
                 raise output
             outputs[index].append(output)

@@ -303,7 +303,7 @@ class _Service:
         self, parsed: _ParsedRequest, queue: OutputQueue, loop: asyncio.AbstractEventLoop
     ) -> list[Generation]:
         body, adapter, style, prompts, calls, _ = parsed
-        copies = body.n or 1
+        copies, temperature = body.n or 1, body.temperature
         length = body.max_new_tokens or self._limits.max_new_tokens
         generations: list[Generation] = []
         for index in range(len(prompts) * copies):
@@ -315,8 +315,8 @@ class _Service:
 
             sampling = Sampling(
                 max_new_tokens=self._worker.room_for(ids, length),
-                temperature=_or_default(body.temperature, self._limits.temperature),
-                top_p=_or_default(body.top_p, 1.0),
+                temperature=self._limits.temperature if temperature is None else temperature,
+                top_p=body.top_p or 1.0,
                 seed=resolve_seed(body.seed),
                 top_k=body.num_likeliest,
                 stops=[*(calls.stops if calls else self._stops(style)), *body.stop_ids],
@@ -376,10 +376,6 @@ class _Service:
         }
         is_base = name in self._models.base_names
         return described if is_base else {**described, "parent": BARE}
-
-
-def _or_default(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

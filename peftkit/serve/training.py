@@ -57,10 +57,6 @@ class Training:
         """Print a line in the server's terminal."""
         self.options.say(text)
 
-    def is_base(self, name: str) -> bool:
-        """Return whether a name is one of the base's model names."""
-        return name in self.models.base_names
-
 
 @dataclass(frozen=True, slots=True)
 class Dialect:

@@ -16,12 +16,12 @@ import transformers
 
 from peftkit.base.load import load_base
 from peftkit.errors import BaseError, RunError
+from peftkit.evaluation.evaluate import evaluate
 from peftkit.events import Event, Notice, StepDone
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.inference.bank import open_bank
 from peftkit.inference.engine import Request
-from peftkit.inference.evaluate import evaluate
 from peftkit.inference.generate import generate
 from peftkit.inference.generate import stream as stream_ids
 from peftkit.inference.sampling import Sampling

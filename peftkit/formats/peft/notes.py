@@ -121,6 +121,12 @@ def read_notes(
         digests = dict(notes["sha256"])
         digest, settings = digests[tensors.name], digests["settings"]
         computed = settings_digest(computing_origin(base, notes["prompt_style"]))
+        if spec["type"] not in METHODS:
+            raise AdapterError(
+                f"{path} has the method {shown(spec['type'])}, which is not installed",
+                found=f"Methods: {', '.join(METHODS)}.",
+                fix="Install the package that defines the method (entry point peftkit.methods).",
+            )
         method = from_dict(METHODS[spec["type"]], spec, str(path))
         style = notes["prompt_style"]
         origin = Provenance(

@@ -92,10 +92,6 @@ class PendingResult:
         else:
             self.future.set_result(result)
 
-    def finish_with(self, done: Future[Any]) -> None:
-        """Set the result of a completed future, or its exception."""
-        self.finish(done.exception() or done.result())
-
 
 def failure(error: BaseException) -> dict[str, Any]:
     """Return an error in Tinker's format, with the category `user` or `server`."""

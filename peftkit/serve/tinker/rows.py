@@ -146,11 +146,6 @@ class DatumTask(TokenTask):
         self._unpads: bool | None = None
         self.build(model)
 
-    @property
-    def head(self) -> Head | None:
-        """The base's head, without an adapter."""
-        return self._head
-
     @contextmanager
     def training(self, model: nn.Module, plan: ExecutionPlan | None = None) -> Iterator[None]:
         attention = training_attention(
@@ -160,21 +155,21 @@ class DatumTask(TokenTask):
             if self._unpads is None:
                 probed = self._probed_attention
                 self._unpads = probed is not None and can_unpad(model, probed, share=True)
-            self._attention = self._probed_attention if self._unpads else None
+            self.layout.attention = self._probed_attention if self._unpads else None
             try:
                 yield
             finally:
-                self._attention = None
+                self.layout.attention = None
 
     def collate(self, rows: Sequence[Datum]) -> dict[str, Tensor]:
         """Return a batch; its `target_index` holds the position of each token."""
         width = padded(*rows)
         if self._limit is not None:
             width = max(min(width, self._limit), max(len(row.input_ids) for row in rows))
-        ids, mask = padded_rows([row.input_ids for row in rows], self._pad_id, width)
+        ids, mask = padded_rows([row.input_ids for row in rows], self.pad_id, width)
         index = mask.flatten().nonzero().flatten()
         batch = {"input_ids": ids, "attention_mask": mask, "target_index": index}
-        return self.without_padding(batch)
+        return self.layout.unpadded(batch)
 
     def losses(
         self,

@@ -74,10 +74,11 @@ class Service:
     # ------------------------------------------------------------- models
 
     def _check_base(self, name: str) -> None:
-        if not self._training.is_base(name):
+        names = self._training.models.base_names
+        if name not in names:
             raise RequestError(
                 f"this server has no base model {name[:80]}.",
-                found=f"Names of its base: {', '.join(self._training.models.base_names)}.",
+                found=f"Names of its base: {', '.join(names)}.",
                 fix="Use one of these names, or start the server with --as NAME.",
             )
 
@@ -196,12 +197,9 @@ class Service:
         if self._store.get(MODEL, id, owner) is None:
             return RequestError(f"there is no model {id}.", status=404)
         paths = [each["path"] for each in self._weights.all(owner, id) if each["use"] == "weights"]
-        found, fix = (
-            "It was never saved.",
-            "Create it again, and save it regularly: save_state(NAME).",
-        )
+        found = f"Its last saved weights: {paths[-1]}." if paths else "It was never saved."
+        fix = "Create it again, and save it regularly: save_state(NAME)."
         if paths:
-            found = f"Its last saved weights: {paths[-1]}."
             fix = "Continue from them: create_training_client_from_state_with_optimizer(PATH)."
         return RequestError(
             f"the model {id} is no longer in memory.",
@@ -241,8 +239,8 @@ class Service:
             self._weights.drop_unnamed(context.owner, body.model_id)
             return {"type": "unload_model", "model_id": body.model_id}
 
-        done, pending = self._training.worker.call(run), self._futures.new(context.owner)
-        done.add_done_callback(pending.finish_with)
+        future, pending = self._training.worker.call(run), self._futures.new(context.owner)
+        future.add_done_callback(lambda done: pending.finish(done.exception() or done.result()))
         if (model := self._models.pop(body.model_id, None)) is not None:
             model.operations.close(self._missing(model.id, context.owner))
         return {"request_id": pending.id, "model_id": body.model_id}

@@ -137,10 +137,9 @@ class JobBody(_Strict):
         """
         values = self.all_hyperparameters.model_dump(exclude={"reasoning_effort"})
         hyperparameters = {name: "auto" if v is None else v for name, v in values.items()}
-        section = {
-            "hyperparameters": hyperparameters,
-            **({"grader": self.grader} if self.grader else {}),
-        }
+        section: dict[str, Any] = {"hyperparameters": hyperparameters}
+        if self.grader:
+            section["grader"] = self.grader
         return {
             "object": "fine_tuning.job",
             "id": id,

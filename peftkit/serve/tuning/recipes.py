@@ -61,7 +61,7 @@ def _grader_settings(fields: Mapping[str, Any], training: Training, folder: Path
             for number, (name, grader) in enumerate(graders.items())
         }
     if kind == "score_model":
-        if isinstance(settings.get("model"), str) and training.is_base(settings["model"]):
+        if settings.get("model") in training.models.base_names:
             settings["model"] = "base"
         if isinstance(sampling := settings.get("sampling_params"), Mapping):
             settings["sampling_params"] = {n: v for n, v in sampling.items() if v is not None}
@@ -123,16 +123,11 @@ def recipe_of(
     rate = rates.get(body.kind, defaults.learning_rate)
     limit = context_length(training.bank.base.model)
     data = {"train": str(files[0]), "eval": str(files[1]) if files[1] else None}
-    method = {
-        "type": "lora",
-        "rank": defaults.rank,
-        "alpha": defaults.alpha,
-        "targets": "all-linear",
-    }
+    lora = {"rank": defaults.rank, "alpha": defaults.alpha, "targets": "all-linear"}
     settings = {
         "task": _task(body.kind, hyperparameters, grader, limit),
         "base": training.options.base.model_dump(),
-        "method": {"start_from": str(start)} if start else method,
+        "method": {"start_from": str(start)} if start else {"type": "lora", **lora},
         "data": {
             **data,
             **({"max_length": None} if limit else {}),

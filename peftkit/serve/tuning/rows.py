@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Literal
 
 from peftkit.data.format import detect, parse
 from peftkit.data.messages import WrongField
@@ -79,7 +78,12 @@ def _problem(record: Record, method: Kind, fields: Collection[str], first: str) 
         elif method == "reinforcement":
             read_prompts([record], where=record.source)
         else:
-            parse([record], _format_of(record, first), where=record.source)
+            name = detect(record.fields)
+            if name not in ("messages", "prompt_completion"):
+                raise _other_fields(record, "messages")
+            if name != first:
+                raise WrongField("", f"its fields differ from the first row's ({first})")
+            parse([record], name, where=record.source)
     except WrongField as problem:
         return f"{problem}."
     except DataError as error:
@@ -87,15 +91,6 @@ def _problem(record: Record, method: Kind, fields: Collection[str], first: str) 
         return text.split("\n")[0].rstrip(".") + "."
     missing = sorted(set(fields) - record.fields.keys())
     return f"{missing[0]}: missing, and the grader reads it." if missing else ""
-
-
-def _format_of(record: Record, first: str) -> Literal["messages", "prompt_completion"]:
-    name = detect(record.fields)
-    if name not in ("messages", "prompt_completion"):
-        raise _other_fields(record, "messages")
-    if name != first:
-        raise WrongField("", f"its fields differ from the first row's ({first})")
-    return name
 
 
 def _other_fields(record: Record, expected: str) -> WrongField:
