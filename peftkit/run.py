@@ -19,7 +19,13 @@ from peftkit.errors import ConfigError
 from peftkit.events import Event, Listener, Notice, Table, ignore, to_all
 from peftkit.execution.environment import default_device, free_now, world_size
 from peftkit.execution.plan import ExecutionPlan, compute_dtype
-from peftkit.execution.signals import Interrupted, stop_requests, stopping_at_once
+from peftkit.execution.signals import (
+    SAVING,
+    STOPPING,
+    Interrupted,
+    stop_requests,
+    stopping_immediately,
+)
 from peftkit.execution.state import Result
 from peftkit.execution.world import World, joined_ranks
 from peftkit.files.disk import check_folder
@@ -82,7 +88,7 @@ def run(
         stack.enter_context(locked(folder))
         if is_new:
             stack.enter_context(removed_if_empty(folder))
-        with stopping_at_once("stopped before the first step; what was there is as it was."):
+        with stopping_immediately("stopped before the first step; nothing has changed."):
             before: list[Event] = []
             early = to_all(before.append, on_event)
             record = prepare(recipe, base=base, resume=resume, world=world, on_event=early)
@@ -90,7 +96,7 @@ def run(
             record = replace(record, events=before)
             watch = _watch(record, metrics, on_event)
             base_metrics = {} if resume else metrics_before_training(record, early)
-        with stop_requests(waits_for="this step and its checkpoint") as stop:
+        with stop_requests(message=STOPPING) as stop:
             training = new_run(
                 record.base.model,
                 record.task,
@@ -105,11 +111,11 @@ def run(
             weights, identity = record.adapter_folder(), record.identity()
             result = train(training, **start, weights=weights, identity=identity, watch=watch)
         if result.is_main or is_sharded(record.base.model):  # then all processes run the model
-            with stop_requests(waits_for="the adapter is saved") as stop:
+            with stop_requests(message=SAVING) as stop:
                 result = replace(result, metrics={**base_metrics, **result.metrics})
                 result = save_result(record, result, on_event=on_event)
             if stop.signum:
-                raise Interrupted(stop.signum, f"all is done; the adapter is in {folder}.")
+                raise Interrupted(stop.signum, f"the run is complete; the adapter is in {folder}.")
         if base is not None:
             record.adapter.detach()
         return result

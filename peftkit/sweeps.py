@@ -45,7 +45,7 @@ from peftkit.events import (
 )
 from peftkit.execution.environment import world_size
 from peftkit.execution.out_of_memory import release_memory
-from peftkit.execution.signals import Interrupted, stopping_at_once
+from peftkit.execution.signals import Interrupted, stopping_immediately
 from peftkit.figures import duration, loss_name, recent_mean
 from peftkit.files.disk import LOCKS, new_folder, read_json, writable_folder, write_json
 from peftkit.formats.folders import SWEEP
@@ -292,7 +292,7 @@ def _check_targets(members: Sequence[Member], purpose: Purpose) -> None:
 
 def _load_base(members: Sequence[Member], purpose: Purpose, on_event: Listener) -> Base:
     """Load the shared base; its blocks are streamed if a member needs that."""
-    with stopping_at_once("stopped before the base was loaded."):
+    with stopping_immediately("stopped before the base was loaded."):
         for member in members:
             plan = resolve_plan(member.recipe, on_event)
             if plan.placement == "stream":

@@ -256,7 +256,7 @@ def recipe_text(
         num_tokens: Of all rows, about.
         quantize: Bits of the base on a GPU; None: 16.
     """
-    from peftkit.defaults import BATCHES, CONTRASTS, defaults_for
+    from peftkit.defaults import BATCHES, CONTRASTIVE_BATCHES, defaults_for
 
     goal = GOALS[task]
     source = recipe_file(goal.recipe)
@@ -291,7 +291,7 @@ def recipe_text(
         num_tokens if task == "causal_lm" else 0,
         length,
         base.width,
-        batches=CONTRASTS if task == "embedding" else BATCHES,
+        batches=CONTRASTIVE_BATCHES if task == "embedding" else BATCHES,
     )
     body = _with_defaults(body, task, settings, num_rows)
     if task == "seq2seq" and "document" not in fields:
@@ -308,9 +308,9 @@ def recipe_text(
 
 def _with_defaults(body: str, task: str, settings: Defaults, num_rows: int) -> str:
     """Set what follows from rows and base, where the task learns from its rows as they are."""
-    from peftkit.defaults import OF_PREFERENCES
+    from peftkit.defaults import PREFERENCE_RATE
 
-    by_rules, part = GOALS[task].by_rules, OF_PREFERENCES if GOALS[task].compares else 1
+    by_rules, part = GOALS[task].by_rules, PREFERENCE_RATE if GOALS[task].compares else 1
     body = _set(body, "rank", str(settings.rank) if by_rules else None, "how much it can learn")
     if by_rules:
         body = _set(body, "alpha", str(settings.alpha), "stays when the rank changes")

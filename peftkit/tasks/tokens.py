@@ -28,7 +28,7 @@ from peftkit.data.pack import (
     padded,
 )
 from peftkit.data.rows.columns import StoredRows
-from peftkit.defaults import is_worth_packing
+from peftkit.defaults import should_pack
 from peftkit.errors import PeftkitError
 from peftkit.events import Listener, Notice, ignore
 from peftkit.execution.plan import ExecutionPlan
@@ -271,7 +271,7 @@ class CausalLM(TokenTask):
             return rows
         packed = PackedRows(rows, self.max_length)
         is_first, self._has_rows = not self._has_rows, True
-        if is_first and not self.data.packing_is_explicit and not is_worth_packing(len(packed)):
+        if is_first and not self.data.packing_is_explicit and not should_pack(len(packed)):
             self.data = self.data.without_packing()  # of eval rows and further files, too
             return rows
         share = int(rows.num_tokens.sum()) / (len(packed) * self.max_length)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from peftkit.data.records import sources_of
-from peftkit.defaults import BATCHES, CONTRASTS, defaults_for
+from peftkit.defaults import BATCHES, CONTRASTIVE_BATCHES, defaults_for
 from peftkit.recipe import load
 from peftkit_cli.goals import GOALS
 from peftkit_cli.init import Size, recipe_text
@@ -36,7 +36,9 @@ def test_every_recipe_is_valid_and_says_what_was_asked(
     assert recipe.task.type == {"kto": "preference"}.get(task, task)
     assert (recipe.base.model, recipe.data.train) == ("org/m", "my: rows.jsonl")
     assert recipe.method.start_from is None
-    rules = defaults_for(640, width=576, batches=CONTRASTS if task == "embedding" else BATCHES)
+    rules = defaults_for(
+        640, width=576, batches=CONTRASTIVE_BATCHES if task == "embedding" else BATCHES
+    )
     if task != "grpo":
         assert (recipe.train.epochs, recipe.train.batch_size) == (rules.epochs, rules.batch_size)
         assert recipe.train.num_steps(640) == rules.num_steps >= 100

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.config.schema import Config, from_dict
-from peftkit.defaults import BATCHES, OF_PREFERENCES, Defaults, defaults_for
+from peftkit.defaults import BATCHES, PREFERENCE_RATE, Defaults, defaults_for
 from peftkit.errors import ConfigError
 from peftkit.files.disk import write_text
 from peftkit.inference.engine import context_length
@@ -115,7 +115,7 @@ def recipe_of(
     numbers = _numbers(asked, usual)
     steps = math.ceil(num_rows / numbers["batch_size"])
     every = math.ceil(steps / math.ceil(steps / SAVE_STEPS))
-    rates = {"dpo": OF_PREFERENCES * usual.learning_rate, "reinforcement": REWARDS_RATE}
+    rates = {"dpo": PREFERENCE_RATE * usual.learning_rate, "reinforcement": REWARDS_RATE}
     rate = rates.get(asked.kind, usual.learning_rate) * numbers["learning_rate_multiplier"]
     limit = context_length(training.bank.base.model)
     data = {"train": str(files[0]), "eval": str(files[1]) if files[1] else None}

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from peftkit import open_adapter
-from peftkit.defaults import OF_PREFERENCES, learning_rate_of
+from peftkit.defaults import PREFERENCE_RATE, learning_rate_of
 from peftkit.errors import ConfigError
 from peftkit.formats.peft.folder import read_adapter
 from peftkit.inference.generate import generate
@@ -227,7 +227,7 @@ def test_a_dpo_job_prefers_and_goes_on_from_a_job_s_model(shared: Client) -> Non
     told = load(folder / "recipe.yaml")
     assert told.method.start_from == str(folder / "start")
     assert told.task.model_dump().items() >= {"loss": "dpo", "beta": 0.3}.items()
-    rate = OF_PREFERENCES * learning_rate_of(32)
+    rate = PREFERENCE_RATE * learning_rate_of(32)
     assert told.train.learning_rate == pytest.approx(5 * rate)
     names = {"train_loss", "train_accuracy", "train_margin"}
     assert figures(shared, job["id"])[0].keys() >= names
