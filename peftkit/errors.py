@@ -1,4 +1,4 @@
-"""Errors for users: each has a problem, what was found instead, and a fix.
+"""Errors for users: each has a problem, the actual state (`found`), and a fix.
 
 Exit codes of the command line: 2 for wrong input, 1 for a failure with valid input.
 """
@@ -15,7 +15,7 @@ class PeftkitError(ValueError):
 
     Args:
         problem: The request that failed, in one sentence.
-        found: What was found instead, in one or several lines.
+        found: The actual state, in one or several lines.
         fix: What to do, in one or several lines.
     """
 

@@ -61,7 +61,7 @@ class Table(Event):
 
 @dataclass(frozen=True, slots=True)
 class RunStarted(Event):
-    """Training begins; `plan` and `paths` describe in words how the model is computed."""
+    """Training begins; `plan` and `paths` describe how the model is computed."""
 
     num_steps: int
     start_step: int

@@ -1,6 +1,6 @@
 """Streaming parser of untrusted multipart/form-data (RFC 7578), which writes the file to disk.
 
-It accepts one file and a few short fields only, so that a dependency is not needed.
+It supports one file and a few short fields only, which saves a dependency.
 """
 
 from __future__ import annotations

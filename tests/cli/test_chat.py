@@ -85,7 +85,7 @@ def test_adapters_are_switched_by_name(
     replies = [answers[name] for name in ("json", "sql", "base", "sql", "sql")]
     assert done.out == "".join(f"{text}\n" for text in replies)
     assert "There is no adapter jsn. Did you mean 'json'?" in done.err
-    assert "/base takes nothing after it" in done.err
+    assert "/base takes no text" in done.err
 
 
 def test_compare_lets_all_answer(
