@@ -14,7 +14,7 @@ LORA = (*KERNELS, "adapter.py", "methods/base.py", "methods/lora.py", "model", "
 LOADING = ("base/build.py", "base/load.py", "base/pack.py", "base/pretrained.py", "base/store.py")
 GGUF = ("base/gguf_file.py", "base/published", "kernels/gguf_blocks.py")
 LOSS = ("forward", "tasks/batches.py", "tasks/base.py")
-TRAINING = (*LORA, "execution", "train", "data/pack.py", *LOSS)
+TRAINING = (*LORA, "execution", "train", "data/pack.py", "data/rows/lazy.py", *LOSS)
 CAUSAL = (*TRAINING, "tasks/tokens.py")
 
 

@@ -31,7 +31,7 @@ from benchmarks.workers.meter import status
 from peftkit import answer, evaluate, load_base, load_recipe, merge, open_adapter, run_recipe
 from peftkit.base.load import Base
 from peftkit.base.locate import KNOWN
-from peftkit.data.encode import Style
+from peftkit.data.style import Style
 from peftkit.events import Event, StepDone
 
 NAME, FILE = "smollm2-135m", "file"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 import runpy
 from pathlib import Path
 from typing import Any
+
+from tests.helpers.folders import write_rows
 
 QUICKSTART = Path(__file__).parent.parent / "recipes" / "quickstart.py"
 MEAN_SENTENCES = 9
@@ -28,7 +29,7 @@ def make_rows(folder: Path, number: int | None = None, kind: str = "orders") -> 
     rows = [make(rng, quickstart) if kind == "mixed" else make(rng) for _ in range(number)]
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{kind}.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(file, rows)
     return file
 
 

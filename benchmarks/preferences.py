@@ -33,6 +33,7 @@ from peftkit.events import ignore
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.methods.lora import LoRA
 from peftkit.train.batches import StatelessSampler
+from tests.helpers.folders import write_rows
 
 NAME = "smollm2-135m"
 TOLERANCE = 1e-4
@@ -68,7 +69,7 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write(rows: Sequence[dict[str, Any]], file: Path) -> str:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(file, rows)
     return str(file)
 
 

@@ -28,14 +28,15 @@ import transformers
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.events import Event, StepDone
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.media.transcription import TranscriptionConfig
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.loop import fit
-from tests.helpers.speech import saved, whisper, write_rows
+from tests.helpers.speech import saved, whisper, write_speech_rows
 
 STEPS, BATCH, RATE = 10, 4, 1e-3
 TOLERANCE = 1e-4
@@ -63,7 +64,7 @@ def prepare(folder: Path) -> None:
         }
         for _ in range(STEPS * BATCH)
     ]
-    write_rows(folder, rows)
+    write_speech_rows(folder, rows)
     base = saved(folder / "base", whisper(seconds=6, **TINY))
     model = load_base(str(base), dtype="fp32", purpose=TASK.purpose).model
     torch.manual_seed(0)

@@ -12,7 +12,6 @@ wrote. `anew`: peftkit, with a request of its own for each turn.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import tempfile
 from collections.abc import Iterator
@@ -29,7 +28,8 @@ from benchmarks.workers.sums import add, multiply
 from peftkit import load_recipe, merge, run_recipe
 from peftkit.base.load import load_base
 from peftkit.base.locate import locate
-from peftkit.data.chat import CHATML
+from peftkit.data.chat_template import CHATML
+from tests.helpers.folders import write_rows
 
 NAME, NUM_SHOWN, ANSWERS = "smollm2-135m", 48, 8
 SUMS = "benchmarks/workers/sums.py"
@@ -59,7 +59,7 @@ def shown(question: str, numbers: list[int]) -> dict[str, Any]:
 
 def write(rows: list[dict[str, Any]], file: Path) -> str:
     """Write rows; return their file."""
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(file, rows)
     return str(file)
 
 

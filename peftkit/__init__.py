@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from peftkit.formats.hub import push_adapter as push_adapter
     from peftkit.formats.open_adapter import Opened as Opened
     from peftkit.formats.open_adapter import open_adapter as open_adapter
-    from peftkit.formats.peft.folder import load_adapter as load_adapter
-    from peftkit.formats.peft.folder import read_adapter as read_adapter
     from peftkit.formats.peft.folder import save_adapter as save_adapter
+    from peftkit.formats.peft.load import load_adapter as load_adapter
+    from peftkit.formats.peft.load import read_adapter as read_adapter
     from peftkit.formats.peft.notes import Provenance as Provenance
     from peftkit.inference.bank import AdapterBank as AdapterBank
     from peftkit.inference.bank import open_bank as open_bank

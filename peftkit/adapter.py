@@ -1,4 +1,4 @@
-"""Put a method's modules on a model: freeze, wrap, list, disable, detach."""
+"""Attach a method's modules to a model: freeze, wrap, list, disable, detach."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from peftkit.model.targets import Site
 
 
 class Adapter:
-    """A method's modules, in place on a frozen model.
+    """A method's modules, attached to a frozen model.
 
     Attributes:
         model: The model, changed in place.
-        method: The config that it came from.
+        method: The adapter's config.
         modules: Module path to adapter module, in the order of the model; then those of `full`.
-        full: Paths of modules that do not belong to the method: those trained in full, and those
-            with trained rows of tokens.
+        full: Paths of modules outside of the method: modules trained in full, and modules with
+            trained token rows.
     """
 
     def __init__(
@@ -39,11 +39,12 @@ class Adapter:
     ) -> None:
         self.model, self.method, self.modules = model, method, modules
         self.full = frozenset(full)
-        self._handles = method.connect(model, self.own)
+        self._handles = method.connect(model, self.method_modules)
         self._step_hook: RemovableHandle | None = None
 
     @property
-    def own(self) -> dict[str, AdapterModule]:
+    def method_modules(self) -> dict[str, AdapterModule]:
+        """The modules without those of `full`."""
         return {path: module for path, module in self.modules.items() if path not in self.full}
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -62,15 +63,15 @@ class Adapter:
             yield
 
     def prepare_training(self) -> None:
-        """Compute layers of one input together from now on, in training mode, as LoRA's can be.
+        """Compute layers that read one input together in training mode, if the method supports it.
 
-        `fit` does so by itself, in autocast's precision. For a loop of your own: the layers follow
-        changes in place and the steps of any optimizer; after a change through `.data` call this
-        again. Call `end_training` before the model is moved or cast.
+        `fit` groups layers itself, in autocast's precision. In a custom training loop, the layers
+        follow changes in place and the steps of any optimizer; after a change through `.data` call
+        this again. Call `end_training` before the model is moved or cast.
         """
         self.end_training()
         group_modules(self.model)
-        # fused optimizers leave no trace in a tensor's version
+        # fused optimizers do not change a tensor's version
         self._step_hook = register_optimizer_step_post_hook(lambda *_: refresh_copies(self.model))
 
     def end_training(self) -> None:
@@ -101,7 +102,7 @@ class Adapter:
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors to save, by "module.path.tensor_name" or shared name."""
-        return self.method.shared(self.own) | {
+        return self.method.shared(self.method_modules) | {
             f"{path}.{name}": tensor
             for path, module in self.modules.items()
             for name, tensor in module.state().items()
@@ -111,9 +112,9 @@ class Adapter:
         """Load the tensors of a `state()`, all or none.
 
         Raises:
-            AdapterError: Lists every missing, unexpected and misshapen tensor.
+            AdapterError: Tensors are missing, unexpected or misshapen; lists all of them.
         """
-        shared = self.method.shared(self.own)
+        shared = self.method.shared(self.method_modules)
         expected = {name: tuple(tensor.shape) for name, tensor in shared.items()} | {
             f"{path}.{name}": shape
             for path, module in self.modules.items()
@@ -129,7 +130,7 @@ class Adapter:
         if problems or not expected:
             raise AdapterError(
                 f"the adapter does not fit {type(self.model).__name__}",
-                found="\n".join(sorted(problems)) or "it has no tensors at all",
+                found="\n".join(sorted(problems)) or "it has no tensors",
                 fix="Use the base it was trained on: peftkit inspect ADAPTER",
             )
         with torch.no_grad():
@@ -148,22 +149,22 @@ def attach(
     fresh: bool = True,
     seed: int = 0,
 ) -> Adapter:
-    """Freeze a model and put a method's modules on it; its output stays the same.
+    """Freeze a model and attach a method's modules; the model's output stays the same.
 
     Args:
         model: Any transformer; changed in place.
-        method: What to attach; `method.targets` says where. By default vision and audio towers are
-            left out.
-        sites: Those of `method.sites`, if already computed.
-        starts: Initial values by module path, computed by the function `method.initializer` names.
+        method: The method; `method.targets` selects the modules, by default without vision and
+            audio towers.
+        sites: The result of `method.sites`, if already computed.
+        starts: Initial values by module path, from the function that `method.initializer` names.
         fresh: Whether to set initial values; False if a state is loaded next.
-        seed: Of the initial values, which are the same on every device.
+        seed: Seed of the initial values, which are the same on every device.
 
     Raises:
-        TargetError: A target is not in this model, or does not suit the method.
-        AdapterError: The model carries an adapter already, or `starts` are not this method's.
+        TargetError: A target is not in this model, or the method cannot adapt it.
+        AdapterError: The model carries an adapter already, or `starts` are for another method.
     """
-    if any(unwrap_adapter(each) is not each for each in model.modules()):  # a bank's layers too
+    if any(unwrap_adapter(m) is not m for m in model.modules()):  # also a bank's layers
         raise AdapterError(
             f"{type(model).__name__} carries an adapter already",
             fix="Call its detach() first, or merge it.",
@@ -180,7 +181,7 @@ def attach(
     for site in method.sites(model) if sites is None else sites:
         if not any(f"{site.path}.".startswith(f"{path}.") for path in outermost):
             grouped.setdefault(site.path, []).append(site)
-    _check_apart(method, grouped, rows)
+    _check_sites(method, grouped, rows)
     full |= rows
     modules = {
         path: _wrapped(method, model.get_submodule(path), path_sites)
@@ -201,15 +202,15 @@ def attach(
         module.train(model.training)
         _replace(model, path, module)
     if (stream := getattr(model, "block_stream", None)) is not None:
-        stream.move_unstreamed(model)  # the new modules, which are still in main memory
+        stream.move_unstreamed(model)  # the new modules, which are still in host memory
     return Adapter(model, method, modules, full)
 
 
 def group_modules(model: nn.Module, *, serves: bool = False) -> None:
-    """Compute adapter modules that read one input together from now on, where a method can.
+    """Group the adapter modules that read one input, if the method supports it.
 
     Args:
-        serves: For generation; by default for training.
+        serves: Group them for generation instead of training.
     """
     ungroup_modules(model)
     for kind in _groupable_kinds(model):
@@ -217,7 +218,7 @@ def group_modules(model: nn.Module, *, serves: bool = False) -> None:
 
 
 def ungroup_modules(model: nn.Module) -> None:
-    """Have every adapter module compute by itself again."""
+    """Undo `group_modules`: every adapter module computes alone."""
     for module in _adapter_modules(model):
         module.group = None
 
@@ -233,7 +234,7 @@ def _groupable_kinds(model: nn.Module) -> list[type[AdapterModule]]:
 
 @contextmanager
 def prepared_for_training(model: nn.Module, plan: ExecutionPlan) -> Iterator[None]:
-    """Group adapter modules and fuse the base's within the context, as the plan says."""
+    """Group adapter modules and fuse modules of the base within the context, as planned."""
     try:
         if plan.lora_grouped:
             group_modules(model)
@@ -245,31 +246,30 @@ def prepared_for_training(model: nn.Module, plan: ExecutionPlan) -> Iterator[Non
 
 
 def refresh_copies(model: nn.Module) -> None:
-    """Update the copies that layers computed together hold of trained values; drop their outputs.
+    """Update the copies of trained values in groups, and drop the groups' pending outputs.
 
-    Call it after an optimizer's step, and after a forward pass without its backward pass.
+    Call it after an optimizer step, and after a forward pass without a backward pass.
     """
     for kind in _groupable_kinds(model):
         kind.refresh_groups(model)
 
 
 def adapter_paths(model: nn.Module) -> dict[str, str]:
-    """Return how adapter layers are computed, by kind, for the header of a run."""
+    """Return a description of grouped and single adapter layers, for the header of a run."""
     groups = [module.group for module in _adapter_modules(model) if module.can_group]
-    num_alone, num_groups = groups.count(None), len({*groups} - {None})
-    parts = [f"{num_groups} groups of {len(groups) - num_alone} layers"] if num_groups else []
-    parts += [f"{num_alone} layers each on its own"] if num_alone else []
-    return {"adapter": ", ".join(parts)}
+    num_single, num_groups = groups.count(None), len({*groups} - {None})
+    texts = [f"{num_groups} groups of {len(groups) - num_single} layers"] if num_groups else []
+    texts += [f"{num_single} single layers"] if num_single else []
+    return {"adapter": ", ".join(texts)}
 
 
 @contextmanager
 def prepared_for_serving(model: nn.Module, plan: ExecutionPlan) -> Iterator[None]:
-    """Prepare a model within the context for generating token after token."""
-    fused = fused_modules(model) if plan.fused_kernels else nullcontext()
+    """Group adapter modules and fuse modules of the base for generation within the context."""
     before = {module: module.group for module in _adapter_modules(model)}
     group_modules(model, serves=True)
     try:
-        with fused:
+        with fused_modules(model) if plan.fused_kernels else nullcontext():
             yield
     finally:
         for module, group in before.items():
@@ -277,52 +277,52 @@ def prepared_for_serving(model: nn.Module, plan: ExecutionPlan) -> Iterator[None
 
 
 def check_fits(model: nn.Module, method: Method) -> None:
-    """Check targets and ranks as `attach` does, on a model without weights.
+    """Check targets and ranks like `attach`, on a model without weights.
 
     Args:
         model: Changed; not usable afterwards.
 
     Raises:
-        TargetError: As `attach`.
+        TargetError: See `attach`.
     """
     if method.acts_on_input:  # it has no targets, and its checks run the model
         return
-    if method.initializer:  # its values come from weights or data
+    if method.initializer:  # initial values come from weights or data
         method = method.model_copy(update={"init": "default"})
     attach(model, method, fresh=False)
 
 
-def _check_apart(method: Method, sites: Collection[str], rows: Collection[str]) -> None:
-    """Refuse a method without sites, and sites on modules with trained rows of tokens."""
+def _check_sites(method: Method, sites: Collection[str], rows: Collection[str]) -> None:
+    """Refuse a method without sites, and sites on modules with trained token rows."""
     if not sites:
         raise TargetError(
-            f"there is nothing left for {method.type}",
+            f"there are no modules to adapt with {method.type}",
             found="all of its targets are in modules that are trained in full",
-            fix="Leave these out of train_fully.",
+            fix="Remove these from train_fully.",
         )
     if overlap := [path for path in sites if path in rows]:
         raise TargetError(
-            f"{overlap[0]} cannot have both {method.type} and trained rows of tokens",
-            fix="Leave it out of the targets, or leave token_rows out.",
+            f"{overlap[0]} cannot have both {method.type} and trained token rows",
+            fix="Remove it from the targets, or remove token_rows.",
         )
 
 
 def _check_starts(
     method: Method, modules: Collection[str], starts: Mapping[str, InitValues] | None
 ) -> None:
-    """Refuse missing initial values, and initial values that the method does not take."""
-    maker = method.initializer
-    if maker and starts is None:
+    """Refuse missing initial values, and initial values for another method."""
+    initializer = method.initializer
+    if initializer and starts is None:
         raise AdapterError(
             f"attach(...) does not compute the initial values of this {method.type} adapter",
-            fix=f"Compute them with {maker}(...), then: attach(model, method, starts=...).",
+            fix=f"Compute them with {initializer}(...), then: attach(model, method, starts=...).",
         )
-    if starts is not None and not (maker and starts.keys() >= set(modules)):
+    if starts is not None and not (initializer and starts.keys() >= set(modules)):
         missing = sorted(set(modules) - starts.keys())
         raise AdapterError(
-            f"these starts are not those of this {method.type} adapter",
-            found=f"there is none for {missing[0]}" if maker else "it takes none",
-            fix=f"Compute them with {maker}(...)." if maker else "Leave starts out.",
+            f"these starts are not for this {method.type} adapter",
+            found=f"there is none for {missing[0]}" if initializer else "it accepts none",
+            fix=f"Compute them with {initializer}(...)." if initializer else "Remove starts.",
         )
 
 

@@ -16,7 +16,7 @@ from peftkit.config import schema
 from peftkit.config.schema import Config
 from peftkit.errors import ConfigError
 from peftkit.methods.table import METHODS, AnyMethod
-from peftkit.settings import SHARDED, BaseConfig, DataConfig, TrainConfig
+from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.table import TASKS, AnyTask
 
 
@@ -117,7 +117,7 @@ def _of_base(r: Any) -> Iterator[Conflict]:
             "train.gradient_checkpointing is false, which keeps every block's weights.",
             "Set it to auto or true, or base.placement: device.",
         )
-    if r.base.placement == "stream" and r.train.shard in SHARDED:
+    if r.base.placement == "stream" and r.train.shards_base:
         yield (
             f"base.placement: stream does not go with train.shard: {r.train.shard}.",
             "Both say where the weights of blocks are.",
@@ -168,7 +168,7 @@ def _of_evaluation(r: Any) -> Iterator[Conflict]:
 
 
 def _of_processes(r: Any, processes: int | None) -> Iterator[Conflict]:
-    shards = r.train.shard in SHARDED
+    shards = r.train.shards_base
     if shards and not r.method.wraps_linear_layers:
         yield (
             f"train.shard: {r.train.shard} does not go with method.type: {r.method.type}",

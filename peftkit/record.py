@@ -1,9 +1,9 @@
 """The record of a run, and the files that are written from it.
 
-| file | view of `RunRecord` |
+| file | method of `RunRecord` |
 |---|---|
-| `checkpoints/` | `adapter_folder`, and `identity`: what a resumed run must share with it |
-| `run.json`, as training starts | `facts`: what the report shows next to `metrics.jsonl` |
+| `checkpoints/` | `adapter_folder`; `identity`, which a resumed run must match |
+| `run.json`, when training starts | `facts`, which the report shows with `metrics.jsonl` |
 | `peftkit.json`, with the adapter | `provenance` |
 | `recipe.yaml`, `README.md`, at the end | `recipe`, `card` |
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 from peftkit.adapter import Adapter
 from peftkit.base.load import Base
 from peftkit.config import schema
-from peftkit.data.pack import tokens_of_each
+from peftkit.data.rows.lazy import tokens_of_each
 from peftkit.events import Event, Listener, Notice, RunStarted, Saved, Table, ignore
 from peftkit.execution.plan import ExecutionPlan, compute_dtype
 from peftkit.execution.state import Result
@@ -50,16 +50,16 @@ MAX_SPAN_CHARS, MAX_SPANS = 4_000, 32
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run that is ready to train, as the files in its folder describe it.
+    """A run that is ready to train, as recorded in the files of its folder.
 
     Attributes:
-        recipe: With the defaults that depend on the task and the base.
-        plan: How it is carried out, before its rows are measured.
-        task: On this base, with the adapter.
+        recipe: The recipe, with the defaults that depend on the task and the base.
+        plan: The execution plan, before rows are measured.
+        task: The task on this base, with the adapter.
         settings: The task's section, with the labels of the data.
         train, eval: The encoded rows.
-        continued: The adapter that this one continues, if any.
-        events: Of the preparation; run.json has the tables and notices.
+        continued: The adapter that this run continues, if any.
+        events: Events of the preparation; run.json has the tables and notices.
     """
 
     recipe: Recipe
@@ -79,7 +79,7 @@ class RunRecord:
         return self.recipe.train.output_dir
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings and inputs that a resumed run must share, as plain JSON."""
+        """Return the settings and inputs that a resumed run must match, as plain JSON."""
         recipe = self.recipe
         return {
             "base": {
@@ -95,7 +95,7 @@ class RunRecord:
         }
 
     def adapter_folder(self) -> AdapterFolder:
-        """Return the adapter folder that checkpoints are written with."""
+        """Return the writer of the adapter files in checkpoints."""
         start = self.continued
         has_tokens = self.recipe.base.new_tokens or (start and start.has_tokens)
         return AdapterFolder(
@@ -113,7 +113,7 @@ class RunRecord:
         )
         if self.base.stored:
             loading["stored"] = self.base.stored
-        if config.rope_scaling:  # all of it, with the parameters of the base's own config
+        if config.rope_scaling:  # complete, with parameters of the base's config
             loading["rope_scaling"] = dict(self.base.model.config.get_text_config().rope_parameters)
         return Provenance(
             base=self.base.name,
@@ -129,7 +129,7 @@ class RunRecord:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Return run.json, which peftkit.report.history reads as `RunFacts`."""
+        """Return the content of run.json, which peftkit.report.history reads as `RunFacts`."""
         recipe, base = self.recipe, self.base
         row = self.train[0]
         spans = [(kind, text[:MAX_SPAN_CHARS]) for kind, text in self.task.spans(row)]
@@ -191,8 +191,8 @@ def rows_in_words(rows: Sequence[Any]) -> str:
 
 
 def length_histogram(rows: Sequence[Any]) -> tuple[tuple[int, int], ...]:
-    """Return (lower edge, number of documents) for spans of equal width of document lengths."""
-    lengths: Tensor | None = getattr(rows, "document_lengths", None)  # several may share a row
+    """Return (lower edge, number of documents) for equal bins of document lengths."""
+    lengths: Tensor | None = getattr(rows, "document_lengths", None)  # of packed documents
     if lengths is None:
         lengths = tokens_of_each(rows)
     if not len(lengths):
@@ -204,9 +204,9 @@ def length_histogram(rows: Sequence[Any]) -> tuple[tuple[int, int], ...]:
 
 
 def facts_writer(record: RunRecord, on_event: Listener) -> Listener:
-    """Return a listener that writes run.json as training starts.
+    """Return a listener that writes run.json when training starts.
 
-    A run that is refused before that, such as a resume with other settings, changes no file.
+    A run that is refused earlier, such as a resume with other settings, changes no file.
     """
 
     def write(event: Event) -> None:
@@ -220,7 +220,7 @@ def facts_writer(record: RunRecord, on_event: Listener) -> Listener:
 def save_result(record: RunRecord, result: Result, *, on_event: Listener = ignore) -> Result:
     """Write the adapter, the recipe and the model card; return the result with its metrics.
 
-    With a sharded base all processes must call this; the main one writes.
+    With a sharded base all processes must call this; the main process writes.
     """
     weights = record.adapter_folder()
     result = _with_best(record.recipe, result, weights, on_event)
@@ -250,9 +250,9 @@ def _with_best(
         weights.load(result.best_checkpoint)
         on_event(
             Notice(
-                f"The adapter has the weights of step {best}, the best of the eval rows (loss "
-                f"{result.metrics['best_eval_loss']:.4g}); those of the last step, {result.step}, "
-                f"are in {result.checkpoint}."
+                f"The adapter has the weights of step {best} with the best loss on the eval rows, "
+                f"{result.metrics['best_eval_loss']:.4g}. The weights of the last step, "
+                f"{result.step}, are in {result.checkpoint}."
             )
         )
     metrics = {**result.metrics, "adapter_step": float(best)}
@@ -263,20 +263,19 @@ def _with_best(
 
 
 def _try_to_write(path: Path, content: Callable[[], str], on_event: Listener) -> None:
-    """Write a file that the adapter does not need; a failure costs a Notice, not the run."""
+    """Write a file that the adapter does not need; if this fails, emit a Notice."""
     try:
         write_text(content(), path)
-    except Exception as error:  # whatever it is
+    except Exception as error:  # no failure here may end the run
         on_event(Notice(f"{path.name} was not written; the adapter does not need it. {error}"))
 
 
 def _with_metrics(run: RunRecord, result: Result, on_event: Listener) -> Result:
-    """Add the task's metrics on the eval rows, where the training loop has not computed them."""
-    skip = run.task.predicts_tokens and not run.settings.measures_before
-    if not run.eval or skip:
+    """Add the task's metrics on the eval rows if the training loop has not computed them."""
+    if not run.eval or (run.task.predicts_tokens and not run.settings.measures_before):
         return result
     metrics = run.task.metrics(run.base.model, run.eval, on_event=on_event)
-    if not metrics:  # the evaluations of the run have them
+    if not metrics:  # the evaluations of the run have computed them
         return result
     on_event(_metrics_table("The eval rows", metrics))
     named = {f"eval_{name}": value for name, value in metrics.items()}

@@ -1,4 +1,4 @@
-"""A recipe's run, top to bottom: base, adapter, rows, training, and what is saved."""
+"""Run a recipe from top to bottom: base, adapter, rows, training, saving."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from peftkit.adapter import Adapter, attach, check_fits
 from peftkit.base.load import Base, open_base
 from peftkit.base.skeleton import skeleton
 from peftkit.config.schema import flat
-from peftkit.data.encode import Style
-from peftkit.data.pack import fingerprint
+from peftkit.data.rows.lazy import fingerprint
 from peftkit.defaults import why_too_short
 from peftkit.errors import ConfigError
 from peftkit.events import Event, Listener, Notice, Table, ignore, to_all
-from peftkit.execution.environment import default_device, free_now, world_size
-from peftkit.execution.plan import ExecutionPlan, compute_dtype
+from peftkit.execution.environment import default_device, world_size
+from peftkit.execution.plan import ExecutionPlan, compute_dtype, plan_of
 from peftkit.execution.signals import (
     SAVING,
     STOPPING,
@@ -28,14 +27,14 @@ from peftkit.execution.signals import (
 )
 from peftkit.execution.state import Result
 from peftkit.execution.world import World, joined_ranks
+from peftkit.figures import size
 from peftkit.files.disk import check_folder
 from peftkit.formats.card import adapter_table, small_reach
-from peftkit.methods.base import Method
-from peftkit.model.blocks import STREAMED, is_sharded
-from peftkit.planning.resolve import plan_as_requested, resolve_plan
+from peftkit.model.blocks import is_sharded, is_streamed
+from peftkit.planning.resolve import resolve_plan
 from peftkit.recipe import Recipe, check_settings
 from peftkit.record import RunRecord, facts_writer, metrics_before_training, save_result
-from peftkit.tasks.base import Reference, Task
+from peftkit.tasks.base import Reference
 from peftkit.tasks.config import TaskConfig
 from peftkit.train.checkpoint_files import Checkpoints, versions
 from peftkit.train.loop import train
@@ -57,22 +56,25 @@ def run(
 
     Args:
         resume: Continue from the newest valid checkpoint of the output folder.
-        overwrite: Start again in a folder that holds a run already.
-        allow_changes: Dotted keys in which a resumed run may differ from the one it continues.
-        metrics: Functions of a completion and its reference, by name, each returning a float:
-            computed with train.eval_generate.
-        base: The recipe's base, loaded already, for several runs over it in turn. A completed run
-            detaches its adapter.
-        on_event: Receives the events of peftkit.events as they happen.
+        overwrite: Start again in a folder that already holds a run.
+        allow_changes: Dotted keys in which a resumed run may differ from its checkpoint.
+        metrics: Functions of a completion and its reference that return a float, by name; computed
+            with train.eval_generate.
+        base: The recipe's base, already loaded, to share between runs. A completed run detaches
+            its adapter.
+        on_event: Receives the events of peftkit.events.
 
     Raises:
-        PeftkitError: What was asked, what was found, what to do.
-        Interrupted: SIGINT or SIGTERM came; what was reached is saved.
+        PeftkitError: The recipe, its files or this machine do not allow the run.
+        Interrupted: SIGINT or SIGTERM arrived; the last step is saved.
     """
-    start: dict[str, Any] = {"resume": resume, "overwrite": overwrite}
-    start["allow_changes"] = list(allow_changes)
     check_settings(recipe, world_size())
     folder = recipe.train.output_dir
+    start: dict[str, Any] = {
+        "resume": resume,
+        "overwrite": overwrite,
+        "allow_changes": list(allow_changes),
+    }
     with joined_ranks() as world, ExitStack() as stack:
         is_new = not folder.exists()
         prepare_output(folder, **start)
@@ -88,14 +90,14 @@ def run(
         stack.enter_context(locked(folder))
         if is_new:
             stack.enter_context(removed_if_empty(folder))
-        with stopping_immediately("stopped before the first step; nothing has changed."):
-            before: list[Event] = []
-            early = to_all(before.append, on_event)
-            record = prepare(recipe, base=base, resume=resume, world=world, on_event=early)
-            _tell_if_short(record, world.world_size, early)
-            record = replace(record, events=before)
+        with stopping_immediately("stopped before the first step; the output folder is unchanged."):
+            early_events: list[Event] = []
+            recorder = to_all(early_events.append, on_event)
+            record = prepare(recipe, base=base, resume=resume, world=world, on_event=recorder)
+            _warn_if_short(record, world.world_size, recorder)
+            record = replace(record, events=early_events)
             watch = _watch(record, metrics, on_event)
-            base_metrics = {} if resume else metrics_before_training(record, early)
+            base_metrics = {} if resume else metrics_before_training(record, recorder)
         with stop_requests(message=STOPPING) as stop:
             training = new_run(
                 record.base.model,
@@ -110,7 +112,7 @@ def run(
             )
             weights, identity = record.adapter_folder(), record.identity()
             result = train(training, **start, weights=weights, identity=identity, watch=watch)
-        if result.is_main or is_sharded(record.base.model):  # then all processes run the model
+        if result.is_main or is_sharded(record.base.model):  # all processes run a sharded model
             with stop_requests(message=SAVING) as stop:
                 result = replace(result, metrics={**base_metrics, **result.metrics})
                 result = save_result(record, result, on_event=on_event)
@@ -122,28 +124,27 @@ def run(
 
 
 def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> None:
-    """Check all but the training, and show the first rows as the loss sees them.
+    """Check everything up to the first step, and emit the first rows with their target tokens.
 
     Raises:
-        PeftkitError: The first thing that would have stopped the run.
+        PeftkitError: The first error that would have stopped the run.
     """
     require_trackers(recipe.train.log_to)
     check_folder(recipe.train.output_dir)
     plan = resolve_plan(recipe, on_event)
     record = prepare(recipe, plan=replace(plan, shard="none"), on_event=on_event)  # one process
-    documents = getattr(record.train, "documents", record.train)  # of packed rows, one by one
+    documents = getattr(record.train, "documents", record.train)  # packed rows hold several
     for row in documents[:num_rows]:
         spans = tuple(record.task.spans(row))
         on_event(Table(f"{row.source}, as the loss sees it", ("", "text"), spans))
     num_steps = recipe.train.num_steps(len(record.train))
-    on_event(Notice(f"Plan: {plan.describe()}."))
-    is_short = _tell_if_short(record, 1, on_event)
-    verdict = "It would run" if is_short else "All is well"
+    on_event(Notice(f"Execution plan: {plan.describe()}."))
+    verdict = "Valid, but short" if _warn_if_short(record, 1, on_event) else "Ready to train"
     on_event(Notice(f"{verdict}: {len(record.train)} rows, {num_steps} optimizer steps."))
 
 
-def _tell_if_short(record: RunRecord, processes: int, on_event: Listener) -> bool:
-    """Tell whether a run has too few steps to learn, also in a notice."""
+def _warn_if_short(record: RunRecord, processes: int, on_event: Listener) -> bool:
+    """Return whether a run has too few steps to train well, and emit the reason."""
     rows = record.train
     num_documents = len(getattr(rows, "documents", rows))
     why = why_too_short(record.recipe.train, len(rows), num_documents, processes)
@@ -164,17 +165,17 @@ def prepare(
     """Load the base, attach the adapter and encode the rows: everything before the first step.
 
     Args:
-        base: The recipe's base, loaded already, without an adapter.
-        plan: How the recipe is carried out; by default as `resolve_plan` decides.
-        resume: A checkpoint is loaded next: the adapter has no values of its own until then.
-        world: The processes that do this together.
+        base: The recipe's base, already loaded, without an adapter.
+        plan: By default the result of `resolve_plan`, or for a loaded base the requested plan.
+        resume: A checkpoint is loaded next, so the adapter gets no initial values.
+        world: The processes that run this together.
 
     Raises:
-        PeftkitError: The base, a target or the data is not as the recipe says.
+        PeftkitError: The base, a target or the data does not match the recipe.
     """
     settings = recipe.task.resolve(recipe.data)
     if base is None:
-        if not recipe.method.start_from:  # before an hour of loading, not after it
+        if not recipe.method.start_from:  # before loading, which may take an hour
             name, revision = recipe.base.model, recipe.base.revision
             check_fits(skeleton(name, revision=revision, purpose=settings.purpose), recipe.method)
         plan = plan or resolve_plan(recipe, on_event)
@@ -183,48 +184,64 @@ def prepare(
         base = open_base(recipe.base, settings.purpose, plan, world=world, on_event=on_event)
         if world is not None:
             world.check_equal_across_ranks(base={"fingerprint": base.fingerprint})
-    plan = plan or _plan_over(recipe, base)
+    dtype = str(compute_dtype(base.model)).removeprefix("torch.")
+    plan = plan or plan_of(
+        recipe.train,
+        base.device.type,
+        world_size(),
+        placement="stream" if is_streamed(base.model) else "device",
+        dtype=dtype,
+    )
     adapter, continued = _adapter(recipe, settings, base, resume, on_event)
     on_event(adapter_table(adapter))
     if plan.is_sharded:
-        base = _sharded(plan, base, on_event)
+        from peftkit.base.sharding import local_bytes, shard_base
+
+        base = replace(base, device=default_device())
+        whole = local_bytes(base.model)["base"]
+        shard_base(base.model, base.device, offload=plan.shard == "offload")
+        sizes = f"{size(local_bytes(base.model)['base'], 2)} of {size(whole, 2)}"
+        on_event(Notice(f"The base is sharded over the processes: {sizes}."))
     if warning := small_reach(adapter, base.audit):
         on_event(Notice(warning))
-    if why := _why_unpacked(recipe, adapter):
-        recipe = recipe.model_copy(update={"data": recipe.data.without_packing()})
-        on_event(Notice(f"Rows are not packed: {why}."))
-    style = continued.style if continued and "chat_template" in settings.data_fields else None
-    kept = None if recipe.data.names_style else style
-    task = settings.on(base.model, base.processor, recipe.data, style=kept, on_event=on_event)
-    task.compare_with(_reference(recipe, base, adapter, continued))
-    _add_other_adapters(task, base)
+    data, fields = recipe.data, settings.data_fields
+    if data.packing and "packing" in fields and adapter.method.acts_on_input:
+        data = data.without_packing()
+        reason = f"with {adapter.method.type} each has its own virtual tokens"
+        on_event(Notice(f"Rows are not packed: {reason}."))
+    style = continued.style if continued and "chat_template" in fields else None
+    task = settings.on(
+        base.model,
+        base.processor,
+        data,
+        style=None if data.names_style else style,
+        on_event=on_event,
+    )
+    key = f"{base.fingerprint} {compute_dtype(base.model)} {recipe.base.quantize} "
+    key += f"{recipe.base.double_quant}"
+    if continued is None:
+        task.compare_with(Reference(adapter.disabled, key))
+    else:
+        state = partial(adapter.swapped_state, continued.start)
+        task.compare_with(Reference(state, f"{key} {continued.digest}"))
+    for folder in task.other_adapters:
+        from peftkit.formats.open_adapter import read_side_adapter
+
+        task.add_adapter(folder, read_side_adapter(folder, base))
     rows, eval_rows = task.load_splits(task.data)
-    recipe = recipe.model_copy(update={"data": task.data})  # packed or not, as the rows suit
-    if style and task.style:
-        _tell_of_another_style(style, task.style, on_event)
+    if style and task.style and replace(style, system=task.style.system) != task.style:
+        text = "As the data section requests, training continues with another prompt style"
+        on_event(Notice(f"{text} than the adapter's: {task.style.kind} instead of {style.kind}."))
     if world is not None:
         world.check_equal_across_ranks(rows={"train": _digest(rows), "eval": _digest(eval_rows)})
+    recipe = recipe.model_copy(update={"data": task.data})  # the rows decided about packing
     return RunRecord(recipe, plan, base, adapter, task, settings, rows, eval_rows, continued)
-
-
-def _tell_of_another_style(learnt: Style, style: Style, on_event: Listener) -> None:
-    """Tell that a continued adapter learns prompts of another style; system prompts may differ."""
-    if replace(learnt, system=style.system) != style:
-        text = "As the data section asks, the adapter goes on in another prompt style"
-        on_event(Notice(f"{text} than it learnt: {style.kind}, and it was {learnt.kind}."))
-
-
-def _plan_over(recipe: Recipe, base: Base) -> ExecutionPlan:
-    """Return the plan of a recipe whose base is loaded."""
-    dtype = str(compute_dtype(base.model)).removeprefix("torch.")
-    plan = plan_as_requested(recipe, free_now(base.device), dtype)
-    return replace(plan, placement="stream" if hasattr(base.model, STREAMED) else "device")
 
 
 def _adapter(
     recipe: Recipe, settings: TaskConfig, base: Base, resume: bool, on_event: Listener
 ) -> tuple[Adapter, Any]:
-    """Attach a new adapter, or the one that the recipe continues; return it and its start."""
+    """Attach the adapter; return it and, if the recipe continues an adapter, its initial state."""
     if recipe.method.start_from:
         from peftkit.formats.open_adapter import continue_adapter
 
@@ -236,8 +253,16 @@ def _adapter(
             on_event=on_event,
         )
         return continued.adapter, continued
-    method, starts = _with_head_and_tokens(recipe, base), None
-    if method.initializer:  # it reads training rows, or the weights before they were quantised
+    update: dict[str, Any] = {
+        "train_fully": tuple(dict.fromkeys((*recipe.method.train_fully, *base.head)))
+    }
+    if recipe.base.new_tokens:
+        from peftkit.base.new_tokens import add_tokens, token_rows
+
+        ids = add_tokens(base, recipe.base.new_tokens)
+        update["token_rows"] = token_rows(base.model, ids)
+    method, starts, seed = recipe.method.model_copy(update=update), None, recipe.train.seed
+    if method.initializer:  # it reads training rows, or the weights before quantisation
         from peftkit.methods.data_init import initial_values
 
         checkpoint = None
@@ -249,62 +274,11 @@ def _adapter(
             settings,
             recipe.base,
             recipe.data,
-            seed=recipe.train.seed,
+            seed=seed,
             checkpoint=checkpoint,
             on_event=on_event,
         )
-    seed = recipe.train.seed
     return attach(base.model, method, starts=starts, fresh=not resume, seed=seed), None
-
-
-def _with_head_and_tokens(recipe: Recipe, base: Base) -> Method:
-    """Add the new tokens; return the method that trains their rows, and the head, in full."""
-    fully = tuple(dict.fromkeys((*recipe.method.train_fully, *base.head)))
-    update: dict[str, Any] = {"train_fully": fully}
-    if recipe.base.new_tokens:
-        from peftkit.base.new_tokens import add_tokens, token_rows
-
-        ids = add_tokens(base, recipe.base.new_tokens)
-        update["token_rows"] = token_rows(base.model, ids)
-    return recipe.method.model_copy(update=update)
-
-
-def _sharded(plan: ExecutionPlan, base: Base, on_event: Listener) -> Base:
-    """Shard the base over the processes; return it on this process's device."""
-    from peftkit.base.sharding import local_bytes, shard_base
-
-    device = default_device()
-    whole = local_bytes(base.model)["base"]
-    shard_base(base.model, device, offload=plan.shard == "offload")
-    part = local_bytes(base.model)["base"]
-    sizes = f"{part / 1e9:.2f} of {whole / 1e9:.2f} GB"
-    on_event(Notice(f"The base is sharded over the processes: {sizes}."))
-    return replace(base, device=device)
-
-
-def _why_unpacked(recipe: Recipe, adapter: Adapter) -> str:
-    """Return why rows cannot be packed by default; "" if they can."""
-    if recipe.model_copy(update={"method": adapter.method}).packs_beside_virtual_tokens:
-        return f"with {adapter.method.type} each has its own virtual tokens"
-    return ""
-
-
-def _reference(recipe: Recipe, base: Base, adapter: Adapter, continued: Any) -> Reference:
-    """Return the model before training, for losses that compare with it."""
-    precision = f"{compute_dtype(base.model)} {recipe.base.quantize} {recipe.base.double_quant}"
-    key = f"{base.fingerprint} {precision}"
-    if continued is None:
-        return Reference(adapter.disabled, key)
-    state = partial(adapter.swapped_state, continued.start)
-    return Reference(state, f"{key} {continued.digest}")
-
-
-def _add_other_adapters(task: Task, base: Base) -> None:
-    """Load the other adapters of a task over the same base."""
-    for folder in task.other_adapters:
-        from peftkit.formats.open_adapter import read_side_adapter
-
-        task.add_adapter(folder, read_side_adapter(folder, base))
 
 
 def _digest(rows: Sequence[Any]) -> str:
@@ -313,17 +287,17 @@ def _digest(rows: Sequence[Any]) -> str:
 
 
 def _watch(record: RunRecord, metrics: Mapping[str, Any] | None, on_event: Listener) -> Any:
-    """Return the generator of samples and answers during training; None without any."""
+    """Return the generator of samples and completions during training; None if not requested."""
     config = record.recipe.train
     if metrics and not config.eval_generate:
         raise ConfigError(
             f"--metric {', '.join(metrics)} has no effect.",
             found="train.eval_generate is not set.",
-            fix="Say how many eval rows are answered: --set train.eval_generate=64",
+            fix="Set the number of eval rows to generate for: --set train.eval_generate=64",
         )
     if not (config.sample_every or config.eval_generate):
         return None
     from peftkit.inference.evaluate import TextWatch
 
-    task = cast(Any, record.task)  # of a kind that writes text: see peftkit.recipe
+    task = cast(Any, record.task)  # check_settings refuses tasks that write no text
     return TextWatch(record.base, task, record.eval, config, metrics, on_event)

@@ -1,12 +1,7 @@
-"""A sweep: several runs over one base, one after the other.
+"""A sweep: several runs over one base, one after the other, each in a folder below the sweep's.
 
-The base is loaded once, and rows with equal settings are encoded once. Each member is the run that
-it would be alone (`peftkit.run.run`), in a folder of its own below that of the sweep:
-
-    sweep.json          every member's settings, state and losses
-    report.html         the curves of all members
-    best/               a copy of the best member's adapter
-    NAME/               a member's run, which `peftkit train --resume` continues, too
+sweep.json has every member's settings, state and losses, report.html all curves, and best/ a copy
+of the best member's adapter. A member's folder is that of a run: NAME/ can be resumed alone.
 """
 
 from __future__ import annotations
@@ -16,12 +11,11 @@ import json
 import math
 import re
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from peftkit.adapter import check_fits
 from peftkit.base.load import Base, open_base
@@ -30,28 +24,16 @@ from peftkit.base.skeleton import skeleton
 from peftkit.config.schema import flat
 from peftkit.config.strict_yaml import SourceLocation, parse, written_values
 from peftkit.errors import ConfigError, OutputError, PeftkitError, RunError
-from peftkit.events import (
-    EvalDone,
-    Event,
-    Listener,
-    Notice,
-    RunStarted,
-    Saved,
-    Stage,
-    StepDone,
-    Table,
-    ignore,
-    to_all,
-)
+from peftkit.events import Event, Listener, Notice, Saved, Stage, Table, ignore, to_all
 from peftkit.execution.environment import world_size
 from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.signals import Interrupted, stopping_immediately
-from peftkit.figures import duration, loss_name, recent_mean
+from peftkit.figures import duration, loss_name
 from peftkit.files.disk import LOCKS, new_folder, read_json, writable_folder, write_json
 from peftkit.formats.folders import SWEEP
 from peftkit.planning.resolve import resolve_plan
 from peftkit.recipe import Recipe, check_settings, load
-from peftkit.report.history import is_run
+from peftkit.report.history import is_run, read_history
 from peftkit.report.page import REPORT, LiveReport, write_report
 from peftkit.run import run
 from peftkit.train.checkpoint_files import Checkpoints
@@ -60,38 +42,39 @@ from peftkit.train.start import locked, prepare_output
 
 BEST = "best"
 MAX_MEMBERS = 256
-FIX_OVER = "Write KEY=VALUE,VALUE: method.rank=8,16,64"
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One run of a sweep.
-
-    Attributes:
-        name: Of its folder.
-        settings: Its own settings, by dotted key.
-    """
+    """One run of a sweep: the name of its folder, and its own settings by dotted key."""
 
     name: str
     recipe: Recipe
     settings: Mapping[str, Any]
 
+    @property
+    def folder(self) -> Path:
+        return self.recipe.train.output_dir
+
+    @property
+    def has_checkpoints(self) -> bool:
+        return bool(Checkpoints(self.folder, keep=1).steps())
+
+    def lock(self) -> ExitStack:
+        """Lock the folder; raise OutputError if another process trains into it."""
+        lock = ExitStack()
+        lock.enter_context(locked(writable_folder(self.folder)))
+        return lock
+
 
 @dataclass(slots=True)
 class Outcome:
-    """The state of a member, as sweep.json has it.
-
-    Attributes:
-        state: "waiting", "done" or "failed".
-        loss: Of the last steps (`recent_mean`).
-        eval_loss: Of the last evaluation, or None.
-        error: Why it failed.
-    """
+    """The state of a member, as sweep.json has it; losses as in the run's `Result`."""
 
     name: str
     settings: Mapping[str, Any]
     folder: str
-    state: str = "waiting"
+    state: Literal["waiting", "done", "failed"] = "waiting"
     steps: int = 0
     loss: float | None = None
     eval_loss: float | None = None
@@ -105,40 +88,38 @@ class Outcome:
         return self.state == "failed" or value is None, math.inf if value is None else value
 
 
-def default_folder(path: str | Path, overrides: Sequence[str] = ()) -> Path:
-    """Return the folder of a sweep without --out: the recipe's train.output_dir, if set."""
-    train = load(path, overrides).train
-    return train.output_dir if "output_dir" in train.model_fields_set else Path("runs/sweep")
-
-
 def grid(
     path: str | Path, over: Sequence[str], overrides: Sequence[str] = (), *, out: Path
 ) -> list[Member]:
-    """Return a member for each combination of values.
+    """Return a member for each combination of values, named "rank-8_learning_rate-1e-4".
 
     Args:
-        path: The recipe.
+        path: The recipe; with overrides "section.key=value" for all members.
         over: "section.key=value,value,..." each.
-        overrides: "section.key=value" each, for all members.
-        out: Each member trains into a folder of its own below this one.
+        out: Folder of the sweep.
 
     Raises:
-        ConfigError: As `load`; or a key has no values, or is given twice.
+        ConfigError: A recipe is not valid; or a key has no values, or is given twice.
     """
-    axes = [_axis(text) for text in over]
-    keys = [key for key, _ in axes]
-    if not axes or len(set(keys)) < len(keys):
+    axes = {key: written_values(listed) for key, _, listed in (o.partition("=") for o in over)}
+    if not axes or len(axes) < len(over):
         raise ConfigError(
             "a sweep varies at least one setting, each once",
-            found=f"--over: {', '.join(keys) or 'nothing'}",
+            found=f"--over: {', '.join(over) or 'nothing'}",
             fix="peftkit sweep RECIPE --over method.rank=8,16 --over train.learning_rate=1e-4,3e-4",
         )
-    products = itertools.product(*(values for _, values in axes))
-    choices = [dict(zip(keys, values, strict=True)) for values in products]
-    picked = {_name(settings): settings for settings in choices}
-    if len(picked) < len(choices):
-        raise ConfigError("two members of the sweep are the same", found="; ".join(over))
-    return _members(path, picked, overrides, out)
+    if empty := [key for key, values in axes.items() if not key or not values]:
+        fix = "Write KEY=VALUE,VALUE: method.rank=8,16,64"
+        raise ConfigError(f"--over {empty[0]}: no values to try", fix=fix)
+    members: dict[str, Member] = {}
+    for values in itertools.product(*axes.values()):
+        settings = dict(zip(axes, values, strict=True))
+        name = "_".join(f"{key.rpartition('.')[2]}-{text}" for key, text in settings.items())
+        name = re.sub(r"[^\w.-]+|\.\.+", "_", name).rstrip("_")
+        if name in members:
+            raise ConfigError("two members of the sweep are the same", found=name)
+        members[name] = _member(name, path, settings, overrides, out)
+    return [*members.values()]
 
 
 def pick(
@@ -147,98 +128,35 @@ def pick(
     """Return the members that a YAML file defines: {small: {method.rank: 8}, ...}.
 
     Raises:
-        ConfigError: As `load`; or the file has another form.
+        ConfigError: A recipe is not valid; or the file has another form.
     """
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from None
     parsed = parse(text, lambda line: SourceLocation(str(file), line))
-    data = parsed.data
-    if (
-        parsed.problems
-        or not isinstance(data, dict)
-        or not data
-        or not all(isinstance(settings, dict) for settings in data.values())
-    ):
+    by_name = parsed.data if isinstance(parsed.data, dict) and not parsed.problems else {}
+    if not by_name or not all(isinstance(one, dict) for one in by_name.values()):
         raise ConfigError(
             f"{file} does not name the members of a sweep",
             fix="Write a line for each: NAME: {method.rank: 8, train.learning_rate: 1e-4}",
         )
-    picked = {
-        str(name): {
-            str(key): value if isinstance(value, str) else json.dumps(value)
-            for key, value in settings.items()
-        }
-        for name, settings in data.items()
-    }
-    return _members(path, picked, overrides, out)
+    return [_member(str(name), path, one, overrides, out) for name, one in by_name.items()]
 
 
-def sweep(
-    members: Sequence[Member],
-    out: str | Path,
-    *,
-    resume: bool = False,
-    on_event: Listener = ignore,
-) -> list[Outcome]:
-    """Train the members one after the other; each has a folder below `out`.
-
-    A member that fails does not end the others, unless no member has taken a step before: an error
-    of the first is most likely one of all.
-
-    Args:
-        members: From `grid` or `pick`.
-        out: The folder of the sweep.
-        resume: Continue the sweep in that folder. Members that failed are tried again.
-
-    Returns:
-        The members, the best first: by eval loss, or by the training loss without eval rows.
-
-    Raises:
-        ConfigError: The members do not have one base.
-        PeftkitError: As `peftkit.run.run`, before any member has taken a step.
-        RunError: Every member failed.
-        Interrupted: SIGINT or SIGTERM came; all progress is saved.
-    """
-    purpose = check_members(members)
-    out, on_event = Path(out), _without_repeats(on_event)
-    outcomes = _outcomes_in(out, members, resume)
-    waiting = [member for member in members if outcomes[member.name].state != "done"]
-    for member in waiting:
-        settings = member.recipe.train
-        prepare_output(settings.output_dir, resume=resume and _has_checkpoints(member))
-        require_trackers(settings.log_to)
-    _check_targets(waiting, purpose)
-    base: Base | None = None
-    with locked(out), ExitStack() as stack:
-        locks = {member.name: _lock(member, stack) for member in members}
-        for number, member in enumerate(waiting, 1):
-            on_event(Stage(f"Preparing {member.name} ({number} of {len(waiting)})"))
-            if base is None:
-                release_memory()
-                base = _load_base(waiting, purpose, on_event)
-            locks[member.name].close()  # the run takes it
-            _train(member, base, out, outcomes, resume, on_event)
-            _lock(member, stack)
-            recipe = member.recipe
-            if recipe.base.new_tokens or recipe.method.start_from:
-                base = None  # it has more tokens now
-            elif outcomes[member.name].state == "failed":
-                base = None  # the run may have left its adapter on it
-        return _finish(out, outcomes, on_event)
-
-
-def _lock(member: Member, stack: ExitStack) -> ExitStack:
-    """Lock a member's folder until the sweep ends, or until the returned stack is closed.
-
-    Raises:
-        OutputError: Another process trains into it; names it.
-    """
-    lock = stack.enter_context(ExitStack())
-    folder = writable_folder(member.recipe.train.output_dir)
-    lock.enter_context(locked(folder))
-    return lock
+def _member(
+    name: str, path: str | Path, settings: Mapping[str, Any], overrides: Sequence[str], out: Path
+) -> Member:
+    """Return a member; its settings are YAML texts or values."""
+    if not re.fullmatch(r"\w[\w.-]*", name) or ".." in name:  # also the name that serve gives it
+        fix = "Use letters, digits, '_', '-' and single dots."
+        raise ConfigError(f"'{name}' cannot be the name of a member, and of its folder", fix=fix)
+    texts = {str(k): v if isinstance(v, str) else json.dumps(v) for k, v in settings.items()}
+    changes = (f"{key}={text}" for key, text in texts.items())
+    folder = f"train.output_dir={json.dumps(str(out / name))}"
+    recipe = load(path, [*overrides, *changes, folder])
+    values = flat(recipe.model_dump(mode="json"))
+    return Member(name, recipe, {key: values.get(key, text) for key, text in texts.items()})
 
 
 def check_members(members: Sequence[Member]) -> Purpose:
@@ -247,57 +165,101 @@ def check_members(members: Sequence[Member]) -> Purpose:
     Raises:
         ConfigError: Names the first setting that differs, and in which members.
     """
-    if len(members) < 2 or len(members) > MAX_MEMBERS:
-        raise ConfigError(
-            f"a sweep has from 2 to {MAX_MEMBERS} members", found=f"There are {len(members)}."
-        )
+    if not 2 <= len(members) <= MAX_MEMBERS:
+        found = f"There are {len(members)}."
+        raise ConfigError(f"a sweep has from 2 to {MAX_MEMBERS} members", found=found)
     if world_size() > 1:
-        raise ConfigError(
-            "a sweep runs in one process", fix="Start it without accelerate launch or torchrun."
-        )
-    first = members[0]
-    shared, purpose = first.recipe.base, _purpose(first)
+        fix = "Start it without accelerate launch or torchrun."
+        raise ConfigError("a sweep runs in one process", fix=fix)
+    first = members[0].recipe
+    purpose = first.task.resolve(first.data).purpose
     for member in members:
-        check_settings(member.recipe, 1)
-        for key in type(shared).model_fields:
-            expected, value = getattr(shared, key), getattr(member.recipe.base, key)
+        recipe = member.recipe
+        check_settings(recipe, 1)
+        pairs = {f"base.{key}": (value, getattr(recipe.base, key)) for key, value in first.base}
+        task = recipe.task.resolve(recipe.data).purpose
+        pairs["what the task loads the base for"] = purpose, replace(task, task=purpose.task)
+        for key, (expected, value) in pairs.items():
             if value != expected:
-                raise _differs(f"base.{key}", first, expected, member, value)
-        other = replace(_purpose(member), task=purpose.task)  # a name, for messages
-        if other != purpose:
-            raise _differs("what the task loads the base for", first, purpose, member, other)
+                raise ConfigError(
+                    f"members of a sweep share one base; {key} differs",
+                    found=f"{members[0].name}: {expected}\n{member.name}: {value}",
+                    fix="Run a sweep for each.",
+                )
     return purpose
 
 
-def _purpose(member: Member) -> Purpose:
-    return member.recipe.task.resolve(member.recipe.data).purpose
+def sweep(
+    members: Sequence[Member], out: str | Path, *, resume: bool = False, on_event: Listener = ignore
+) -> list[Outcome]:
+    """Train the members one after the other over one base.
 
+    A failed member does not stop the others. An error before any member has taken a step ends the
+    sweep, because it most likely concerns all of them.
 
-def _differs(key: str, first: Member, expected: Any, other: Member, value: Any) -> ConfigError:
-    return ConfigError(
-        f"members of a sweep share one base; {key} differs",
-        found=f"{first.name}: {expected}\n{other.name}: {value}",
-        fix="Run a sweep for each.",
-    )
+    Args:
+        members: From `grid` or `pick`.
+        out: The folder of the sweep.
+        resume: Continue the sweep in that folder; failed members run again.
 
+    Returns:
+        The members, the best first: by eval loss, or by training loss without eval rows.
 
-def _check_targets(members: Sequence[Member], purpose: Purpose) -> None:
-    """Check the targets and ranks of each method, before any member trains."""
-    methods = {member.recipe.method.model_dump_json(): member.recipe for member in members}
-    for recipe in methods.values():
-        if not recipe.method.start_from:
+    Raises:
+        ConfigError: The members do not have one base.
+        PeftkitError: From `peftkit.run.run`, before any member has taken a step.
+        RunError: Every member failed.
+        Interrupted: SIGINT or SIGTERM came; all progress is saved.
+    """
+    purpose = check_members(members)
+    out, on_event = Path(out), _without_repeats(on_event)
+    outcomes = _outcomes_in(out, members, resume)
+    waiting = [member for member in members if outcomes[member.name].state != "done"]
+    for member in waiting:
+        prepare_output(member.folder, resume=resume and member.has_checkpoints)
+        require_trackers(member.recipe.train.log_to)
+    for recipe in {m.recipe.method.model_dump_json(): m.recipe for m in waiting}.values():
+        if not recipe.method.start_from:  # whose method is that of its adapter
             model, revision = recipe.base.model, recipe.base.revision
             check_fits(skeleton(model, revision=revision, purpose=purpose), recipe.method)
-
-
-def _load_base(members: Sequence[Member], purpose: Purpose, on_event: Listener) -> Base:
-    """Load the shared base; its blocks are streamed if a member needs that."""
-    with stopping_immediately("stopped before the base was loaded."):
-        for member in members:
-            plan = resolve_plan(member.recipe, on_event)
-            if plan.placement == "stream":
-                break
-        return open_base(members[0].recipe.base, purpose, plan, on_event=on_event)
+    base: Base | None = None
+    with locked(out), ExitStack() as stack:
+        locks = {member.name: stack.enter_context(member.lock()) for member in members}
+        _write(out, outcomes)
+        for number, member in enumerate(waiting, 1):
+            on_event(Stage(f"Preparing {member.name} ({number} of {len(waiting)})"))
+            outcome = outcomes[member.name]
+            listener = to_all(on_event, LiveReport(member.folder, on_event).on_event)
+            try:
+                if base is None:
+                    release_memory()
+                    with stopping_immediately("stopped before the base was loaded."):
+                        plans = [resolve_plan(each.recipe, on_event) for each in waiting]
+                        plan = next((p for p in plans if p.placement == "stream"), plans[-1])
+                        base = open_base(member.recipe.base, purpose, plan, on_event=on_event)
+                locks[member.name].close()  # the run locks its folder itself
+                again = resume and member.has_checkpoints
+                result = run(member.recipe, resume=again, base=base, on_event=listener)
+            except Interrupted as error:
+                text = f"all that the members of {out} reached is saved. Go on with --resume."
+                raise Interrupted(error.signum, text) from None
+            except PeftkitError as error:
+                outcome.steps = read_history(member.folder).step if is_run(member.folder) else 0
+                if not any(each.steps for each in outcomes.values()):
+                    (out / SWEEP).unlink()
+                    raise
+                outcome.state, outcome.error = "failed", str(error)
+                on_event(Notice(f"{member.name} has failed, the others go on. {error}"))
+            else:
+                outcome.state, outcome.steps, outcome.seconds = "done", result.step, result.seconds
+                outcome.loss, outcome.error = result.metrics["loss"], ""
+                outcome.eval_loss = result.metrics.get("eval_loss")
+            _write(out, outcomes)
+            stack.enter_context(member.lock())
+            has_tokens = member.recipe.base.new_tokens or member.recipe.method.start_from
+            if has_tokens or outcome.state == "failed":
+                base = None  # changed: more tokens, or the failed run's adapter on it
+        return _finish(out, outcomes, on_event)
 
 
 def _without_repeats(on_event: Listener) -> Listener:
@@ -305,90 +267,33 @@ def _without_repeats(on_event: Listener) -> Listener:
     passed: list[Event] = []
 
     def listener(event: Event) -> None:
-        if event in passed:
-            return
+        if event not in passed:
+            on_event(event)
         if isinstance(event, Notice | Table):
             passed.append(event)
-        on_event(event)
 
     return listener
 
 
-def _has_checkpoints(member: Member) -> bool:
-    return bool(Checkpoints(member.recipe.train.output_dir, keep=1).steps())
-
-
-def _train(
-    member: Member,
-    base: Base,
-    out: Path,
-    outcomes: Mapping[str, Outcome],
-    resume: bool,
-    on_event: Listener,
-) -> None:
-    """Run one member, and record its outcome."""
-    outcome, began = outcomes[member.name], time.perf_counter()
-    losses = list[float]()
-
-    def record(event: Event) -> None:
-        if isinstance(event, RunStarted):
-            _write(out, outcomes)  # from here on there is something to resume
-        elif isinstance(event, StepDone):
-            losses.append(event.loss)
-            outcome.steps, outcome.loss = event.step, recent_mean(losses)
-        elif isinstance(event, EvalDone):
-            outcome.eval_loss = event.metrics.get("loss")
-        on_event(event)
-
-    report = LiveReport(member.recipe.train.output_dir, on_event)
-    listener = to_all(record, report.on_event)
-    try:
-        again = resume and _has_checkpoints(member)
-        result = run(member.recipe, resume=again, base=base, on_event=listener)
-    except Interrupted as error:
-        _write(out, outcomes)
-        raise Interrupted(
-            error.signum, f"all that the members of {out} reached is saved. Go on with --resume."
-        ) from None
-    except PeftkitError as error:
-        if not any(each.steps for each in outcomes.values()):
-            raise
-        outcome.state, outcome.error = "failed", str(error)
-        outcome.seconds = time.perf_counter() - began
-        on_event(Notice(f"{member.name} has failed, the others go on. {error}"))
-    else:
-        outcome.state, outcome.error, outcome.seconds = "done", "", result.seconds
-        outcome.steps, outcome.loss = result.step, result.metrics["loss"]
-        outcome.eval_loss = result.metrics.get("eval_loss", outcome.eval_loss)
-    _write(out, outcomes)
-
-
 def _outcomes_in(out: Path, members: Sequence[Member], resume: bool) -> dict[str, Outcome]:
     """Return the saved outcomes of members; refuse the folder of another sweep."""
-    outcomes = {
-        m.name: Outcome(m.name, dict(m.settings), str(m.recipe.train.output_dir)) for m in members
-    }
-    file = out / SWEEP
-    if not file.exists():
+    fresh = {m.name: Outcome(m.name, dict(m.settings), str(m.folder)) for m in members}
+    if not (out / SWEEP).exists():
         if resume:
             raise OutputError(f"there is no sweep to resume in {out}", fix="Leave out --resume.")
         writable_folder(out)
-        return outcomes
+        return fresh
     if not resume:
-        raise OutputError(
-            f"{out} already holds a sweep",
-            fix="Go on with it (--resume), or give another folder (--out DIR).",
-        )
-    entries = {entry["name"]: entry for entry in read_json(file)["members"]}
-    saved = {name: entry["settings"] for name, entry in entries.items()}
-    if saved != {m.name: dict(m.settings) for m in members}:
+        fix = "Go on with it (--resume), or give another folder (--out DIR)."
+        raise OutputError(f"{out} already holds a sweep", fix=fix)
+    saved = {entry["name"]: Outcome(**entry) for entry in read_json(out / SWEEP)["members"]}
+    if {name: one.settings for name, one in saved.items()} != {m.name: m.settings for m in members}:
         raise OutputError(
             f"the sweep in {out} has other members",
-            found=", ".join(entries),
+            found=", ".join(saved),
             fix="Resume it with the settings that it was begun with, or give another folder.",
         )
-    done = {n: Outcome(**entry) for n, entry in entries.items() if entry["state"] == "done"}
-    return outcomes | done
+    return fresh | {name: one for name, one in saved.items() if one.state == "done"}
 
 
 def _write(out: Path, outcomes: Mapping[str, Outcome], best: str | None = None) -> None:
@@ -397,71 +302,30 @@ def _write(out: Path, outcomes: Mapping[str, Outcome], best: str | None = None) 
 
 
 def _finish(out: Path, outcomes: Mapping[str, Outcome], on_event: Listener) -> list[Outcome]:
-    """Write the report of all members, copy the best adapter, and show the table."""
+    """Write the report of all members, copy the best adapter, and print the table."""
     ranked = sorted(outcomes.values(), key=lambda outcome: outcome.rank)
     folders = [outcome.folder for outcome in ranked if is_run(Path(outcome.folder))]
     try:
         on_event(Saved("report", write_report(folders, out / REPORT)))
-    except Exception as error:  # a report costs no sweep
+    except Exception as error:  # a failed report does not fail the sweep
         on_event(Notice(f"{REPORT} was not written: {error}"))
     best = ranked[0]
     if best.state == "failed":
-        raise RunError(
-            "every member of the sweep failed", found=best.error, fix=f"See {out}/{SWEEP}"
-        )
+        fix = f"See {out}/{SWEEP}"
+        raise RunError("every member of the sweep failed", found=best.error, fix=fix)
     _write(out, outcomes, best.name)
     left_out = shutil.ignore_patterns("checkpoints", "metrics.jsonl", LOCKS)
     with new_folder(out / BEST, last="adapter_config.json") as folder:
         shutil.copytree(best.folder, folder, ignore=left_out, dirs_exist_ok=True)
-    on_event(_table(ranked))
-    on_event(Saved("best adapter", out / BEST))
-    return ranked
-
-
-def _table(ranked: Sequence[Outcome]) -> Table:
-    keys = list(dict.fromkeys(key for outcome in ranked for key in outcome.settings))
-    rows = tuple(
-        (
-            outcome.name,
-            *(str(outcome.settings.get(key, "")) for key in keys),
-            "-" if outcome.eval_loss is None else f"{outcome.eval_loss:.4f}",
-            "-" if outcome.loss is None else f"{outcome.loss:.4f}",
-            str(outcome.steps),
-            duration(outcome.seconds),
-            outcome.state,
-        )
-        for outcome in ranked
-    )
+    keys = list(dict.fromkeys(key for one in ranked for key in one.settings))
     names = [key.rpartition(".")[2] for key in keys]
     columns = ("member", *names, "eval loss, last", loss_name(), "steps", "time", "state")
-    return Table("The sweep, best first", columns, rows)
-
-
-def _members(
-    path: str | Path, picked: Mapping[str, Mapping[str, str]], overrides: Sequence[str], out: Path
-) -> list[Member]:
-    members = []
-    for name, settings in picked.items():
-        if not re.fullmatch(r"\w[\w.=+-]*", name):
-            raise ConfigError(f"'{name}' cannot be the name of a member, and of its folder")
-        changes = [f"{key}={value}" for key, value in settings.items()]
-        folder = json.dumps(str(out / name))
-        recipe = load(path, [*overrides, *changes, f"train.output_dir={folder}"])
-        values = flat(recipe.model_dump(mode="json"))
-        members.append(Member(name, recipe, {k: values.get(k, settings[k]) for k in settings}))
-    return members
-
-
-def _axis(text: str) -> tuple[str, list[str]]:
-    """Return a setting and its values, each as written."""
-    key, _, listed = text.partition("=")
-    values = written_values(listed)
-    if not key or not values:
-        raise ConfigError(f"--over {text}: no values to try", fix=FIX_OVER)
-    return key, values
-
-
-def _name(settings: Mapping[str, str]) -> str:
-    """Return the name of a member's folder: "rank=8-learning_rate=1e-4"."""
-    pairs = (f"{key.rpartition('.')[2]}={value}" for key, value in settings.items())
-    return re.sub(r"[^\w.=+-]+", "_", "-".join(pairs)).strip("_")
+    rows = []
+    for one in ranked:
+        losses = ("-" if loss is None else f"{loss:.4f}" for loss in (one.eval_loss, one.loss))
+        settings = (str(one.settings.get(key, "")) for key in keys)
+        cells = (one.name, *settings, *losses, str(one.steps), duration(one.seconds), one.state)
+        rows.append(cells)
+    on_event(Table("The sweep, best first", columns, tuple(rows)))
+    on_event(Saved("best adapter", out / BEST))
+    return ranked

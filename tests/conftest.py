@@ -47,8 +47,6 @@ import torch  # noqa: E402
 from transformers import PreTrainedModel, PreTrainedTokenizerFast  # noqa: E402
 
 from peftkit.base import request as base_request  # noqa: E402
-from peftkit.execution import plan  # noqa: E402
-from peftkit.kernels import cross_entropy  # noqa: E402
 from tests.helpers.families import FAMILIES, tiny_tokenizer  # noqa: E402
 
 torch.set_num_threads(1)
@@ -88,14 +86,6 @@ def _processes_end_with_their_test() -> Iterator[None]:
         process.communicate()
     if commands is not None:
         commands.STARTED.clear()
-
-
-def use_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the loss of a few rows in several chunks."""
-    for name, value in (("MIN_ROWS", 3), ("ALIGNMENT", 2)):
-        monkeypatch.setattr(cross_entropy, name, value)
-    for name in ("CPU_CHUNK_BYTES", "GPU_CHUNK_BYTES"):
-        monkeypatch.setattr(plan, name, 0)
 
 
 @pytest.fixture

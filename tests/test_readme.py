@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import yaml
 from peftkit.config.schema import from_dict
 from peftkit.recipe import Recipe
 from peftkit_cli.app import run
+from tests.helpers.folders import write_rows
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def test_the_program_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     rows = [{"instruction": f"Say {n}.", "output": str(n)} for n in range(8)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "train.jsonl", rows)
     (program,) = blocks("python")
     exec(compile(program.replace("smollm2-135m", str(model_folder)), "README.md", "exec"), {})
     assert (tmp_path / "runs/demo/adapter_model.safetensors").is_file()

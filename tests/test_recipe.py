@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from peftkit.events import EvalDone, Event, Notice, RunStarted, Saved, StepDone
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.recipe import Recipe, load
 from peftkit.run import run as run_recipe
+from tests.helpers.folders import write_rows
 
 ROWS = [
     {"instruction": f"Say {word} {n}.", "output": f"{word} {n}"}
@@ -25,18 +25,13 @@ ROWS = [
 ]
 
 
-def write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def settings_in(folder: Path, model: Path) -> dict[str, Any]:
     return {
         "base": {"model": str(model), "dtype": "fp32"},
         "method": {"type": "lora", "rank": 4, "alpha": 8},
         "data": {
-            "train": str(write_rows(folder / "train.jsonl", ROWS)),
-            "eval": str(write_rows(folder / "eval.jsonl", ROWS[:3])),
+            "train": write_rows(folder / "train.jsonl", ROWS),
+            "eval": write_rows(folder / "eval.jsonl", ROWS[:3]),
             "max_length": 128,
         },
         "train": {

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from peftkit.data.encode import tokens
+from peftkit.data.tokens import tokens
 from peftkit_cli.about import recipes_folder
-from tests.data.test_turns import TOOLS
+from tests.helpers.chat_templates import TOOLS
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Lima"}}\n</tool_call>'
 

@@ -17,11 +17,13 @@ from peftkit.errors import ConfigError, OutputError, PeftkitError, TargetError
 from peftkit.events import Event, Notice, Progress, Stage, StepDone, Table
 from peftkit.execution.signals import Interrupted
 from peftkit.figures import recent_mean
-from peftkit.formats.peft.folder import named_tensors
+from peftkit.formats.peft.load import named_tensors
+from peftkit.inference.bank import check_name
 from peftkit.recipe import load
 from peftkit.run import run
 from peftkit.sweeps import check_members, grid, pick, sweep
 from tests.helpers.families import FAMILIES, tiny_tokenizer
+from tests.helpers.folders import write_rows
 
 WORDS = ("yes", "no", "perhaps", "of course not", "why do you ask")
 ROWS = [
@@ -41,7 +43,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write(folder: Path, model: Path, **sections: dict[str, Any]) -> Path:
     folder.mkdir(exist_ok=True)
     data = folder / "train.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_rows(data, ROWS)
     settings: dict[str, dict[str, Any]] = {
         "base": {"model": str(model), "dtype": "fp32"},
         "method": {"type": "lora", "rank": 4, "targets": ["attention"]},
@@ -255,11 +257,20 @@ def test_members_with_other_labels_need_another_base(base: Path, tmp_path: Path)
     recipe = write(tmp_path / "data", base, train={"max_steps": 1}, data={"max_length": None})
     for labels in ("ab", "ac"):
         rows = [{"text": "yes or no", "label": label} for label in labels]
-        (tmp_path / f"{labels}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / f"{labels}.jsonl", rows)
     classify = ["task=sequence_classification", "data.packing=true", "data.eval=null"]
     over = [f"data.train={tmp_path}/ab.jsonl,{tmp_path}/ac.jsonl"]
     with pytest.raises(ConfigError, match="what the task loads the base for differs"):
         check_members(grid(recipe, over, classify, out=tmp_path / "out"))
+
+
+def test_serve_takes_the_names_of_members(base: Path, tmp_path: Path) -> None:
+    recipe = write(tmp_path / "data", base)
+    over = ["method.targets=[q, v],../up", "train.learning_rate=1e-4"]
+    names = [member.name for member in grid(recipe, over, out=tmp_path)]
+    assert names == ["targets-_q_v__learning_rate-1e-4", "targets-__up_learning_rate-1e-4"]
+    for name in names:
+        check_name(name)
 
 
 def test_members_are_picked_by_name(base: Path, tmp_path: Path) -> None:

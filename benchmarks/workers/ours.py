@@ -18,11 +18,11 @@ from peftkit.base.request import DTYPES
 from peftkit.base.sharding import shard_base
 from peftkit.data.pack import IGNORE, Row
 from peftkit.events import Event, Notice, StepDone
-from peftkit.formats.peft.folder import load_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.methods.lora import LoRA
-from peftkit.quant.layers import keep_copies
+from peftkit.quant.copies import keep_copies
 from peftkit.quant.quantize import quantize_model
-from peftkit.settings import SHARDED, DataConfig, TrainConfig
+from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.text.masked_lm import MaskedLM, MaskedLMConfig
 from peftkit.tasks.text.seq2seq import PairRow, Seq2Seq, Seq2SeqConfig
 from peftkit.tasks.tokens import CausalLM
@@ -72,7 +72,7 @@ def prepare(
         "output_dir": Path(job["output"]),
     }
     config = TrainConfig(**settings | job.get("train", {}))
-    if config.shard in SHARDED:
+    if config.shards_base:
         shard_base(model, device, offload=config.shard == "offload")
     task = _task(job, model, tokenizer)
     rows = [_row(job["task"], n, row) for n, row in enumerate(job["rows"])]

@@ -13,7 +13,7 @@ from benchmarks.workers.meter import Meter, read_job, telling_of_memory
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.events import Event, StepDone
-from peftkit.formats.peft.folder import load_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.pairs.preference import PreferenceConfig

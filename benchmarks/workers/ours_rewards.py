@@ -14,7 +14,7 @@ from peftkit import run_recipe
 from peftkit.base.load import load_base
 from peftkit.config.schema import from_dict
 from peftkit.events import Event, RolledOut, StepDone
-from peftkit.formats.peft.folder import load_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.inference import dialogues
 from peftkit.inference.engine import Request
 from peftkit.recipe import Recipe

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from peftkit.data.encode import Style
+from peftkit.data.style import Style
 from peftkit.errors import ConfigError
 from peftkit.inference.call_formats import Call
 from peftkit.inference.call_style import CallStyle

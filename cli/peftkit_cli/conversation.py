@@ -13,9 +13,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import typer
 
-from peftkit.data.chat import shortened
-from peftkit.data.encode import Style, prompt_ids, stop_ids, style_with_system
+from peftkit.data.chat_template import shortened
+from peftkit.data.generation import prompt_ids, stop_ids, style_with_system
 from peftkit.data.media.files import KINDS, Media
+from peftkit.data.style import Style
 from peftkit.errors import DataError, PeftkitError, did_you_mean
 from peftkit.formats.open_adapter import Opened
 from peftkit.inference.bank import AdapterBank

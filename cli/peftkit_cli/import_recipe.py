@@ -193,7 +193,7 @@ def llama_factory_data(theirs: Settings, folder: Path, ours: Settings) -> Settin
 
 def is_standard(columns: Settings) -> bool:
     """Return whether peftkit detects a format from these names of columns or tags."""
-    from peftkit.data.format import ANSWERS, QUESTIONS, TURNS
+    from peftkit.data.examples import ANSWERS, QUESTIONS, TURNS
     from peftkit.data.messages import role_of
 
     names = {

@@ -195,7 +195,7 @@ def _template_for(model: str, summary: Survey) -> str | None:
         return None
     from peftkit.base.locate import locate
     from peftkit.base.pretrained import load_tokenizer
-    from peftkit.data.chat import own_template
+    from peftkit.data.chat_template import own_template
     from peftkit.events import ignore
 
     try:

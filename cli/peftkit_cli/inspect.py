@@ -112,7 +112,7 @@ def inspect(
 def adapter_facts(folder: Path) -> tuple[dict[str, Any], list[Group]]:
     """Read an adapter's config and tensor header, but no tensor."""
     from peftkit.formats.guard import check_safetensors
-    from peftkit.formats.peft.folder import read_adapter
+    from peftkit.formats.peft.load import read_adapter
 
     file = read_adapter(folder)
     tensors = check_safetensors(folder / TENSORS).tensors

@@ -55,22 +55,28 @@ def sweep(
         )
     check_recipe_exists(recipe)
     from peftkit import sweeps
+    from peftkit.recipe import load
     from peftkit.report.page import REPORT
     from peftkit.sweeps import BEST
     from peftkit_cli.render import Renderer
 
-    out, settings = out or sweeps.default_folder(recipe, overrides or ()), overrides or ()
+    settings = overrides or ()
+    if out is None:
+        train = load(recipe, settings).train
+        out = train.output_dir if "output_dir" in train.model_fields_set else Path("runs/sweep")
     if pick:
         members = sweeps.pick(recipe, pick, settings, out=out)
     else:
         members = sweeps.grid(recipe, over or (), settings, out=out)
     with Renderer(brief=True, quiet=quiet) as on_event:
-        sweeps.sweep(members, out, resume=resume, on_event=on_event)
+        best, *_ = sweeps.sweep(members, out, resume=resume, on_event=on_event)
     if as_json:
         typer.echo((out / SWEEP).read_text(encoding="utf-8"))
     else:
         typer.echo(out / BEST)
-        note(f"Next: peftkit chat {out / BEST}; all members: {out / REPORT}, {out / SWEEP}")
+        task = next(member.recipe.task for member in members if member.name == best.name)
+        command = task.command.format(folder=out / BEST)
+        note(f"Next: {command}; all members: {out / REPORT}, {out / SWEEP}")
 
 
 def report(

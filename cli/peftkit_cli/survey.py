@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from peftkit.data.format import ANSWERS, TURNS, detect, first_of, parse, with_usual_names
+from peftkit.data.examples import ANSWERS, TURNS, first_of
+from peftkit.data.format import detect, parse, with_usual_names
 from peftkit.data.preferences import (
     LABEL,
     OPENAI_SIDES,

@@ -18,7 +18,7 @@ from peftkit.formats.folders import is_hub_id
 from peftkit_cli.arguments import Adapter, Base, Force, Json, System, note
 
 if TYPE_CHECKING:
-    from peftkit.data.encode import Style
+    from peftkit.data.style import Style
     from peftkit.formats.open_adapter import Opened
     from peftkit.inference.bank import AdapterBank
     from peftkit_cli.chat_tools import ChatTools
@@ -70,7 +70,7 @@ def generate(
     if not text:
         raise DataError("the prompt is empty.", fix="Give at least one word with --prompt.")
     opened = _open(adapter, base, force)
-    from peftkit.data.encode import style_with_system
+    from peftkit.data.generation import style_with_system
     from peftkit.data.media.files import KINDS
     from peftkit.inference.generate import generate as generate_text
     from peftkit.inference.predict import generate_with_media
@@ -379,13 +379,13 @@ def _open_all(
     if adapter is not None:
         return _open(adapter, base, force)
     folders = named_adapters(named or ())
-    from peftkit.base.new_tokens import tell_split_tokens
+    from peftkit.base.new_tokens import notify_split_tokens
     from peftkit.inference.bank import open_bank
     from peftkit_cli.render import Renderer
 
     with Renderer(transient=True) as on_event:
         bank = open_bank(folders, base, force=force, on_event=on_event)
-        tell_split_tokens(folders, bank.base.tokenizer, on_event)
+        notify_split_tokens(folders, bank.base.tokenizer, on_event)
         return bank
 
 
@@ -420,7 +420,7 @@ def named_adapters(texts: Sequence[str]) -> dict[str, Path]:
 
 def note_system(style: Style, prefix: str = "") -> None:
     """Print the system prompt of a style, if it has one."""
-    from peftkit.data.chat import shortened
+    from peftkit.data.chat_template import shortened
 
     if style.system:
         note(f"{prefix}System prompt, as in training: {shortened(style.system)}")

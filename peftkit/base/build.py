@@ -1,6 +1,6 @@
-"""A base built out of its files: complete, frozen, on its device, packed if requested.
+"""Build a base from its files: complete, frozen, on its device, packed if requested.
 
-Weights that are missing, which transformers would fill with random numbers, are an error.
+Missing weights, which transformers would fill with random numbers, are an error.
 """
 
 from __future__ import annotations
@@ -15,26 +15,16 @@ import torch
 from torch import Tensor
 
 from peftkit.base.fingerprint import fingerprint
-from peftkit.base.pack import Broken, PackingLoader, folder_arguments, kept_in_float32
-from peftkit.base.pretrained import (
-    download_progress,
-    explained,
-    published,
-    quiet,
-)
-from peftkit.base.purpose import (
-    Purpose,
-    head_modules,
-    owners,
-    renew,
-    start_from_words,
-)
+from peftkit.base.pack import LoadingAborted, PackingLoader, folder_arguments, kept_in_float32
+from peftkit.base.pretrained import download_progress, explained, published, quiet
+from peftkit.base.purpose import Purpose, head_modules
 from peftkit.base.request import BaseRequest
 from peftkit.config.lazy import LazyTable
 from peftkit.errors import BaseError, first_few
 from peftkit.events import Listener, Notice, ignore
 from peftkit.quant.layers import Packing
-from peftkit.quant.quantize import adopt_bitsandbytes, quantize_model, tower_paths
+from peftkit.quant.quantize import quantize_model, tower_paths
+from peftkit.quant.weights import adopt_bitsandbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +32,9 @@ class LoadedModel:
     """A frozen model in eval mode.
 
     Attributes:
-        fingerprint: Of config and weights before packing.
-        trunk: The same without any head, to compare models of one base for different tasks.
-        head: Paths of the modules of its head, if it was loaded with one.
+        fingerprint: Hash of config and weights before packing.
+        trunk: Hash without any head, which models of one base for different tasks share.
+        head: Paths of the modules of its classification head, if it has one.
     """
 
     model: Any
@@ -59,17 +49,17 @@ def build(
     put: Callable[[Tensor], Tensor] | None = None,
     on_event: Listener = ignore,
 ) -> LoadedModel:
-    """Build a base out of its files.
+    """Build a base from its files.
 
-    Safetensors and GGUF files are packed weight by weight, on their device: main memory holds
-    the packed model and one weight more. A checkpoint of bitsandbytes keeps its bits.
+    Safetensors and GGUF files are packed weight by weight on the device, so memory holds the packed
+    model and one more weight. A checkpoint of bitsandbytes keeps its bits.
 
     Args:
         put: Moves each finished tensor to its final storage; by default it stays in memory.
 
     Raises:
-        BaseError: The files are damaged, incomplete, no model for this task, quantised in a way
-            that is not read here, or cannot be packed.
+        BaseError: The files are damaged, incomplete, no model for this task, in an unsupported
+            quantisation, or cannot be packed.
     """
     settings, purpose = request.settings, request.purpose
     loader = _loader_of(request, put, on_event)
@@ -77,19 +67,21 @@ def build(
     model.requires_grad_(False).eval()
     head: tuple[str, ...] = ()
     if purpose.head:
+        from peftkit.base.heads import owners
+
         paths = head_modules(model)
         head = tuple(dict.fromkeys((*owners(fresh, paths).values(), *paths)))
     adopt_bitsandbytes(model, request.dtype)
     forget_quantization(model)
     samples = loader.samples() if loader else None
-    identity = fingerprint(model, without=fresh, samples=samples)
-    outer = tuple(f"{path}." for path in head_modules(model))
-    of_head = [name for name in model.state_dict() if name.startswith(outer)]
-    trunk = fingerprint(model, without=of_head, samples=samples)
+    digest = fingerprint(model, without=fresh, samples=samples)
+    prefixes = tuple(f"{path}." for path in head_modules(model))
+    head_names = [name for name in model.state_dict() if name.startswith(prefixes)]
+    trunk = fingerprint(model, without=head_names, samples=samples)
     if loader is not None:
         loader.install(model)
     cast(model, request.dtype)
-    if settings.quantize != "none":  # what the loader did not pack
+    if settings.quantize != "none":  # weights that the loader did not pack
         quantize_model(
             model,
             settings.quantize,
@@ -99,7 +91,7 @@ def build(
             embeddings=settings.quantize_embeddings,
             on_event=ignore if loader else on_event,
         )
-    return LoadedModel(model.to(request.device), identity, head, trunk)
+    return LoadedModel(model.to(request.device), digest, head, trunk)
 
 
 LOADERS = LazyTable[PackingLoader](
@@ -110,13 +102,13 @@ LOADERS = LazyTable[PackingLoader](
         "gguf blocks": "peftkit.base.published.gguf_blocks:BlocksLoader",
     }
 )
-"""The loader of each kind of files."""
+"""The loader for each kind of files."""
 
 
 def _loader_of(
     request: BaseRequest, put: Callable[[Tensor], Tensor] | None, on_event: Listener
 ) -> PackingLoader | None:
-    """Return the loader of a base's files; None where transformers loads them as they are."""
+    """Return the loader for a base's files; None if transformers loads them unchanged."""
     kind = "gguf" if request.location.gguf else "safetensors"
     if (checkpoint := published(request.config)) is not None:
         checkpoint.check(request.location.name, request.settings.quantize)
@@ -132,12 +124,12 @@ def _loader_of(
 def load_model(
     request: BaseRequest, loader: PackingLoader | None = None, on_event: Listener = ignore
 ) -> tuple[Any, tuple[str, ...]]:
-    """Load a model in the requested dtype; for float16 in the dtype of its files.
+    """Load a model in the requested dtype, or for float16 in the dtype of its files.
 
-    (What float16 rounds away the fingerprint would miss: it is rounded afterwards.)
+    The fingerprint is taken before rounding to float16, which would lose information.
 
     Returns:
-        The model, and the names of the parameters of its head that the files do not hold.
+        The model, and the names of the head's parameters that the files lack.
 
     Raises:
         BaseError: The files are damaged, incomplete, or no model for this task.
@@ -147,15 +139,15 @@ def load_model(
         arguments = folder_arguments(request) if loader is None else loader.arguments()
         cls, source, kwargs = arguments
         kwargs |= {} if location.is_local else download_progress(on_event)
-        if device.type != "cpu" or loader is None:  # bitsandbytes would go to a GPU by itself
+        if device.type != "cpu" or loader is None:  # bitsandbytes moves itself to a GPU
             kwargs["device_map"] = {"": str(device)}
         try:
             with one_at_a_time():
                 model, info = cls.from_pretrained(
                     source, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-                )  # what does not match is looked at below
-        except Broken as broken:
-            raise broken.error from None
+                )  # mismatches are checked below
+        except LoadingAborted as aborted:
+            raise aborted.error from None
     if getattr(model, "_hf_peft_config_loaded", False):
         raise BaseError(
             f"{location.name} is not a base model.", found="It is an adapter.", fix="Name its base."
@@ -169,7 +161,7 @@ def load_model(
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Have transformers read a tensor when its turn comes, instead of ahead, by several threads."""
+    """Let transformers read tensors one at a time instead of ahead, in several threads."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -183,11 +175,21 @@ def one_at_a_time() -> Iterator[None]:
 
 
 def _new_head(name: str, model: Any, purpose: Purpose, info: Mapping[str, Any]) -> tuple[str, ...]:
-    """Make what the files lack of a classification head; lacking anything else is an error."""
-    head = head_modules(model) if purpose.head else ()
-    lacking = owners(info["missing_keys"], head) if purpose.head else {}
-    if purpose.head and purpose.head.fresh:
-        lacking |= owners((n for n, _ in model.named_parameters() if n.startswith(head)), head)
+    """Initialise the missing parameters of a classification head; other missing ones are an error.
+
+    Returns:
+        The names of the new parameters.
+    """
+    head: tuple[str, ...] = ()
+    lacking: dict[str, str] = {}
+    if purpose.head:
+        from peftkit.base.heads import owners, renew, start_from_words
+
+        head = head_modules(model)
+        lacking = owners(info["missing_keys"], head)
+        if purpose.head.fresh:
+            names = (name for name, _ in model.named_parameters() if name.startswith(head))
+            lacking |= owners(names, head)
     problems = [f"missing: {key}" for key in sorted(info["missing_keys"] - lacking.keys())]
     problems += [
         f"misshapen: {key} is {tuple(shape)}, not {tuple(expected)}"
@@ -203,14 +205,15 @@ def _new_head(name: str, model: Any, purpose: Purpose, info: Mapping[str, Any]) 
             found=first_few(problems, 5),
             fix=fix,
         )
-    renew(model, lacking)
-    if purpose.head and purpose.head.word_ids:
-        start_from_words(model, lacking, purpose.head.word_ids, name)
+    if purpose.head:
+        renew(model, lacking)
+        if purpose.head.word_ids:
+            start_from_words(model, lacking, purpose.head.word_ids, name)
     return tuple(sorted(lacking))
 
 
 def forget_quantization(model: Any) -> None:
-    """Remove transformers' marks of a quantisation that it does not compute with."""
+    """Remove transformers' attributes for a quantisation that it does not compute."""
     for name in ("hf_quantizer", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit"):
         model.__dict__.pop(name, None)
     model.is_quantized = False
@@ -218,7 +221,7 @@ def forget_quantization(model: Any) -> None:
 
 
 def cast(model: Any, dtype: torch.dtype) -> None:
-    """Cast the parameters that are not packed, but for those that the model keeps in float32."""
+    """Cast the parameters that are neither packed nor kept in float32 by the model."""
     in_float32 = kept_in_float32(model, dtype)
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():

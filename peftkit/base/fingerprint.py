@@ -1,4 +1,4 @@
-"""The fingerprint of a model: says whether these are the weights that an adapter was trained on."""
+"""The fingerprint of a model identifies the weights that an adapter was trained on."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 SAMPLES = 64
-"""Values of each tensor that count."""
+"""Sampled values per tensor."""
 VOLATILE = {
     *("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"),
     *("quantization_config", "pad_token_id", "bos_token_id", "eos_token_id"),
     *("id2label", "label2id", "num_labels", "problem_type"),
 }
-"""Fields of a model's config that do not change what it computes; names with _ are others."""
+"""Config fields that do not affect the computation; names that start with _ do not either."""
 
 
 def fingerprint(
@@ -28,11 +28,11 @@ def fingerprint(
 ) -> str:
     """Return "sha256:..." of a model's config and of a fixed sample of each of its tensors.
 
-    It is the same in whatever precision and on whatever device the model was loaded (values count
-    to 8 bits of mantissa), and another one for other weights. Take it before quantising.
+    It does not depend on the precision or the device of the model (values are rounded to 8 bits of
+    mantissa), but on the weights. Compute it before quantising.
 
     Args:
-        without: Names of tensors that do not count: those of a new head.
+        without: Names of tensors to leave out, such as a new head's.
         samples: id(tensor) to its `sample` before it was packed or rounded.
     """
     config = getattr(model, "config", None)
@@ -47,25 +47,25 @@ def fingerprint(
 
 
 def sample(tensor: Tensor) -> bytes:
-    """Return what the fingerprint holds of a tensor: its shape, and some of its values."""
+    """Return the fingerprint's sample of a tensor: its shape and some of its values."""
     positions = sample_positions(tensor.shape, tensor.device)
     return shown(tensor.shape, tensor.detach().reshape(-1)[positions])
 
 
 def sample_positions(shape: torch.Size, device: torch.device) -> Tensor:
-    """Return which values of a flattened tensor count."""
+    """Return the positions of the sampled values in the flattened tensor."""
     number = min(SAMPLES, shape.numel())
     return torch.arange(number, device=device) * shape.numel() // max(number, 1)
 
 
 def shown(shape: torch.Size, values: Tensor) -> bytes:
-    """Return what the fingerprint holds of a tensor with these values at its positions."""
+    """Return the fingerprint's sample of a tensor from the values at its positions."""
     rounded = values.to(torch.bfloat16).cpu().view(torch.int16)
     return f"{tuple(shape)}".encode() + rounded.numpy().tobytes()
 
 
 def _settings(value: Any) -> Any:
-    """Return what a config says about the computation, as JSON can hold it."""
+    """Return the JSON-serialisable fields of a config that affect the computation."""
     if isinstance(value, Mapping):
         return {
             str(key): _settings(item)

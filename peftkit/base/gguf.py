@@ -1,4 +1,4 @@
-"""GGUF files dequantised as they are read, and their copies in the cache."""
+"""GGUF files that are dequantised while loading, and their copies in the cache."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class GGUFLoader(PackingLoader):
 
 
 def loading(request: BaseRequest, tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
-    """Return what transformers loads a file's tensors with; the loader casts them."""
+    """Return the arguments to load a file's tensors without a cast; the loader casts them."""
     config = without_quantization(request.config)
     return {"state_dict": tensors, "config": config, "dtype": torch.float32}
 
 
 def convert(location: Location, on_event: Listener) -> Location:
-    """Convert a package's GGUF file into a folder in the cache; return where that is.
+    """Convert a package's GGUF file into a folder in the cache; return its location.
 
     Raises:
         BaseError: The file cannot be read.
@@ -87,7 +87,9 @@ def _convert_into(target: Path, location: Location, on_event: Listener) -> None:
         with quiet():
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-        mode = (folder / "config.json").stat().st_mode  # safetensors writes for its owner alone
+        mode = (
+            (folder / "config.json").stat().st_mode
+        )  # safetensors writes files that only their owner can read
         for path in folder.iterdir():
             path.chmod(mode)
     on_event(Progress(doing, 4, 4))

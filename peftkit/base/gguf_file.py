@@ -1,12 +1,13 @@
 """The tensors of a GGUF file, by the names of a model's parameters.
 
-transformers dequantises the complete file in float32 before it fills a model. Here its loader gets
-a mapping of names to tensors that are dequantised one by one as it reads them, or that stay in the
-file's blocks. Its own code converts names and layouts, so the values are the same.
+transformers dequantises the whole file to float32 before it fills a model. Here its loader gets a
+mapping from names to tensors that are dequantised one by one when they are read, or that stay in
+the file's blocks. transformers' code converts names and layouts, so the values are the same.
 
-Blocks are cut along a row, so whatever moves whole rows, as llama.cpp's order of the rows of q and
-k does, is done on bytes. What transformers' conversion does to a weight is seen on the numbers of
-its rows. A weight whose columns move is dequantised, as are types that are not read in blocks.
+Blocks run along a row, so permutations of whole rows, such as llama.cpp's order of the rows of q
+and k, are applied to bytes. To find the permutation, transformers' conversion runs on the row
+numbers instead of the weight. Weights whose columns move are dequantised, as are unsupported block
+types.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from peftkit.kernels.packed import PackedFormat
 from peftkit.model.places import is_conv1d
 
 CHUNK = 1 << 22
-"""Values that are dequantised at a time: their scratch takes several times their own memory."""
+"""Values dequantised at a time: scratch memory is several times the size of the values."""
 _KINDS = {block.number: kind for kind, block in TYPES.items()}
 
 
 class LazyTensor:
-    """A tensor that is computed when it is indexed, `tensor[...]`, as transformers' loader does."""
+    """A tensor that is computed when transformers' loader indexes it (`tensor[...]`)."""
 
     def __init__(self, make: Callable[[], Tensor]) -> None:
         self._make = make
@@ -50,14 +51,14 @@ class LazyTensor:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The tensors of a GGUF file that make the parameters of a model.
+    """Assignment of a GGUF file's tensors to the parameters of a model.
 
     Attributes:
-        parts: By a parameter's name, the file's tensors: halves of stacked experts are two.
-        processor: Converts a tensor's layout, by transformers.
-        names: A tensor's name to that of its parameter.
-        conversions: transformers' own, of tensors by their names in the file; then `parts` are
-            named so, and there is no processor.
+        parts: Parameter name to tensors in the file; gate and up of stacked experts are two.
+        processor: transformers' converter of a tensor's layout.
+        names: Tensor name to parameter name.
+        conversions: transformers' conversions by names in the file; if set, `parts` has these names
+            and there is no processor.
     """
 
     parts: dict[str, list[Any]]
@@ -74,25 +75,25 @@ class Source:
 
 
 def open_gguf(path: Path, model: nn.Module) -> tuple[dict[str, LazyTensor], list[Any] | None]:
-    """Return the tensors of a GGUF file, in float32, none of them read yet.
+    """Return the lazy float32 tensors of a GGUF file.
 
     Args:
-        model: What they are for, without data.
+        model: The model without data.
 
     Returns:
-        The tensors by name, and their conversions; None where names are the model's own and
-        transformers applies its usual conversions.
+        The tensors by name, and their conversions. The conversions are None if names are the
+        model's and transformers applies its usual conversions.
 
     Raises:
-        ValueError, KeyError, NotImplementedError: The file is damaged, or of an architecture or a
-            kind of numbers that transformers or the package gguf do not know.
+        ValueError, KeyError, NotImplementedError: The file is damaged, or transformers or the
+            package gguf does not support its architecture or its types.
     """
     source = source_of(path, model)
     return {name: source.dequantised(name) for name in source.parts}, source.conversions
 
 
 def source_of(path: Path, model: nn.Module) -> Source:
-    """Return which tensors of a GGUF file make which parameters; see `open_gguf`."""
+    """Return the assignment of a GGUF file's tensors to parameters; see `open_gguf`."""
     import gguf
 
     reader: Any = gguf.GGUFReader(path)
@@ -116,9 +117,9 @@ class Blocks(NamedTuple):
     """A weight of a GGUF file in blocks.
 
     Attributes:
-        form: With the shape (..., out, in).
-        tensors: Of the file; gate and up of stacked experts are two.
-        order: Of the file's rows in the model; None: as in the file.
+        form: Packed format with the shape (..., out, in).
+        tensors: Tensors of the file; gate and up of stacked experts are two.
+        order: Permutation of the file's rows in the model; None if it is the identity.
     """
 
     form: PackedFormat
@@ -126,9 +127,9 @@ class Blocks(NamedTuple):
     order: Tensor | None
 
     def read(self) -> Tensor:
-        """Return the bytes (..., out, bytes of a row): pages of the file, or a copy if they move.
+        """Return the bytes (..., out, bytes of a row): pages of the file, or a permuted copy.
 
-        The model never writes to them, so they are shared with every process that reads the file.
+        The model never writes to the pages, so all processes that map the file share them.
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
@@ -137,7 +138,7 @@ class Blocks(NamedTuple):
         return rows if self.order is None else rows[self.order]
 
     def parts_of(self, weight: Tensor) -> Iterator[tuple[Any, Tensor]]:
-        """Yield each tensor of the file with its rows (n, in) of a weight (..., out, in)."""
+        """Yield each tensor of the file with its rows (n, in) of the weight (..., out, in)."""
         rows = weight
         if self.order is not None:
             rows = torch.empty_like(weight).index_copy_(0, self.order, weight)
@@ -149,7 +150,7 @@ class Blocks(NamedTuple):
 
     @property
     def can_be_written(self) -> bool:
-        """Whether the package gguf can quantise to the type, which it reads in any case."""
+        """Whether the package gguf can quantise to the type (it can dequantise all of them)."""
         try:
             quantized(torch.zeros(1, TYPES[self.form.kind].values), self.tensors[0])
         except NotImplementedError:
@@ -160,7 +161,7 @@ class Blocks(NamedTuple):
 def settings_of(location: Location, config: Any, auto_class: str) -> dict[str, Any] | None:
     """Return the `quantization_config` of a GGUF file, or None if it has no blocks.
 
-    `types` has the kind of each parameter that stays in blocks, by its name.
+    Its entry `types` maps the names of parameters that stay in blocks to their kinds.
 
     Raises:
         ValueError, KeyError, NotImplementedError: As `open_gguf`.
@@ -174,7 +175,7 @@ def settings_of(location: Location, config: Any, auto_class: str) -> dict[str, A
 
 
 class _Shapes:
-    """A model without weights; equal to others with parameters of the same names and shapes."""
+    """A model without weights, compared by the names and shapes of its parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -189,14 +190,14 @@ class _Shapes:
 
 @lru_cache(maxsize=4)
 def _types(path: Path, version: tuple[int, int], shapes: _Shapes) -> dict[str, str]:
-    """Return the kinds of a file's weights that stay in blocks; `version` is its size and time."""
+    """Return the kinds of a file's weights that stay in blocks; `version` is (size, mtime)."""
     blocks = blocks_of(source_of(path, shapes.model), shapes.model)
-    return {name: each.form.kind for name, each in blocks.items()}
+    return {name: weight.form.kind for name, weight in blocks.items()}
 
 
 def blocks_of(source: Source, model: nn.Module) -> dict[str, Blocks]:
-    """Return the parameters of a model that a GGUF file holds in blocks that can stay."""
-    if source.conversions is not None:  # applied to float tensors alone
+    """Return the parameters of a model that can stay in the blocks of a GGUF file."""
+    if source.conversions is not None:  # they apply to float tensors only
         return {}
     packable = nn.Linear, nn.Embedding
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -211,7 +212,7 @@ def blocks_of(source: Source, model: nn.Module) -> dict[str, Blocks]:
             continue
         kinds = {_KINDS.get(int(tensor.tensor_type)) for tensor in tensors}
         kind = kinds.pop()
-        if kind is None or kinds:  # floats, or a type that is not read in blocks; or two types
+        if kind is None or kinds:  # floats, an unsupported type, or two types
             continue
         if is_stack:
             weight = _stack(kind, tensors, source, parameter.shape)
@@ -224,7 +225,7 @@ def blocks_of(source: Source, model: nn.Module) -> dict[str, Blocks]:
 
 
 def _stack(kind: str, tensors: list[Any], source: Source, shape: torch.Size) -> Blocks | None:
-    """Return stacked experts (E, out, in), gate above up; None for other orders of their rows."""
+    """Return stacked experts (E, out, in), gate before up; None for any other row order."""
     if not isinstance(source.processor, transformers_gguf.Qwen2MoeTensorProcessor):
         return None
     rows, width = sum(t.data.shape[-2] for t in tensors), int(tensors[0].shape[0])
@@ -237,7 +238,7 @@ def _stack(kind: str, tensors: list[Any], source: Source, shape: torch.Size) -> 
 def _matrix(
     kind: str, tensors: list[Any], source: Source, shape: tuple[int, ...], stores_columns: bool
 ) -> Blocks | None:
-    """Return a matrix (out, in) whose rows are those of the file, in any order; else None."""
+    """Return a matrix (out, in) whose rows are a permutation of the file's; else None."""
     if len(tensors) > 1 or len(shape) != 2 or tensors[0].data.ndim != 2:
         return None
     (tensor,) = tensors
@@ -263,13 +264,13 @@ def _matrix(
 
 @contextmanager
 def parsed_once(location: Location) -> Iterator[None]:
-    """Parse a base's GGUF file once for all its readers in this context, and map its names once.
+    """Cache the parsed GGUF file of a base and its map of names within the context.
 
-    Both take seconds; transformers parses the file for the config and again for the tokenizer, and
-    makes the map of names for each module.
+    Both take seconds. transformers parses the file for the config and again for the tokenizer, and
+    builds the map of names for each module.
 
     Raises:
-        BaseError: The file is cut short, or lies about what it holds.
+        BaseError: The file is truncated, or its header does not match its data.
     """
     if importlib.util.find_spec("gguf") is None or not location.gguf:
         yield
@@ -283,11 +284,11 @@ def parsed_once(location: Location) -> Iterator[None]:
         if str(path) not in parsed:
             try:
                 parsed[str(path)] = plain(path, *more)
-            except Exception as error:  # numpy's, where its numbers do not fit its size
+            except Exception as error:  # from numpy, if the header does not fit the file's size
                 raise BaseError(
-                    f"{path} is not a whole GGUF file.",
+                    f"{path} is not a complete GGUF file.",
                     found=str(error),
-                    fix="Download it again; compare its size with that on its page.",
+                    fix="Download it again and compare its size with the one on its page.",
                 ) from error
         return parsed[str(path)]
 
@@ -301,7 +302,7 @@ def parsed_once(location: Location) -> Iterator[None]:
 
 
 def _conversions(architecture: str, config: Any) -> list[Any] | None:
-    """Return the conversions of an architecture that transformers loads tensor by tensor itself."""
+    """Return transformers' conversions of an architecture that it loads tensor by tensor."""
     if importlib.util.find_spec("transformers.integrations.gguf") is None:  # before 5.2
         return None
     from transformers.integrations.gguf.utils import (
@@ -315,7 +316,7 @@ def _conversions(architecture: str, config: Any) -> list[Any] | None:
 
 
 def quantized(rows: Tensor, tensor: Any) -> Tensor:
-    """Return rows (n, in) in blocks of the type of a reader's tensor: (n, bytes of a row)."""
+    """Quantise rows (n, in) to the type of a reader's tensor: (n, bytes of a row)."""
     from gguf.quants import quantize
 
     step = max(CHUNK // rows.shape[-1], 1)
@@ -337,7 +338,7 @@ def _dequantised(tensor: Any) -> Tensor:
 
 
 def _processed(name: str, tensors: list[Any], processor: Any, names: dict[str, str]) -> Tensor:
-    """Return the parameter that transformers' processor makes of a file's tensors."""
+    """Return the parameter that transformers' processor builds from a file's tensors."""
     parameters: dict[str, Tensor] = {}
     for tensor in tensors:
         result = processor.process(
@@ -346,6 +347,6 @@ def _processed(name: str, tensors: list[Any], processor: Any, names: dict[str, s
             tensor_key_mapping=names,
             parsed_parameters={"tensors": parameters},
         )
-        if result.name in names:  # else it has put it there itself
+        if result.name in names:  # otherwise the processor has stored the parameter itself
             parameters[names[result.name]] = torch.from_numpy(result.weights).contiguous()
     return parameters[name]

@@ -1,7 +1,7 @@
-"""The frozen base: found, opened or built, fingerprinted, quantised if requested, and audited.
+"""Load the frozen base: open or build it, quantise it if requested, and audit its weights.
 
-`load_base` is for callers from outside, `open_base` for runs. The cache keeps a large packed base
-(store.py), and one that several processes open together (sharding.py).
+`load_base` is the public entry, `open_base` serves runs. The cache stores large packed bases
+(store.py), and bases that several processes open together (sharding.py).
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from peftkit.base.locate import Location, locate
 from peftkit.base.pretrained import (
     Processors,
     files_of,
+    is_packed,
     load_tokenizer,
     oom_as_error,
     published_codes,
     reachable,
 )
 from peftkit.base.purpose import CAUSAL_LM, Purpose
-from peftkit.base.request import compute_dtype, place_of_weights, request_of
-from peftkit.base.store import open_or_build
+from peftkit.base.request import BaseRequest, compute_dtype, place_weights, request_of
+from peftkit.base.skeleton import weight_bytes
 from peftkit.config.schema import from_dict
+from peftkit.errors import BaseError
 from peftkit.events import Listener, Notice, Stage, ignore
 from peftkit.execution.environment import as_current, default_device, free_now
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.world import World
 from peftkit.quant.audit import Audit, audit
-from peftkit.quant.layers import keep_copies
 from peftkit.settings import BaseConfig
 
 CPU = torch.device("cpu")
@@ -43,18 +44,18 @@ class Base:
 
     Attributes:
         model: A transformers model; no parameter requires a gradient.
-        tokenizer: Its tokenizer, which has a pad token; None for a model of images.
-        name: What loads it again: short name or hub id as given, or an absolute path.
-        hub_id: What other tools find it by: of a short name its hub id; of a folder None.
+        tokenizer: Its tokenizer, with a pad token; None for an image model.
+        name: The name to load it by: short name or hub id as given, or an absolute path.
+        hub_id: Its id on the hub; None for a folder.
         revision: Commit on the hub, or None.
-        fingerprint: Of config and weights as they were before quantising.
-        trunk: The same without any head; "" if unknown.
+        fingerprint: Digest of config and weights before quantisation.
+        trunk: Digest without the head; "" if unknown.
         audit: How every parameter is stored.
-        device: Where the model computes.
-        image_processor: What makes its inputs, if these are images.
-        multimodal: What makes its inputs, if these are images and text.
-        stored: The format of its files ("awq, 4 bits, groups of 128") where their bits are kept.
-        head: Paths of the modules of its head, if it was loaded with one: they are trained fully.
+        device: The device that computes.
+        image_processor: The processor of its inputs, if these are images.
+        multimodal: The processor of its inputs, if these are images and text.
+        stored: The format of its files ("awq, 4 bits, groups of 128") if their codes are kept.
+        head: Module paths of the head it was loaded with, which is trained fully.
     """
 
     model: Any
@@ -73,7 +74,7 @@ class Base:
 
     @property
     def processor(self) -> Any:
-        """What makes its inputs."""
+        """The processor of its inputs."""
         return self.multimodal or self.image_processor or self.tokenizer
 
 
@@ -93,33 +94,33 @@ def load_base(
     sharing: World | None = None,
     on_event: Listener = ignore,
 ) -> Base:
-    """Load a base model to put an adapter on.
+    """Load a base model for an adapter.
 
     Args:
         model: Folder, GGUF file, hub id or short name.
         revision: Branch, tag or commit on the hub.
-        dtype: "bf16", "fp16", "fp32", or "auto": bf16 where this machine is fast at it.
-        quantize: "none", "nf4", "fp4" or "int8"; weight by weight as they are loaded, so that
-            no more than one is held in 16 bits. On a CPU with memory to spare the dequantised
-            weights are kept as well, for speed. "none" keeps what the files hold: 16 or 32 bits, or
-            the codes of a quantised checkpoint.
+        dtype: "bf16", "fp16", "fp32", or "auto": bf16 if it is fast on this machine.
+        quantize: "none", "nf4", "fp4" or "int8". Weights are quantised one by one while loading, so
+            at most one is in memory in 16 bits. A CPU with memory to spare also keeps dequantised
+            copies, for speed. "none" keeps the weights in 16 or 32 bits, or the codes of a
+            quantised checkpoint.
         double_quant: Quantise the scales of nf4 and fp4 as well.
-        quantize_towers: Quantise towers for images and sound too, and their projectors.
-        quantize_embeddings: As `quantize`, of the embedding of tokens and the output layer.
+        quantize_towers: Quantise image and audio towers and their projectors as well.
+        quantize_embeddings: Like `quantize`, for the token embedding and the output layer.
         purpose: The task's model class, inputs and head.
-        device: By default a GPU where there is one, and the CPU for a base that it does not hold
-            and that cannot be streamed.
-        placement: "device"; "stream": packed weights wait in main memory, and two blocks at a time
-            are on the device; "auto": streamed where a packed base does not fit a GPU.
-        store: "auto": open the packed base that the cache keeps, and keep a large one there;
-            "off": neither.
-        sharing: Processes that load it together into main memory, each to keep a part: weights are
-            then pages of files, which take memory only where they are read.
+        device: By default a GPU if there is one; the CPU if the GPU can neither hold nor stream the
+            base.
+        placement: "device"; "stream": main memory keeps packed weights, and two blocks at a time
+            are on the device; "auto": stream a packed base that does not fit a GPU.
+        store: "auto": open the packed base from the cache, and store a large one there; "off":
+            neither.
+        sharing: Processes that load the base together into main memory before each keeps a part:
+            weights are then pages of files, which take memory only when they are read.
 
     Raises:
-        BaseError: There is no such model, its files are damaged or incomplete, it could not be
-            quantised, or does not fit into memory.
-        ConfigError: dtype, quantize, placement or store is none of these.
+        BaseError: The model does not exist, its files are damaged or incomplete, it cannot be
+            quantised, or it does not fit into memory.
+        ConfigError: dtype, quantize, placement or store has an unknown value.
     """
     given = {
         "model": model,
@@ -133,16 +134,8 @@ def load_base(
         "store": store,
     }
     settings = from_dict(BaseConfig, given, "load_base(...)")
-    compute = default_device() if device is None else as_current(torch.device(device))
-    return _open(
-        settings,
-        purpose,
-        settings.placement,
-        compute,
-        may_use_cpu=device is None,
-        sharing=sharing,
-        on_event=on_event,
-    )
+    compute = None if device is None else as_current(torch.device(device))
+    return _open(settings, purpose, settings.placement, compute, sharing, on_event)
 
 
 def open_base(
@@ -153,23 +146,16 @@ def open_base(
     world: World | None = None,
     on_event: Listener = ignore,
 ) -> Base:
-    """Load the base of a recipe where its plan places it, and show how its weights are stored.
+    """Load a recipe's base as its plan places it, and emit the table of stored weights.
 
     Args:
-        world: The processes of the run, which load a base together if the plan shards it.
+        world: The run's processes, which load a base together if the plan shards it.
 
     Raises:
-        BaseError: As `load_base`.
+        BaseError: See `load_base`.
     """
-    base = _open(
-        settings,
-        purpose,
-        plan.placement,
-        default_device(),
-        may_use_cpu=True,
-        sharing=world if plan.is_sharded else None,
-        on_event=on_event,
-    )
+    sharing = world if plan.is_sharded else None
+    base = _open(settings, purpose, plan.placement, None, sharing, on_event)
     on_event(base.audit.table())
     return base
 
@@ -178,41 +164,36 @@ def _open(
     settings: BaseConfig,
     purpose: Purpose,
     placement: str,
-    device: torch.device,
-    *,
-    may_use_cpu: bool,
+    device: torch.device | None,
     sharing: World | None,
     on_event: Listener,
 ) -> Base:
-    """Load a base for a device, or for processes that share it in main memory."""
-    is_shared = sharing is not None
+    """Load a base for a device (None: the default), or for processes that share it."""
     location = find_base(settings.model, settings.revision, on_event)
     on_event(Stage(f"Loading the base {location.name}"))
     with _parsed_once(location), oom_as_error(location.name):
         inputs = _load_processors(location, purpose, on_event)
-        dtype = compute_dtype(settings, device)
-        request = request_of(settings, purpose, location, CPU if is_shared else device, dtype)
+        compute = default_device() if device is None else device
+        dtype = compute_dtype(settings, compute)
+        target = compute if sharing is None else CPU
+        request = request_of(settings, purpose, location, target, dtype)
         request = request.with_tokens_of(inputs.tokenizer)
-        may_use_cpu = may_use_cpu and not is_shared
-        weights = place_of_weights(request, placement, may_use_cpu=may_use_cpu)
-        if weights.notice:
-            on_event(Notice(weights.notice))
-        if weights.streamed:
-            request = replace(request, device=CPU)
-        elif weights.device != request.device:
-            dtype = compute_dtype(settings, weights.device)
-            request = replace(request, device=weights.device, dtype=dtype)
+        request, streams_to = _placed(request, placement, device is None, on_event)
         if sharing is None:
-            loaded = open_or_build(request, on_event)
+            from peftkit.base.store import open_or_build
+
+            loaded = open_or_build(request, on_event)  # below 500 MB: built in memory
         else:
             from peftkit.base.sharding import open_together
 
             loaded = open_together(request, sharing, on_event)
-    if weights.streamed:
+    if streams_to is not None:
         from peftkit.base.streaming import BlockStream
 
-        BlockStream(loaded.model, weights.device)
-    elif not is_shared and not free_now(weights.device).on_gpu:
+        BlockStream(loaded.model, streams_to)
+    elif sharing is None and not free_now(request.device).on_gpu:
+        from peftkit.quant.copies import keep_copies
+
         keep_copies(loaded.model)
     checkpoint = published_codes(request.config, settings)
     if checkpoint is not None:
@@ -225,7 +206,7 @@ def _open(
         revision=getattr(loaded.model.config, "_commit_hash", None) or location.revision,
         fingerprint=loaded.fingerprint,
         audit=audit(loaded.model),
-        device=weights.device,
+        device=streams_to or request.device,
         image_processor=inputs.image_processor,
         head=loaded.head,
         multimodal=inputs.multimodal,
@@ -234,12 +215,51 @@ def _open(
     )
 
 
-def find_base(model: str, revision: str | None, on_event: Listener) -> Location:
-    """Return where a base can be loaded from now.
+def _placed(
+    request: BaseRequest, placement: str, may_use_cpu: bool, on_event: Listener
+) -> tuple[BaseRequest, torch.device | None]:
+    """Return the request for the device that keeps the weights, and the device to stream them to.
 
     Raises:
-        BaseError: There is no such model, or it can neither be read nor fetched.
-        OutputError: The cache, where a package's GGUF file is converted, cannot be written.
+        BaseError: The base does not fit, or cannot be streamed.
+    """
+    device, here = request.device, free_now(request.device)
+    can_stream = is_packed(request.config, request.settings)
+    if placement == "stream" and not can_stream:
+        raise BaseError(
+            "a base that is not packed cannot be streamed.",
+            found="base.quantize is none.",
+            fix="Set base.quantize to nf4, fp4 or int8, or base.placement: device.",
+        )
+    if placement == "auto" and here.on_gpu:
+        size = weight_bytes(request.config, request.settings, request.purpose, request.dtype)
+        can_stream = can_stream and here.kind == "cuda"
+        place = place_weights(size, here.usable, can_stream=lambda: can_stream)
+        if not place.fits and may_use_cpu:
+            on_event(Notice(f"All is computed on the CPU. {place.notice}"))
+            dtype = compute_dtype(request.settings, CPU)
+            return replace(request, device=CPU, dtype=dtype), None
+        if not place.fits:
+            raise BaseError(
+                "the base does not fit the GPU.",
+                found=place.notice,
+                fix="Set base.quantize: nf4 and base.placement: auto; peftkit plan MODEL shows "
+                "the longest rows that fit.",
+            )
+        if place.notice:
+            on_event(Notice(place.notice))
+        placement = place.placement
+    if placement == "stream":
+        return replace(request, device=CPU), device
+    return request, None
+
+
+def find_base(model: str, revision: str | None, on_event: Listener) -> Location:
+    """Return the location of a base on this machine or the hub.
+
+    Raises:
+        BaseError: The model does not exist, or can neither be read nor downloaded.
+        OutputError: The cache, which receives a converted GGUF file, cannot be written.
     """
     location = locate(model, revision)
     if location.convert_to is not None:
@@ -250,7 +270,7 @@ def find_base(model: str, revision: str | None, on_event: Listener) -> Location:
 
 
 def _parsed_once(location: Location) -> AbstractContextManager[None]:
-    """Return a context in which a GGUF file, if the base is one, is parsed only once."""
+    """Parse a GGUF file at most once within the context."""
     if not location.gguf:
         return nullcontext()
     from peftkit.base.gguf_file import parsed_once
@@ -259,7 +279,6 @@ def _parsed_once(location: Location) -> AbstractContextManager[None]:
 
 
 def _load_processors(location: Location, purpose: Purpose, on_event: Listener) -> Processors:
-    """Load the tokenizer, or the processors that a task's inputs need."""
     if purpose.processor == "tokenizer":
         return Processors(load_tokenizer(location, on_event))
     from peftkit.base.processors import load_processors
@@ -268,10 +287,10 @@ def _load_processors(location: Location, purpose: Purpose, on_event: Listener) -
 
 
 def local_folder(model: str, revision: str | None = None) -> Path | None:
-    """Return the folder with a base's config and safetensors, if it has one on this machine.
+    """Return the local folder with a base's config and safetensors; None if there is none.
 
     Raises:
-        BaseError: There is no such model.
+        BaseError: The model does not exist.
     """
     location = locate(model, revision)
     return None if location.gguf else files_of(location)

@@ -25,9 +25,9 @@ class Known:
     """A model with a short name.
 
     Attributes:
-        hub_id: Where it is published.
-        package: A Python package that holds it. requirement: For pip.
-        inside: The GGUF file, or the folder, in it.
+        hub_id: Its repository on the hub.
+        package: A Python package that holds it. requirement: The package's name for pip.
+        inside: Path of the GGUF file or folder in the package.
     """
 
     hub_id: str
@@ -54,15 +54,15 @@ KNOWN = {
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a base is.
+    """The location of a base.
 
     Attributes:
-        name: The name that is recorded: the short name or hub id as given, or an absolute path.
+        name: The recorded name: the short name or hub id from the request, or an absolute path.
         source: A folder, or a hub id.
-        hub_id: Its id on the hub, if known, by which other tools find it.
-        gguf: Name of the GGUF file in the folder, if it is one.
-        convert_to: The folder that the GGUF file is to be converted into.
-        revision: Branch, tag or commit on the hub; None: its main branch.
+        hub_id: Its id on the hub, if known, for other tools.
+        gguf: Name of the GGUF file in the folder, if the base is a GGUF file.
+        convert_to: Target folder for converting the GGUF file.
+        revision: Branch, tag or commit on the hub; None means the main branch.
     """
 
     name: str
@@ -78,26 +78,26 @@ class Location:
 
     @property
     def gguf_path(self) -> Path:
-        """The GGUF file, if it is one."""
+        """Path of the GGUF file, if the base is one."""
         assert self.gguf
         return Path(self.source, self.gguf)
 
 
 def cache_folder() -> Path:
-    """Return peftkit's own cache: PEFTKIT_CACHE, XDG_CACHE_HOME/peftkit, or ~/.cache/peftkit."""
+    """Return peftkit's cache: PEFTKIT_CACHE, XDG_CACHE_HOME/peftkit, or ~/.cache/peftkit."""
     folder, shared = (os.environ.get(name) for name in ("PEFTKIT_CACHE", "XDG_CACHE_HOME"))
     return Path(folder or f"{shared or '~/.cache'}/peftkit").expanduser()
 
 
 def locate(model: str, revision: str | None = None) -> Location:
-    """Find a base model, without asking the hub.
+    """Find a base model, without requests to the hub.
 
     Args:
         model: Folder, GGUF file, hub id or short name.
         revision: Branch, tag or commit on the hub; a short name then means the hub.
 
     Raises:
-        BaseError: There is no such thing, or it is not a base model.
+        BaseError: The model does not exist, or is not a base model.
     """
     if model in KNOWN:
         return _short_name(model, revision)
@@ -118,15 +118,15 @@ def locate(model: str, revision: str | None = None) -> Location:
 
 
 def suggest(model: str) -> str:
-    """Return what else could have been meant, and what can be given at all."""
+    """Return a hint: similar names, and the accepted forms."""
     folder = Path(model).expanduser().parent
     near = did_you_mean(model, [*KNOWN, *(str(path) for path in _models_in(folder))])
     short_names = ", ".join(KNOWN)
     return f"{near}\nGive a folder, a .gguf file, a hub id, or a short name: {short_names}.".strip()
 
 
-def hub_answers() -> bool:
-    """Tell whether the hub may be used and can be reached: trying in vain takes half a minute."""
+def is_hub_reachable() -> bool:
+    """Return whether the hub may be used and is reachable (a failing download takes 30 s)."""
     if any(os.environ.get(name, "0") not in ("", "0") for name in _OFFLINE):
         return False
     if any(os.environ.get(name) for name in (*_PROXIES, *map(str.lower, _PROXIES))):
@@ -165,7 +165,7 @@ def _local(path: Path) -> Location:
         if path.suffix != ".gguf":
             raise BaseError(
                 f"{path} is not a base model.",
-                found="It is a file, and not a .gguf.",
+                found="It is a file without the extension .gguf.",
                 fix="Give the folder that holds config.json and the safetensors files.",
             )
         return Location(name, os.path.dirname(name), gguf=path.name)
@@ -173,7 +173,7 @@ def _local(path: Path) -> Location:
         raise BaseError(
             f"{path} is not a base model.",
             found="It is an adapter.",
-            fix=f"Name its base here, and the adapter where one is asked for; see: "
+            fix="Use its base here, and the adapter where the command takes one; see: "
             f"peftkit inspect {path}",
         )
     if not (path / "config.json").exists():

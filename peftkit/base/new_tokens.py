@@ -1,10 +1,10 @@
-"""Tokens that a base does not know yet: into its tokenizer, and rows for them into its tables.
+"""New tokens for a base: added to its tokenizer, with new rows in embedding and head.
 
-A new row begins as the mean of those of all known tokens, in the embedding and in the head. The
-adapter trains and saves the rows (`Method.token_rows`). The tokenizer is saved with it, and from
-there the tokens are added to the plain base again.
+A new row starts as the mean of the existing rows, in the embedding and in the head. The adapter
+trains and saves the rows (`Method.token_rows`). The tokenizer is saved with the adapter, which adds
+the tokens to the plain base again when it is loaded.
 
-Shapes: V known tokens, H width.
+Shapes: V existing tokens, H width.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ TokenRows = tuple[int, ...] | dict[str, tuple[int, ...]]
 def add_tokens(base: Base, tokens: Sequence[str]) -> tuple[int, ...]:
     """Add tokens to a base's tokenizer and to its model, in place; return their ids.
 
-    They are no special tokens: what is generated shows them.
+    They are not special tokens: decoded text shows them.
 
     Raises:
-        DataError: A token is empty, given twice or known already; each is named.
-        TargetError: The model has no embedding of tokens.
+        DataError: A token is empty, given twice or already in the vocabulary; lists these tokens.
+        TargetError: The model has no token embedding.
     """
     vocabulary = base.tokenizer.get_vocab()
-    wrong = [t for t in tokens if t in vocabulary or tokens.count(t) > 1 or not t]
-    if wrong or not tokens:
+    invalid = [t for t in tokens if t in vocabulary or tokens.count(t) > 1 or not t]
+    if invalid or not tokens:
+        tokens_text = ", ".join(map(repr, dict.fromkeys(invalid))) or "no token"
         raise DataError(
-            f"cannot add {', '.join(map(repr, dict.fromkeys(wrong))) or 'no token'} as new tokens",
-            found="known already, empty or given twice",
-            fix="Leave them out; rows of known tokens are trained with method.token_rows: [ID].",
+            f"cannot add {tokens_text} as new tokens",
+            found="They are empty, repeated, or already in the vocabulary.",
+            fix="Leave them out; rows of existing tokens are trained with method.token_rows: [ID].",
         )
     added = [AddedToken(token, normalized=False, special=False) for token in tokens]
-    ids = _taken(base.tokenizer, added)
+    ids = _added_ids(base.tokenizer, added)
     grow(base.model, max(ids) + 1)
-    _begin_at_the_mean(base.model, ids, len(vocabulary))
+    _init_with_mean(base.model, ids, len(vocabulary))
     return ids
 
 
 def token_rows(model: nn.Module, ids: Sequence[int]) -> TokenRows:
-    """Return the `Method.token_rows` that trains new tokens in the embedding and in the head."""
+    """Return the `Method.token_rows` that train new tokens in the embedding and in the head."""
     path, head = input_embedding(model), _head(model)
     if head is None or head.weight is model.get_submodule(path).weight:
         return tuple(ids)
@@ -71,30 +72,31 @@ def save_tokenizer(base: Base, folder: Path) -> None:
 def restore_tokens(base: Base, folder: Path) -> tuple[int, ...]:
     """Add the new tokens of a folder's tokenizer to a base, in place; return their ids.
 
-    Does nothing where the folder has no tokenizer, or one without new tokens.
+    Do nothing if the folder has no tokenizer, or one without new tokens.
 
     Raises:
-        AdapterError: The tokenizer cannot be read, or is another one than the base's.
+        AdapterError: The tokenizer cannot be read, or does not extend the base's.
     """
     added = unknown_tokens(folder, base.tokenizer)
     if not added:
         return ()
     num_known = len(base.tokenizer.get_vocab())
-    ids = _taken(base.tokenizer, list(added.values()))
+    ids = _added_ids(base.tokenizer, list(added.values()))
     if ids != tuple(added):
         raise AdapterError(
             f"{folder / FILE} is not of the base's tokenizer",
-            found=f"its new tokens have the ids {_few(added)}; here they would be {_few(ids)}",
+            found=f"Its new tokens have the ids {_few(added)}; with this base they would have "
+            f"{_few(ids)}.",
             fix="Use the base that the adapter was trained on: peftkit inspect ADAPTER",
         )
     rows = base.model.get_input_embeddings().num_embeddings
     grow(base.model, max(ids) + 1)
-    _begin_at_the_mean(base.model, [id for id in ids if id >= rows], num_known)
+    _init_with_mean(base.model, [id for id in ids if id >= rows], num_known)
     return ids
 
 
 def saved_tokens(folder: Path) -> dict[int, AddedToken]:
-    """Return what a folder's tokenizer has beside its vocabulary, by id; nothing without one.
+    """Return the added tokens of a folder's tokenizer by id; {} without a tokenizer.
 
     Raises:
         AdapterError: The tokenizer cannot be read.
@@ -106,13 +108,13 @@ def saved_tokens(folder: Path) -> dict[int, AddedToken]:
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
     except Exception as error:  # the library raises a bare Exception
         raise AdapterError(
-            f"cannot read {file}", found=str(error), fix="Get the adapter again."
+            f"cannot read {file}", found=str(error), fix="Download the adapter again."
         ) from error
     return dict(tokenizer.added_tokens_decoder)
 
 
 def unknown_tokens(folder: Path, tokenizer: Any) -> dict[int, AddedToken]:
-    """Return the tokens of a folder's tokenizer that another one does not know, by id.
+    """Return the tokens of a folder's tokenizer that another tokenizer lacks, by id.
 
     Raises:
         AdapterError: The folder's tokenizer cannot be read.
@@ -121,11 +123,11 @@ def unknown_tokens(folder: Path, tokenizer: Any) -> dict[int, AddedToken]:
 
 
 def new_tokens_of(folder: Path, base: str, revision: str | None = None) -> list[str]:
-    """Return the tokens of an adapter folder's tokenizer that its base's does not know.
+    """Return the tokens of an adapter folder's tokenizer that its base's tokenizer lacks.
 
     Raises:
         AdapterError: The folder's tokenizer cannot be read.
-        BaseError: The base has none.
+        BaseError: The base has no tokenizer.
     """
     if not (saved := saved_tokens(folder)):
         return []
@@ -133,40 +135,42 @@ def new_tokens_of(folder: Path, base: str, revision: str | None = None) -> list[
     return [str(token) for token in _unknown(saved, tokenizer).values()]
 
 
-def tell_split_tokens(
+def notify_split_tokens(
     folders: Mapping[str, Path], tokenizer: Any, on_event: Listener = ignore
 ) -> None:
-    """Tell which adapters have tokens that the tokenizer they share does not know.
+    """Emit a notice for each adapter with tokens that the shared tokenizer lacks.
 
     Args:
-        folders: Of adapters, by name.
+        folders: Adapter folders by name.
     """
     for name, folder in folders.items():
         try:
             tokens = unknown_tokens(folder, tokenizer)
-        except AdapterError as error:  # nothing else reads it here
+        except AdapterError as error:  # the shared tokenizer is used instead
             on_event(Notice(f"'{name}': {error}"))
             continue
         if tokens:
-            text = f"'{name}' was trained with tokens that its base does not know: "
-            text += f"{_few(tokens.values())}. Here they are split; in `peftkit chat ADAPTER` and "
-            on_event(Notice(f"{text}after `peftkit merge` they are not."))
+            text = (
+                f"'{name}' was trained with tokens that its base lacks: {_few(tokens.values())}. "
+            )
+            text += "Here they are split into several tokens. `peftkit chat ADAPTER` and merged "
+            on_event(Notice(f"{text}models (`peftkit merge`) keep them whole."))
 
 
 def grow(model: Any, num_rows: int) -> None:
-    """Give a model's embedding and head this many rows, if they have fewer."""
+    """Grow a model's embedding and head to this many rows, if they have fewer."""
     path = input_embedding(model)
     if num_rows <= model.get_submodule(path).num_embeddings:
         return
-    _head(model)  # raises where transformers cannot resize it
+    _head(model)  # raises if transformers cannot resize it
     with quiet():
         model.resize_token_embeddings(num_rows, mean_resizing=False)
     model.requires_grad_(False)
 
 
 @torch.no_grad()
-def _begin_at_the_mean(model: nn.Module, ids: Sequence[int], num_known: int) -> None:
-    """Set the rows of new tokens in the embedding and in the head."""
+def _init_with_mean(model: nn.Module, ids: Sequence[int], num_known: int) -> None:
+    """Set the rows of new tokens in embedding and head to the mean of the existing rows."""
     if not ids:
         return
     tables = [_dense(model, model.get_submodule(input_embedding(model))), _head(model)]
@@ -185,22 +189,22 @@ def _head(model: Any) -> nn.Module | None:
 
 
 def _dense(model: nn.Module, table: nn.Module) -> nn.Module:
-    """Return an embedding or a head, unless its rows are quantised, to which none can be added."""
+    """Return an embedding or a head, or raise TargetError if its rows are quantised."""
     if "weight" not in table._parameters:
         raise TargetError(
             f"cannot add tokens to {type(model).__name__}",
-            found="the weight of its embedding or head is quantised",
-            fix="Load the base with quantize_embeddings='none'; for a GGUF file name its original.",
+            found="The weight of its embedding or head is quantised.",
+            fix="Load the base with quantize_embeddings='none'; for a GGUF file use its original.",
         )
     return table
 
 
 def _unknown(saved: Mapping[int, AddedToken], tokenizer: Any) -> dict[int, AddedToken]:
-    known = tokenizer.get_vocab() if saved else {}
-    return {id: token for id, token in sorted(saved.items()) if str(token) not in known}
+    vocabulary = tokenizer.get_vocab() if saved else {}
+    return {id: token for id, token in sorted(saved.items()) if str(token) not in vocabulary}
 
 
-def _taken(tokenizer: Any, added: Sequence[AddedToken]) -> tuple[int, ...]:
+def _added_ids(tokenizer: Any, added: Sequence[AddedToken]) -> tuple[int, ...]:
     tokenizer.add_tokens(list(added))
     return tuple(tokenizer.convert_tokens_to_ids(str(token)) for token in added)
 

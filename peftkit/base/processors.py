@@ -1,7 +1,7 @@
-"""What turns images and audio into a model's inputs, alone or with its tokenizer.
+"""Processors that turn images and audio into a model's inputs, alone or with its tokenizer.
 
-transformers' classes for images and text also require a processor of videos, which needs
-torchvision. Without it, the class is made with no videos.
+transformers' classes for images and text also require a video processor, which needs torchvision.
+Without torchvision, the processor is built without video support.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PARTS = {
     "multimodal": (("image_processor", "feature_extractor", "audio_processor"), "media"),
     "audio": (("feature_extractor",), "audio"),
 }
-"""Parts of a processor, of which it needs one next to the tokenizer, and the media they read."""
+"""Parts of a processor besides the tokenizer, one of which is required, and their media."""
 
 
 def load_processors(location: Location, kind: Processor, on_event: Listener) -> Processors:
@@ -44,12 +44,12 @@ def load_processors(location: Location, kind: Processor, on_event: Listener) -> 
 
 
 def load_image_processor(location: Location) -> Any:
-    """Load the image processor; a base without one gets ViT's, at the size of the base's images.
+    """Load the image processor; a base without one gets ViT's, at the base's image size.
 
-    Pillow computes it: the pixels are the same whether torchvision is installed or not.
+    It uses Pillow, so the pixels do not depend on whether torchvision is installed.
 
     Raises:
-        BaseError: There is one and it cannot be used, or the base does not say its images' size.
+        BaseError: The processor cannot be used, or the base's config has no image size.
     """
     arguments = loader_arguments(location)
     with quiet(), explained(location, "the image processor of "):
@@ -78,7 +78,7 @@ def load_feature_extractor(location: Location) -> Any:
     """Load the feature extractor, which turns audio into tensors.
 
     Raises:
-        BaseError: There is none, or it cannot be used.
+        BaseError: There is no feature extractor, or it cannot be used.
     """
     with quiet(), explained(location, "the feature extractor of "):
         return transformers.AutoFeatureExtractor.from_pretrained(
@@ -90,7 +90,7 @@ def load_multimodal(location: Location, kind: Processor) -> Any:
     """Load the processor of a model of images, or audio, and text.
 
     Raises:
-        BaseError: There is none, it cannot be read, or it reads nothing of that kind.
+        BaseError: The processor is missing, cannot be read, or does not support these media.
     """
     parts, media = PARTS[kind]
     arguments = loader_arguments(location)
@@ -103,7 +103,7 @@ def load_multimodal(location: Location, kind: Processor) -> Any:
     if not (hasattr(processor, "tokenizer") and any(hasattr(processor, part) for part in parts)):
         raise BaseError(
             f"cannot load {what_of}{location.name}.",
-            found=f"What is there, {type(processor).__name__}, is not one of {media} and text.",
+            found=f"Its {type(processor).__name__} does not process {media} and text.",
             fix="Put the base's processor_config.json and preprocessor_config.json there too.",
         )
     return processor
@@ -126,11 +126,11 @@ def _without_videos(location: Location, arguments: dict[str, Any]) -> Any:
         loaders[name].from_pretrained(location.source, **arguments) if name in loaders else stand_in
         for name in kind.get_attributes()
     ]
-    return blind_to_videos(kind).from_args_and_dict(parts, settings)
+    return without_video_support(kind).from_args_and_dict(parts, settings)
 
 
 class UnreadVideos(PushToHubMixin):
-    """Stands in a processor for the part that reads videos; keeps its settings to save again."""
+    """Replaces the video part of a processor and keeps its settings for saving."""
 
     _auto_class = None
 
@@ -141,17 +141,17 @@ class UnreadVideos(PushToHubMixin):
         return dict(self.settings)
 
 
-def blind_to_videos(kind: Any) -> Any:
-    """Return a class of processors like `kind` that takes `UnreadVideos`."""
+def without_video_support(kind: Any) -> Any:
+    """Return a subclass of the processor class `kind` that accepts `UnreadVideos`."""
 
-    def check(self: Any, name: str, part: object) -> object:
-        if isinstance(part, UnreadVideos):
+    def check(self: Any, name: str, value: object) -> object:
+        if isinstance(value, UnreadVideos):
             return UnreadVideos
-        return kind.check_argument_for_proper_class(self, name, part)
+        return kind.check_argument_for_proper_class(self, name, value)
 
     names = {
         "check_argument_for_proper_class": check,
-        "save_pretrained": transformers.ProcessorMixin.save_pretrained,  # ERNIE's asks for a font
+        "save_pretrained": transformers.ProcessorMixin.save_pretrained,  # ERNIE's requires a font
         "__module__": kind.__module__,
     }
     return type(kind.__name__, (kind,), names)

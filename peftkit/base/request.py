@@ -1,7 +1,6 @@
-"""A base to load: its settings, and what follows from its files and from this machine.
+"""A base to load, and where its weights go.
 
-Where its weights go is decided by their size before any of them is read, for loading, for a run and
-for `peftkit plan` alike: `fits_device`.
+`place_weights` decides for loading, runs and `peftkit plan` by size, before weights are read.
 """
 
 from __future__ import annotations
@@ -15,23 +14,21 @@ from typing import Any
 import torch
 
 from peftkit.base.locate import Location
-from peftkit.base.pretrained import check_config, is_packed
+from peftkit.base.pretrained import check_config
 from peftkit.base.purpose import Purpose
-from peftkit.base.skeleton import weight_bytes
-from peftkit.errors import BaseError
-from peftkit.execution.environment import free_now
+from peftkit.execution.plan import Placement, Shard
+from peftkit.figures import size
 from peftkit.kernels.device import gpu_of
 from peftkit.settings import BaseConfig
 
 CPUINFO = Path("/proc/cpuinfo")
 WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI"}
-"""Values of ONEDNN_MAX_CPU_ISA, the instructions that oneDNN may use at most, without bf16."""
+"""Values of ONEDNN_MAX_CPU_ISA that disable oneDNN's bf16 instructions."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HALF = 0.5
-"""Share of the free memory below which weights are on the device and nothing is counted."""
+"""Share of free memory below which weights stay on the device, without counting a step."""
 ROOM = 0.8
-"""Share of the free memory that weights may take where no training step can be counted."""
-STREAMED = "The base's blocks are streamed from main memory (base.placement: auto)."
+"""Maximum share of free memory for weights if no training step can be counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +37,9 @@ class BaseRequest:
 
     Attributes:
         settings: The recipe's `base:` section.
-        purpose: Its head's words have their tokens.
-        location: The files that it is read from.
-        config: The config of transformers, with the head and the positions of `purpose`.
+        purpose: Its model class, inputs and head, whose words are single tokens.
+        location: The files to read.
+        config: The transformers config, with the head and the positions of `purpose`.
         dtype: The dtype of computation and of weights that are not packed.
         device: The device on which weights are packed and stay.
     """
@@ -78,10 +75,10 @@ def request_of(
     """Read a base's config.
 
     Args:
-        dtype: By default as `compute_dtype` says.
+        dtype: By default `compute_dtype`.
 
     Raises:
-        BaseError: It is missing, damaged, or of a model for another purpose.
+        BaseError: The config is missing, damaged, or describes a model for another purpose.
     """
     if settings.rope_scaling:
         purpose = replace(purpose, rope_scaling=settings.rope_scaling)
@@ -91,20 +88,20 @@ def request_of(
 
 
 def compute_dtype(settings: BaseConfig, device: torch.device) -> torch.dtype:
-    """Return `base.dtype`; auto: the dtype that a device multiplies fastest in."""
+    """Return `base.dtype`; auto: the dtype with a device's fastest matrix products."""
     return DTYPES.get(settings.dtype) or fast_dtype(device)
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype that a device multiplies fastest in: bf16, or the closest to it."""
+    """Return the dtype with a device's fastest matrix products: bf16, or the closest to it."""
     if (gpu := gpu_of(device)) is not None:
         return gpu.fast_dtype()
-    # without the units bf16 is slower than fp32
+    # on CPUs without bf16 instructions, bf16 is slower than fp32
     return torch.bfloat16 if device.type == "cpu" and has_bf16_units() else torch.float32
 
 
 def has_bf16_units() -> bool:
-    """Tell whether this CPU multiplies in bf16, and oneDNN is not told to leave that out."""
+    """Return whether the CPU has bf16 instructions and ONEDNN_MAX_CPU_ISA allows them."""
     if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in WITHOUT_BF16:
         return False
     flags = set(CPUINFO.read_text().split()) if CPUINFO.exists() else set()
@@ -112,13 +109,13 @@ def has_bf16_units() -> bool:
 
 
 def fits_device(weights: int, free: int, step_fits: Callable[[], bool] | None = None) -> bool:
-    """Tell whether a base stays whole on its device.
+    """Return whether a base stays whole on its device.
 
-    It does if its weights take less than half of the free memory, and does not if they take more
-    than all of it. In between the smallest training step decides.
+    Weights below half of the free memory stay; weights larger than the free memory do not. In
+    between, the smallest training step decides.
 
     Args:
-        weights, free: Bytes of the weights as they are kept, and of the device's free memory.
+        weights, free: Bytes of the stored weights and of the device's free memory.
         step_fits: Counts that step; None: nothing is trained.
     """
     if weights <= HALF * free:
@@ -129,56 +126,51 @@ def fits_device(weights: int, free: int, step_fits: Callable[[], bool] | None = 
 
 
 @dataclass(frozen=True, slots=True)
-class WeightLocation:
-    """Where a base's weights are kept.
+class WeightPlacement:
+    """Where a base's weights go.
 
     Attributes:
-        device: The device that computes.
-        streamed: Whether packed blocks wait in main memory.
-        notice: What the user should know of it, or "".
+        fits: False if neither the device nor an allowed alternative has room for the base.
+        notice: The reason for leaving the device, with the sizes; "" if the base stays on it.
     """
 
-    device: torch.device
-    streamed: bool = False
+    placement: Placement = "device"
+    shard: Shard = "none"
+    fits: bool = True
     notice: str = ""
 
 
-def place_of_weights(request: BaseRequest, placement: str, *, may_use_cpu: bool) -> WeightLocation:
-    """Return where a base's weights go.
+def place_weights(
+    weights: int,
+    free: int,
+    *,
+    can_stream: Callable[[], bool],
+    can_shard: bool = False,
+    step_fits: Callable[[Shard], bool] | None = None,
+    agree: Callable[[bool], bool] = bool,
+) -> WeightPlacement:
+    """Return where a base's weights go: on the device, sharded, or streamed, in this order.
 
     Args:
-        placement: "device" or "stream"; "auto": by the memory that is free.
-        may_use_cpu: Whether a base that neither fits the device nor can be streamed is computed on
-            the CPU.
-
-    Raises:
-        BaseError: It does not fit the device and may go nowhere else, or has no packed weights.
+        weights, free: Bytes of the stored weights and of the device's free memory.
+        can_stream, can_shard: Whether the recipe and the base allow the alternatives.
+        step_fits: Whether the smallest training step fits; None: nothing is trained.
+        agree: Returns whether a condition holds on all processes; each of them calls it.
     """
-    may_stream = is_packed(request.config, request.settings)
-    if placement == "stream" and not may_stream:
-        raise BaseError(
-            "a base that is not packed cannot be streamed.",
-            found="base.quantize is none.",
-            fix="Set base.quantize to nf4, fp4 or int8, or base.placement: device.",
+    count_step = None if step_fits is None else lambda: step_fits("none")
+    if agree(fits_device(weights, free, count_step)):
+        return WeightPlacement()
+    sizes = f"The base takes {size(weights, 2)}; {size(free, 2)} are free."
+    if step_fits is not None and weights <= free:
+        sizes += " A training step of one row does not fit with it."
+    if can_shard and step_fits is not None:
+        in_memory = agree(step_fits("base"))
+        how = (
+            "(train.shard: auto)" if in_memory else ", offloaded to main memory (train.shard: auto)"
         )
-    device, here = request.device, free_now(request.device)
-    if placement != "auto" or not here.on_gpu:
-        return WeightLocation(device, placement == "stream")
-    size = weight_bytes(request.config, request.settings, request.purpose, request.dtype)
-    if fits_device(size, here.usable):
-        return WeightLocation(device)
-    sizes = in_words(size, here.usable)
-    if may_stream and here.kind == "cuda":
-        return WeightLocation(device, True, f"{STREAMED} {sizes}")
-    if may_use_cpu:
-        return WeightLocation(torch.device("cpu"), False, f"All is computed on the CPU. {sizes}")
-    raise BaseError(
-        "the base does not fit the GPU.",
-        found=sizes,
-        fix="Set base.quantize: nf4 and base.placement: auto; see what fits: peftkit plan MODEL",
-    )
-
-
-def in_words(weights: int, free: int) -> str:
-    """Return the bytes of a base, and of the memory that is free, as a sentence."""
-    return f"The base takes {weights / 1e9:.2f} GB; {free / 1e9:.2f} GB are free."
+        notice = f"The base is sharded over the processes {how}. {sizes}"
+        return WeightPlacement(shard="base" if in_memory else "offload", notice=notice)
+    if can_stream():
+        notice = "The base's blocks are streamed from main memory (base.placement: auto)."
+        return WeightPlacement("stream", notice=f"{notice} {sizes}")
+    return WeightPlacement(fits=False, notice=sizes)

@@ -1,11 +1,11 @@
-"""A frozen base that is sharded over the processes of a run, block by block (FSDP2).
+"""A frozen base that is sharded over the ranks of a run, block by block (FSDP2).
 
-Each process keeps its part of every block, in the bits that the base is kept in; a block's parts
-are gathered when it computes and given up after it. Adapters stay whole on every process, and their
-gradients are summed once a step, as without sharding. torch's `fully_shard` does all of it: packed
-weights travel as bytes with their scales, and whatever has no dimension to cut stays whole.
+Each rank keeps its shard of every block, packed if the base is. A block is gathered before it
+computes and freed after it. Adapters are replicated, and their gradients are summed once a step, as
+without sharding. torch's `fully_shard` does all of it: packed weights are gathered as bytes with
+their scales, and tensors without a dimension to shard are replicated.
 
-All processes have to run the model equally often: see train/lockstep.py.
+All ranks must run the model equally often: see train/lockstep.py.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from peftkit.quant.layers import packed_tensors
 
 
 def open_together(request: BaseRequest, world: World, on_event: Listener) -> LoadedModel:
-    """Open a base on several processes, which all map the same files.
+    """Open a base on several ranks, which all map the same files.
 
-    The base's own files are mapped if they hold the weights in their final dtype. Otherwise the
-    first process of a machine packs them into the cache, weight by weight, and all map the result.
+    The base's files are mapped if they hold the weights in their final dtype. Otherwise the first
+    rank of a machine packs them into the cache, weight by weight, and all ranks map the result.
 
     Raises:
         BaseError: It cannot be built.
@@ -66,15 +66,15 @@ def open_together(request: BaseRequest, world: World, on_event: Listener) -> Loa
         except BaseError:
             with Spill(folder.parent) as spill:
                 keep(folder, build(request, put=spill.moved, on_event=on_event), request)
-            on_event(Notice(f"The base is kept in {folder}, from where all processes map it."))
+            on_event(Notice(f"The base is stored in {folder}, from which all processes map it."))
     world.wait()
     return open_stored(folder, request, is_known=True)
 
 
 def _is_in_files(request: BaseRequest) -> bool:
-    """Tell whether the files hold all but a head in the final shapes and dtypes.
+    """Return whether the files hold all weights except the head in their final shapes and dtypes.
 
-    transformers then converts nothing: what it loads are pages of these files.
+    transformers then converts nothing and maps the pages of these files.
     """
     in_files: Counter[tuple[tuple[int, ...], Any]] = Counter()
     source = files_of(request.location)
@@ -91,10 +91,10 @@ def _is_in_files(request: BaseRequest) -> bool:
 class Spill:
     """Moves tensors into an unnamed file, for a base that is larger than memory.
 
-    Its pages stay valid after the context ends.
+    The file's pages stay valid after the context ends.
 
     Args:
-        folder: On a disk with room for them all; it is made if need be.
+        folder: A folder on a disk with room for all tensors; it is created if needed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -109,7 +109,7 @@ class Spill:
         self._file.close()
 
     def moved(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the same values, whose memory is the file's pages.
+        """Return a copy of a tensor that is backed by the file's pages.
 
         Raises:
             OutputError: The disk is full.
@@ -119,7 +119,7 @@ class Spill:
         on_cpu = tensor.detach().cpu().contiguous()
         start, size = self._end, on_cpu.nbytes
         try:
-            # written through the pages a full disk would be a signal, not an error
+            # writing through the pages would raise a signal on a full disk, not an error
             values: Any = on_cpu.view(-1).view(torch.uint8).numpy()
             left = memoryview(values)
             while left:
@@ -132,22 +132,24 @@ class Spill:
 
 
 def shard_base(model: nn.Module, device: torch.device, *, offload: bool = False) -> None:
-    """Keep only this process's part of a frozen base, on its device; to be called on all processes.
+    """Shard a frozen base, keeping this rank's shard on its device; called on all ranks.
 
     Args:
-        model: With its adapter, on the CPU or on the device; what is trained stays whole.
-        offload: Keep the parts in main memory; only what computes is on the device.
+        model: A model with its adapter, on the CPU or on the device; trained weights stay whole.
+        offload: Keep the shards in main memory and gather only the running block on the device.
 
     Raises:
-        ConfigError: The model has no blocks, or leaves some out by chance.
+        ConfigError: The model has no blocks, or skips some at random (layer dropout).
     """
     blocks, name = list(dict.fromkeys(recomputable_blocks(model))), type(model).__name__
     if not blocks:
         raise ConfigError(f"cannot shard {name}: it has no blocks", fix="Set train.shard: none.")
-    if drops := _leaving_out(model):
+    config = getattr(model, "config", None)
+    fields = config.to_dict() if config is not None else {}
+    if drops := [f"{n}: {value}" for n, value in fields.items() if "layerdrop" in n and value]:
         raise ConfigError(
-            f"cannot shard {name}: each process leaves out other blocks while it trains",
-            found=f"Its config.json has {drops}.",
+            f"cannot shard {name}: each process skips different blocks during training",
+            found=f"Its config.json has {drops[0]}.",
             fix="Set it to 0 there, or train.shard: none.",
         )
     for _, _, packing in packed_tensors(model):
@@ -167,27 +169,20 @@ def shard_base(model: nn.Module, device: torch.device, *, offload: bool = False)
     for block in blocks:
         fully_shard(block, **policy)
     setattr(model, SHARDED, True)
-    # the head is called outside of the forward pass: it stays gathered until the backward pass
+    # the head is called outside the forward pass: it stays gathered until the backward pass
     fully_shard(model, reshard_after_forward=False, **policy)
 
 
-def _leaving_out(model: Any) -> str:
-    """Return what a model's config says of blocks that are left out at random, or ""."""
-    config = getattr(model, "config", None)
-    fields = config.to_dict() if config is not None else {}
-    return next((f"{n}: {value}" for n, value in fields.items() if "layerdrop" in n and value), "")
-
-
 def gather(model: nn.Module) -> None:
-    """Gather the weights outside of the blocks, so that parts of the model can be called.
+    """Gather the weights outside the blocks, before a part of the model is called directly.
 
-    Encoders are, before text is generated. To be called on all processes.
+    Generation calls the encoder that way. Must be called on all ranks.
     """
     cast(FSDPModule, model).unshard()
 
 
 def local_bytes(model: nn.Module) -> Mapping[str, int]:
-    """Return the bytes that this process keeps: of the base, and of what is trained."""
+    """Return the bytes that this rank holds of the base and of the trained weights."""
     sizes = {"base": 0, "trained": 0}
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -199,11 +194,11 @@ def local_bytes(model: nn.Module) -> Mapping[str, int]:
 def sharded_footprint(
     model: nn.Module, num_devices: int, *, offload: bool = False
 ) -> WeightFootprint:
-    """Return what each of several devices holds of a base that is sharded.
+    """Return the footprint of a sharded base on each of several devices.
 
-    A tensor is cut along its first dimension, into parts of one size. What is in no block, such as
-    embeddings and head, is gathered for all of a step; blocks are gathered for the forward pass and
-    for the backward pass.
+    A tensor is sharded along its first dimension, into shards of equal size. Weights outside the
+    blocks, such as embeddings and head, stay gathered for the whole step; blocks are gathered once
+    in the forward pass and once in the backward pass.
     """
     frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
     blocks = []

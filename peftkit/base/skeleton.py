@@ -1,4 +1,4 @@
-"""Models without weights, built from a config alone: complete, with few blocks, or packed."""
+"""Models without weights, built from a config: complete, with few blocks, or packed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from peftkit.base.pretrained import (
     without_quantization,
 )
 from peftkit.base.purpose import CAUSAL_LM, Purpose, head_modules
-from peftkit.quant.layers import Packing, empty_packed
+from peftkit.quant.layers import Job, Packing, empty_packed
 from peftkit.quant.quantize import (
-    Job,
     has_plain_forward,
     install_packed,
     stores_transposed,
@@ -42,10 +41,10 @@ DEPTHS = (
 
 
 def skeleton(model: str, *, revision: str | None = None, purpose: Purpose = CAUSAL_LM) -> nn.Module:
-    """Build a model without its weights, on the meta device, out of its config alone.
+    """Build a model without weights, on the meta device, from its config.
 
     Raises:
-        BaseError: There is no such model, or its config is of no use.
+        BaseError: There is no such model, or its config cannot be used.
     """
     location, config = find_config(model, revision, purpose)
     with explained(location):
@@ -53,10 +52,10 @@ def skeleton(model: str, *, revision: str | None = None, purpose: Purpose = CAUS
 
 
 def hollow(model: nn.Module) -> nn.Module:
-    """Give a model on the meta device weights on the CPU, all of them zero, that take no memory.
+    """Replace a meta model's weights by zeros on the CPU that take no memory.
 
-    An adapter loads onto it as onto any model. Tied weights stay tied. Buffers are zero as well, so
-    that a token can go through it, which shows the sizes of its key-value cache.
+    Adapters can be loaded onto it. Tied weights stay tied. Buffers are zero too: a forward pass of
+    one token then shows the sizes of the key-value cache.
     """
     zeros: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -72,11 +71,11 @@ def hollow(model: nn.Module) -> nn.Module:
 
 
 def read_config(model: str, revision: str | None, purpose: Purpose) -> Any:
-    """Read a model's config; nothing else of it is downloaded.
+    """Read a model's config, and download nothing else.
 
     Raises:
-        BaseError: There is no such model, its config is of no use, or its weights are quantised in
-            a way that is not read here.
+        BaseError: There is no such model, its config cannot be used, or its weights are in an
+            unsupported quantisation.
     """
     location, config = find_config(model, revision, purpose)
     if (checkpoint := published(config)) is not None:
@@ -85,41 +84,41 @@ def read_config(model: str, revision: str | None, purpose: Purpose) -> Any:
 
 
 def find_config(model: str, revision: str | None, purpose: Purpose) -> tuple[Location, Any]:
-    """Return where a model is, and its config."""
+    """Return a model's location and config."""
     location = reachable(locate(model, revision))
     return location, check_config(location, purpose)
 
 
 def on_meta(config: Any, purpose: Purpose, dtype: torch.dtype | None = None) -> nn.Module:
-    """Build a model on the meta device; its dtype is by default the config's."""
+    """Build a model on the meta device, by default in the config's dtype."""
     cls = getattr(transformers, purpose.auto_class)
     config = without_quantization(config)
-    given = {} if dtype is None else {"dtype": dtype}
+    options = {} if dtype is None else {"dtype": dtype}
     with quiet(), torch.device("meta"):
-        model: nn.Module = cls.from_config(config, trust_remote_code=False, **given)
+        model: nn.Module = cls.from_config(config, trust_remote_code=False, **options)
     return model.eval()
 
 
 def with_depth(config: Any, depth: int) -> Any:
-    """Return a model's config with at most so many blocks in each of its stacks."""
+    """Return a model's config with at most `depth` blocks in each of its stacks."""
     config = copy.deepcopy(config)
-    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
-    for part in filter(None, parts):
+    configs = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    for stack in filter(None, configs):
         for name in DEPTHS:
-            have = part.__dict__.get(name)
-            if isinstance(have, int) and have > depth:
-                for field, value in list(part.__dict__.items()):
-                    if isinstance(value, list | tuple) and len(value) == have:
-                        setattr(part, field, value[:depth])
-                setattr(part, name, depth)
+            num_blocks = stack.__dict__.get(name)
+            if isinstance(num_blocks, int) and num_blocks > depth:
+                for field, value in list(stack.__dict__.items()):
+                    if isinstance(value, list | tuple) and len(value) == num_blocks:
+                        setattr(stack, field, value[:depth])
+                setattr(stack, name, depth)
     return config
 
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Have transformers treat tensors without data like those of a step.
+    """Let transformers treat tensors without data like ordinary tensors.
 
-    It would take them for the tracing of a graph, and make other masks.
+    Otherwise it assumes that a graph is traced, and builds other masks.
     """
     module: Any = masking_utils
     before = module.is_tracing
@@ -141,8 +140,8 @@ def packed_skeleton(
     """Build the packed model on the meta device.
 
     Args:
-        counted: Under a mode in which tensors have no data: packed ones are on the CPU, and layers
-            that have to be called to know what they compute are packed too.
+        counted: Whether a mode is active in which tensors have no data. Packed tensors are then on
+            the CPU, and layers that must be called to test what they compute are packed too.
     """
     model = _tied(config, purpose, dtype)
     device = torch.device("cpu" if counted else "meta")
@@ -161,19 +160,19 @@ def packed_skeleton(
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Tell by a module's class alone what it computes with its weight."""
+    """Return whether a module's class determines what it computes with its weight."""
     return isinstance(module, nn.Embedding) or has_plain_forward(module)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFootprint:
-    """The part of a base that one device holds.
+    """Bytes of a base's weights by location.
 
     Attributes:
         resident: Bytes that are always on the device.
-        passing: Peak bytes of the blocks that come and go.
-        moved: Bytes that reach the device in a forward and backward pass that recomputes.
-        elsewhere: Bytes that wait in main memory.
+        passing: Peak bytes of streamed blocks on the device.
+        moved: Bytes transferred to the device in a forward and backward pass with recomputation.
+        elsewhere: Bytes in host memory.
     """
 
     resident: int
@@ -183,12 +182,12 @@ class WeightFootprint:
 
     @property
     def at_most(self) -> int:
-        """Bytes on the device."""
+        """Peak bytes on the device."""
         return self.resident + self.passing
 
 
 def weight_bytes(config: Any, settings: BaseConfig, purpose: Purpose, dtype: torch.dtype) -> int:
-    """Return the bytes of a base's weights as they are kept, with their scales."""
+    """Return the bytes of a base's weights as stored, with their scales."""
     model = _tied(config, purpose, dtype)
     sizes = {id(parameter): parameter.nbytes for parameter in model.parameters()}
     meta = torch.device("meta")
@@ -213,7 +212,7 @@ def _packed_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[tuple[Job, nn.Parameter, Packing]]:
-    """Return every use of a weight that is packed, with its packed form; tied ones share it."""
+    """Return every use of a packed weight, with its packed form, which tied weights share."""
     checkpoint = published_codes(config, settings)
     if settings.quantize == "none" and checkpoint is None:
         return []

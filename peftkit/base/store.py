@@ -1,9 +1,9 @@
-"""Packed bases in the cache, opened again by mapping their files.
+"""Packed bases in the cache, opened by memory-mapping their files.
 
 Each base and form has a folder: `model.safetensors` with every parameter and buffer of the packed
 model, and `store.json`, which identifies the base's files. A folder is complete or absent. It is
-valid as long as neither its own files nor the base's have changed. Processes that open the same one
-share its pages.
+valid until its files or the base's files change. Processes that open the same folder share its
+pages.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from peftkit.files.tensors import specs_of, write_tensor_stream
 VERSION = 3
 WEIGHTS, MANIFEST, FOLDER = "model.safetensors", "store.json", "packed"
 LEFT_FREE = 10_000_000_000
-"""Bytes of a disk that only `peftkit base pack` fills."""
+"""Free bytes of the disk that only `peftkit base pack` may use."""
 WORTH_KEEPING = 500_000_000
-"""Bytes of a packed base from which on the cache keeps it: seconds of packing."""
+"""Minimum bytes of a packed base for the cache; smaller ones are packed within seconds."""
 
 
 def open_or_build(request: BaseRequest, on_event: Listener) -> LoadedModel:
-    """Open the packed base that the cache keeps, or build it out of its files.
+    """Open the packed base in the cache, or build it from its files.
 
     Raises:
-        BaseError: As `build`.
+        BaseError: See `build`.
     """
     folder = folder_of(request) if request.settings.store == "auto" else None
     if folder is None:
         return build(request, on_event=on_event)
-    was_kept = (folder / MANIFEST).is_file()
-    if was_kept:
+    is_stored = (folder / MANIFEST).is_file()
+    if is_stored:
         try:
             return open_stored(folder, request)
         except BaseError as error:
-            on_event(Notice(f"The base is packed again. {error.asked} {error.found}"))
+            on_event(Notice(f"The base is packed again. {error.problem} {error.found}"))
     size = packed_size(request)
-    if size < WORTH_KEEPING and not was_kept:
+    if size < WORTH_KEEPING and not is_stored:
         return build(request, on_event=on_event)
     return _build_and_keep(folder, size, request, on_event)
 
@@ -64,13 +64,13 @@ def open_or_build(request: BaseRequest, on_event: Listener) -> LoadedModel:
 def _build_and_keep(
     folder: Path, size: int, request: BaseRequest, on_event: Listener
 ) -> LoadedModel:
-    """Build a base, and keep it in the cache if the disk has room for it."""
+    """Build a base, and store it in the cache if the disk has room for it."""
     try:
         sizes, is_tight = room_for(size)
-        pack = f"peftkit base pack {request.location.name} keeps it all the same."
+        pack = f"To store it anyway: peftkit base pack {request.location.name}"
         problem = f"{sizes} {pack}" if is_tight else ""
-    except PeftkitError as error:  # a run goes on without
-        problem = f"{error.asked} {error.found}"
+    except PeftkitError as error:  # the run does not need the cache
+        problem = f"{error.problem} {error.found}"
     if problem:
         on_event(Notice(f"The packed base is not kept. {problem}"))
         return build(request, on_event=on_event)
@@ -83,30 +83,30 @@ def _build_and_keep(
             keep(folder, loaded, request)
             on_event(Notice(f"The packed base is kept in {folder}. {sizes}"))
         except PeftkitError as error:
-            on_event(Notice(f"The packed base is not kept. {error.asked} {error.found}"))
+            on_event(Notice(f"The packed base is not kept. {error.problem} {error.found}"))
     return loaded
 
 
 def packed_size(request: BaseRequest) -> int:
-    """Return the bytes of a base in the form of a request."""
+    """Return the bytes of a base in the requested form."""
     return weight_bytes(request.config, request.settings, request.purpose, request.dtype)
 
 
 @contextmanager
 def packing_alone(folder: Path, on_event: Listener) -> Iterator[bool]:
-    """Be the only process that packs a base into a folder.
+    """Lock a folder while a base is packed into it.
 
     Yields:
-        Whether this one has waited for another that did just that.
+        Whether another process has packed the base in the meantime.
     """
-    waited = []
+    has_waited = []
 
     def wait() -> None:
-        waited.append(True)
+        has_waited.append(True)
         on_event(Notice("Another process is packing this base; this one waits for it."))
 
     with disk.alone(folder, wait):
-        yield bool(waited) and (folder / MANIFEST).is_file()
+        yield bool(has_waited) and (folder / MANIFEST).is_file()
 
 
 def store_folder() -> Path:
@@ -114,10 +114,10 @@ def store_folder() -> Path:
 
 
 def room_for(size: int) -> tuple[str, bool]:
-    """Return a sentence on the bytes needed and free, and whether little would be left of them.
+    """Return a sentence on required and free bytes, and whether too few would remain free.
 
     Raises:
-        OutputError: The cache cannot be written. RunError: The disk has less.
+        OutputError: The cache cannot be written. RunError: The disk has less space.
     """
     folder = disk.writable_folder(store_folder())
     disk.check_space(folder, size)
@@ -127,29 +127,29 @@ def room_for(size: int) -> tuple[str, bool]:
 
 
 def folder_of(request: BaseRequest, *, shared: bool = False) -> Path | None:
-    """Return where the cache keeps a base packed in this form; None where it may not.
+    """Return the cache's folder for a base in this form; None if it is never stored.
 
     Args:
-        shared: By several processes: then also one that is not packed, or that has a
-            classification head.
+        shared: Whether several processes share it: bases that are not packed, or that have a
+            classification head, are then stored too.
     """
     purpose, is_packed = request.purpose, request.settings.quantize != "none"
     if not shared and (not is_packed or purpose.head is not None):
         return None
     checkpoint = published(request.config)
     if checkpoint is not None and not (checkpoint.has_codes and is_packed):
-        return None  # bitsandbytes' own, or codes whose files open as fast
+        return None  # a checkpoint of bitsandbytes, or codes whose files open as fast
     source = files_of(request.location)
     if source is None:
         return None
-    head = [repr(each) for each in (purpose.head, purpose.rope_scaling) if each is not None]
+    head = [repr(value) for value in (purpose.head, purpose.rope_scaling) if value is not None]
     key = json.dumps([str(source.resolve()), purpose.auto_class, _form(request), *head])
     name = re.sub(r"[^\w.-]+", "-", source.name)[:40]
     return store_folder() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer of a model by its name, each once."""
+    """Yield the name and value of every parameter and buffer of a model, without duplicates."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
@@ -163,7 +163,7 @@ def keep(folder: Path, built: LoadedModel, request: BaseRequest) -> None:
     """Write a packed base into the cache.
 
     Raises:
-        OutputError, RunError: The cache cannot be written, or the disk is full; nothing is left.
+        OutputError, RunError: The cache cannot be written, or the disk is full; no file is left.
     """
     tensors = dict(tensors_of(built.model))
     disk.writable_folder(folder.parent)
@@ -191,13 +191,13 @@ def keep(folder: Path, built: LoadedModel, request: BaseRequest) -> None:
 
 
 def open_stored(folder: Path, request: BaseRequest, *, is_known: bool = False) -> LoadedModel:
-    """Open a packed base by mapping its file; on a GPU its tensors are copied there.
+    """Open a packed base by memory-mapping its file; for a GPU its tensors are copied.
 
     Args:
-        is_known: It was written, or opened, right before: its file is not read for its hash.
+        is_known: Whether it has just been written or opened, so its hash is not checked.
 
     Raises:
-        BaseError: It is damaged, of another version, or the base's files have changed since.
+        BaseError: It is damaged, of another version, or the base's files have changed.
     """
     manifest = manifest_of(folder)
     if manifest["stamp"] != _stamp(request):
@@ -206,7 +206,7 @@ def open_stored(folder: Path, request: BaseRequest, *, is_known: bool = False) -
         )
     path = folder / WEIGHTS
     if not path.is_file() or not (is_known or disk.sha256_of(path) == manifest["sha256"]):
-        raise _useless(folder, f"{WEIGHTS} is not as it was written.")
+        raise _useless(folder, f"{WEIGHTS} has changed since it was written.")
     tensors = load_file(path)  # pages of the file
     model = packed_skeleton(request.config, request.settings, request.purpose, request.dtype)
     if problem := fill(model, tensors, request.device):
@@ -222,16 +222,16 @@ def open_stored(folder: Path, request: BaseRequest, *, is_known: bool = False) -
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) -> str:
-    """Replace a model's tensors without data, tied ones in all of their places.
+    """Replace a model's tensors without data, including all uses of tied tensors.
 
     Returns:
-        What differs between the two, or "".
+        The difference between the model's tensors and the given ones, or "".
     """
     expected = dict(tensors_of(model))
     differing = expected.keys() ^ tensors.keys()
     differing |= {n for n in expected.keys() & tensors if expected[n].shape != tensors[n].shape}
     if differing:
-        return f"Its tensors are not the model's, as {sorted(differing)[0]}."
+        return f"Its tensors are not the model's, for example {sorted(differing)[0]}."
     new: dict[int, Tensor] = {}
     for name, old in expected.items():
         moved = tensors[name].to(device)
@@ -242,12 +242,12 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) 
             for name, tensor in places.items():
                 if tensor is not None and id(tensor) in new:
                     places[name] = new[id(tensor)]  # type: ignore[assignment]
-    left = without_data(model)
-    return f"It does not say {left}." if left else ""
+    missing = without_data(model)
+    return f"It has no value for {missing}." if missing else ""
 
 
 def without_data(model: nn.Module) -> str:
-    """Return where a tensor has no data: one that is neither a parameter nor a buffer."""
+    """Return the path of an attribute that is a tensor without data, or ""."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.device.type == "meta":
@@ -268,7 +268,7 @@ def _form(request: BaseRequest) -> dict[str, Any]:
 
 
 def _stamp(request: BaseRequest) -> dict[str, list[int]]:
-    """Return the size and the time of every file that a base is read from."""
+    """Return the size and modification time of every file of a base."""
     source = files_of(request.location)
     assert source is not None
     files = [source / "config.json", *sorted(source.glob("*.safetensors"))]
@@ -281,17 +281,17 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     """Read the manifest of a packed base.
 
     Raises:
-        BaseError: It is not whole, or of another version.
+        BaseError: It is incomplete, or of another version.
     """
     manifest = disk.read_json(folder / MANIFEST, error=BaseError)
     if manifest.get("version") != VERSION:
-        version = f"It is of version {manifest.get('version')} of this format, not {VERSION}."
+        version = f"It has version {manifest.get('version')} of this format, not {VERSION}."
         raise _useless(folder, version)
     if {"model", "fingerprint", "head", "form", "stamp", "sha256"} - manifest.keys():
-        raise _useless(folder, f"{MANIFEST} is not whole.")
+        raise _useless(folder, f"{MANIFEST} is incomplete.")
     return manifest
 
 
-def _useless(folder: Path, why: str) -> BaseError:
+def _useless(folder: Path, problem: str) -> BaseError:
     fix = f"Remove it: peftkit base rm {folder.name}"
-    return BaseError(f"cannot use the packed base {folder.name}.", found=why, fix=fix)
+    return BaseError(f"cannot use the packed base {folder.name}.", found=problem, fix=fix)

@@ -1,4 +1,4 @@
-"""The packed bases in the cache (store.py): list, remove or add one."""
+"""Packed bases in the cache (store.py): list, remove and add."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def pack_base(
     revision: str | None = None,
     on_event: Listener = ignore,
 ) -> Path:
-    """Pack a base of any size into the cache, from where `load_base` opens it.
+    """Pack a base of any size into the cache, where `load_base` finds it.
 
     Raises:
-        BaseError: It cannot be packed, or does not fit into memory.
-        OutputError, RunError: The cache cannot be written, or the disk has too little room.
+        BaseError: The base cannot be packed, or does not fit into memory.
+        OutputError, RunError: The cache cannot be written, or the disk is too full.
     """
     given = {"model": model, "revision": revision, "quantize": quantize, "dtype": dtype}
     settings = from_dict(BaseConfig, given, "peftkit base pack")
@@ -71,8 +71,9 @@ class Stored:
     """A packed base in the cache.
 
     Attributes:
-        folder: Where it is. model: The base, as it was named.
-        quantize, dtype: Its form. num_bytes: On disk. problem: Why it is of no use, or "".
+        folder: Its folder. model: The base's name in the request.
+        quantize, dtype: Its format. num_bytes: Bytes on disk.
+        problem: Reason why it cannot be used, or "".
     """
 
     folder: Path
@@ -84,7 +85,7 @@ class Stored:
 
 
 def stored_bases() -> list[Stored]:
-    """Return every packed base in the cache, with its problem, if any."""
+    """Return every packed base in the cache."""
     root = store_folder()
     inside = sorted(root.iterdir()) if root.is_dir() else []
     folders = [path for path in inside if path.is_dir() and path.name != LOCKS]
@@ -95,26 +96,33 @@ def remove_stored(name: str) -> list[Stored]:
     """Remove packed bases by the name of their folder or of their model.
 
     Raises:
-        BaseError: There is none of that name; lists those that there are.
+        BaseError: No packed base has that name; the error lists the existing ones.
     """
-    stored = stored_bases()
-    matching = [each for each in stored if name in (each.folder.name, each.model)]
+    bases = stored_bases()
+    matching = [base for base in bases if name in (base.folder.name, base.model)]
     if not matching:
-        listed = "\n".join(f"{each.folder.name} ({each.model})" for each in stored)
+        listed = "\n".join(f"{base.folder.name} ({base.model})" for base in bases)
         raise BaseError(
             f"there is no packed base {name!r}.",
             found=listed or "There is none.",
             fix="Give a name or a model as peftkit base ls shows it.",
         )
-    for each in matching:
-        shutil.rmtree(each.folder)
+    for base in matching:
+        shutil.rmtree(base.folder)
     return matching
 
 
 def _stored(folder: Path) -> Stored:
     size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     if folder.name.startswith("."):
-        return Stored(folder, "?", "?", "?", size, "not finished: being packed, or left behind")
+        return Stored(
+            folder,
+            "?",
+            "?",
+            "?",
+            size,
+            "incomplete: being packed now, or left by an interrupted run",
+        )
     try:
         manifest = manifest_of(folder)
         with open_tensors(folder / WEIGHTS, error=BaseError):

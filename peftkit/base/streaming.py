@@ -1,13 +1,13 @@
-"""Bases larger than their device: packed weights wait in main memory, two blocks are on the device.
+"""Bases larger than their device: packed weights in main memory, two blocks on the device.
 
 Frozen weights are copied to the device and never back. When a block is entered, its packed weights
-are there and the next block's are being copied (transfer.py): the block above in a forward pass,
-the one below in a backward pass that recomputes blocks. When it is left, its modules hold main
-memory again. What its backward pass needs of the copies lives as long as the graph: with kept
-activations this would be every block, so they are recomputed (forward/blocks.py).
+are on the device and the next block's are being copied (transfer.py): the following block in a
+forward pass, the preceding one in a backward pass with activation checkpointing. When the block is
+left, its modules hold main memory again. Autograd keeps the copies that the backward pass needs;
+with saved activations that would be every block, so blocks are recomputed (forward/blocks.py).
 
-Of stacked experts only the scales are copied with their block. The experts that have tokens are
-fetched for each of their products, a group at a time, and once more in the backward pass.
+Of stacked experts only the scales are copied with their block. Experts that receive tokens are
+fetched for each product, a group at a time, and again in the backward pass.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from peftkit.model.blocks import STREAMED, recomputable_blocks
 from peftkit.quant.layers import Packing
 
 AT_ONCE = 2
-"""Blocks on the device: one that computes, and one that is being copied."""
+"""Blocks on the device: one that computes and one that is being copied."""
 EXPERT_BYTES = 1 << 26
-"""Of packed experts that are fetched together."""
+"""Bytes of packed experts that are fetched together."""
 
 Place = tuple[nn.Module, str]
 
@@ -39,8 +39,8 @@ class _Stack:
     """One stack's packed experts in main memory, fetched a group at a time.
 
     Attributes:
-        siblings: The stacks of the same module, itself among them. They are multiplied with one
-            after the other, after the same routing.
+        siblings: All stacks of the module, including this one. Their products follow one another
+            and share one routing.
     """
 
     def __init__(
@@ -50,35 +50,34 @@ class _Stack:
         self.siblings: list[_Stack] = []
         packed = owner._parameters["original"]
         self.packed = packed
-        self._is_pinned = arena is not None and arena.take_in([packed])
+        self._is_pinned = arena is not None and arena.pin([packed])
         self._by_expert = packed.detach().view(packing.form.shape[0], -1).view(torch.uint8)
         self._group = _group_size(packed, packing)
         self._was_full = False
         self._read: tuple[Tensor, list[int]] | None = None
 
     def enter(self) -> None:
-        """Stand in for the unpacked stack; the scales are on the device by now."""
+        """Replace the unpacked stack; the scales are already on the device."""
         packing = self.packing
         packing.unpacked = PackedStack(
             PackedExperts(packing.form, packing.dtype, self, packing.scales)
         )
-        if self._was_full and self.siblings[0] is self:  # all are likely to be needed again
+        if self._was_full and self.siblings[0] is self:  # all of them are likely to be needed again
             self.buffer.expect(self._units(range(len(self._by_expert)))[0])
 
     def leave(self) -> None:
-        """Remove the stand-in for the unpacked stack."""
         self.packing.unpacked = None
 
     def fetch(self, experts: Sequence[int], backwards: bool) -> Iterator[tuple[Group, Tensor]]:
-        """Yield groups of these experts, and their bytes; the next group is on its way."""
+        """Yield groups of these experts with their bytes, prefetching the next group."""
         self._was_full = len(experts) == len(self._by_expert)
         order = self.siblings[::-1] if backwards else self.siblings
         units: list[Unit] = []
         for stack in order[order.index(self) : order.index(self) + 2]:
             units += stack._units(experts)[:: -1 if backwards else 1]
-        for unit, then in zip(units, [*units[1:], None], strict=True):
+        for unit, following in zip(units, [*units[1:], None], strict=True):
             if unit.key[0] == id(self):
-                yield unit.key[1], self.buffer.take(unit, then)
+                yield unit.key[1], self.buffer.take(unit, following)
 
     def ends(self, offs: Tensor) -> list[int]:
         """Return the values of a tensor, read once for all products of the module."""
@@ -96,7 +95,7 @@ class _Stack:
 
 
 class _Block:
-    """One block's packed tensors in main memory, and the modules they belong to."""
+    """A block's packed tensors in main memory, and the modules they belong to."""
 
     def __init__(
         self,
@@ -111,17 +110,17 @@ class _Block:
         apart = {id(stack.packed) for stack in self.stacks}
         self._places = [(m, name) for m, name in places if id(m._parameters[name]) not in apart]
         self.host: list[Any] = [module._parameters[name] for module, name in self._places]
-        is_pinned = arena is not None and arena.take_in(self.host)
+        is_pinned = arena is not None and arena.pin(self.host)
         self.unit = Unit(number, self.host, is_pinned=is_pinned)
 
     def enter(self, flat: Tensor) -> None:
-        """Put the copies in these bytes into the modules."""
+        """Set the modules' tensors to views of these bytes on the device."""
         self._put([nn.Parameter(copy, requires_grad=False) for copy in self.unit.views(flat)])
         for stack in self.stacks:
             stack.enter()
 
     def leave(self) -> None:
-        """Put main memory back."""
+        """Set the modules' tensors to main memory again."""
         for stack in self.stacks:
             stack.leave()
         self._put(self.host)
@@ -132,10 +131,10 @@ class _Block:
 
 
 class BlockStream:
-    """The blocks of a model, streamed to a device as they are needed.
+    """Streams the blocks of a model to a device when they are needed.
 
     Attributes:
-        buffer: The blocks on the device. experts: The groups of experts on it.
+        buffer: Blocks on the device. experts: Groups of experts on the device.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -168,7 +167,7 @@ class BlockStream:
         setattr(model, STREAMED, self)
 
     def move_unstreamed(self, model: nn.Module) -> None:
-        """Move to the device what is not streamed, such as a new adapter."""
+        """Move tensors that are not streamed, such as a new adapter's, to the device."""
         moved: dict[int, Any] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -186,7 +185,7 @@ class BlockStream:
 
     @contextmanager
     def around(self, block: nn.Module) -> Iterator[None]:
-        """Keep a block's weights on the device, for a forward pass that no hook sees."""
+        """Keep a block's weights on the device during a forward pass that runs no hooks."""
         self.enter(block)
         try:
             yield
@@ -194,21 +193,20 @@ class BlockStream:
             self.leave(block)
 
     def enter(self, block: nn.Module) -> None:
-        """Put a block's copies into its modules, and begin to fetch the next block."""
+        """Put a block's copies into its modules, and prefetch the next block."""
         index = self._index.get(id(block))
         if index is None:
             return
         self._inside.append(index)
-        if self._inside.count(index) > 1:  # a hook outside of what is recomputed
+        if self._inside.count(index) > 1:  # a hook outside the recomputed function runs too
             return
         self._step = self._direction(index)
         self._last = index
         following = index + self._step
-        then = self._blocks[following].unit if following in range(len(self._blocks)) else None
-        self._blocks[index].enter(self.buffer.take(self._blocks[index].unit, then))
+        next_unit = self._blocks[following].unit if following in range(len(self._blocks)) else None
+        self._blocks[index].enter(self.buffer.take(self._blocks[index].unit, next_unit))
 
     def leave(self, block: nn.Module) -> None:
-        """Put main memory back into a block's modules."""
         index = self._index.get(id(block))
         if index is None or index not in self._inside:
             return
@@ -220,16 +218,18 @@ class BlockStream:
             trim_malloc()  # its activations leave holes too
 
     def _direction(self, index: int) -> int:
-        """Guess the block that follows: 1 for the one above, -1 for the one below (recomputed)."""
+        """Guess the next block: 1 for the following one, -1 for the preceding one (recompute)."""
         if self._last < 0 or abs(index - self._last) > 1:
             return 1
-        if index == self._last:  # the last one, computed again; or a pass after a backward pass
+        if (
+            index == self._last
+        ):  # the last block is recomputed, or a new pass begins after a backward pass
             return -1 if index == len(self._blocks) - 1 else 1
         return index - self._last
 
 
 def _stacks(block: nn.Module, buffer: DeviceBuffer, arena: PinnedArena | None) -> list[_Stack]:
-    """Return the stacked experts of a block that are fetched one by one, module by module."""
+    """Return a block's stacks whose experts are fetched individually, grouped by module."""
     stacked = []
     for stacks in _expert_places(block):
         siblings = [_Stack(owner, packing, buffer, arena) for owner, packing in stacks]
@@ -240,13 +240,13 @@ def _stacks(block: nn.Module, buffer: DeviceBuffer, arena: PinnedArena | None) -
 
 
 def _streamed_places(model: nn.Module) -> list[tuple[nn.Module, list[Place]]]:
-    """Return the blocks that can be streamed, and the modules of their packed tensors."""
+    """Return the blocks that can be streamed, with the modules of their packed tensors."""
     blocks = [(block, list(_packed_places(block))) for block in recomputable_blocks(model)]
     return [(block, places) for block, places in blocks if places]
 
 
 def _expert_places(block: nn.Module) -> list[list[tuple[Any, Packing]]]:
-    """Return a block's stacks of experts that are fetched one by one, of each module together."""
+    """Return the places of a block's stacks whose experts are fetched individually, by module."""
     of_modules = []
     for module in block.modules():
         lists = getattr(module, "parametrizations", {}).values()
@@ -258,7 +258,7 @@ def _expert_places(block: nn.Module) -> list[list[tuple[Any, Packing]]]:
 
 
 def _group_size(packed: Tensor, packing: Packing) -> int:
-    """Return how many experts of a stack are fetched together."""
+    """Return the number of experts of a stack that are fetched together."""
     return int(max(1, EXPERT_BYTES * packing.form.shape[0] // packed.nbytes))
 
 
@@ -274,11 +274,12 @@ def _packed_places(block: nn.Module) -> Iterator[Place]:
 
 
 def streamed_footprint(model: nn.Module) -> WeightFootprint:
-    """Return what a device holds of a base whose blocks are streamed.
+    """Return the footprint on the device of a base whose blocks are streamed.
 
-    Each block comes for the forward pass and for the backward pass, less the two that are there
-    when a pass begins. Experts come a group at a time, all of them in a step: for the forward pass,
-    again, and for the backward pass, which begins with the two groups that are there.
+    Each block is copied once in the forward and once in the backward pass, except the two that are
+    already on the device when a pass begins. Experts are copied a group at a time, all of them in
+    the forward pass, in its recompute, and in the backward pass, which starts with the two groups
+    on the device.
     """
     blocks, groups = [], []
     for block, places in _streamed_places(model):
@@ -286,19 +287,19 @@ def streamed_footprint(model: nn.Module) -> WeightFootprint:
         groups.append([size for owner, packing in stacks for size in _groups(owner, packing)])
         packed = (module._parameters[name] for module, name in places)
         blocks.append(sum(t.nbytes for t in packed if t is not None) - sum(groups[-1]))
-    two = max((sum(blocks[n : n + AT_ONCE]) for n in range(len(blocks))), default=0)
-    two += AT_ONCE * max((size for each in groups for size in each), default=0)
-    moved = 2 * sum(blocks) - sum(blocks[:AT_ONCE]) - sum(blocks[-AT_ONCE:])
-    moved += sum(3 * sum(each) - sum(each[-AT_ONCE:]) for each in groups)
-    moved -= sum(size for each in groups[:1] for size in each[:AT_ONCE])
+    on_device = max((sum(blocks[n : n + AT_ONCE]) for n in range(len(blocks))), default=0)
+    on_device += AT_ONCE * max((size for each in groups for size in each), default=0)
+    copied = 2 * sum(blocks) - sum(blocks[:AT_ONCE]) - sum(blocks[-AT_ONCE:])
+    copied += sum(3 * sum(each) - sum(each[-AT_ONCE:]) for each in groups)
+    copied -= sum(size for each in groups[:1] for size in each[:AT_ONCE])
     total = sum(blocks) + sum(map(sum, groups))
     resident = sum(p.nbytes for p in model.parameters() if not p.requires_grad) - total
-    return WeightFootprint(resident, two, max(moved, 0), total)
+    return WeightFootprint(resident, on_device, max(copied, 0), total)
 
 
 def _groups(owner: Any, packing: Packing) -> list[int]:
-    """Return the bytes of each group that a stack's experts are fetched in."""
+    """Return the bytes of each group of a stack's experts."""
     packed = owner._parameters["original"]
     size, number = _group_size(packed, packing), packing.form.shape[0]
-    each = packed.nbytes // number
-    return [each * min(size, number - begin) for begin in range(0, number, size)]
+    expert_bytes = packed.nbytes // number
+    return [expert_bytes * min(size, number - begin) for begin in range(0, number, size)]

@@ -1,12 +1,12 @@
-"""Copies of frozen weights from main memory to a device, which holds two units of them at a time.
+"""Copies of frozen weights from main memory to a device that holds two units of them at a time.
 
-A unit is copied together: a block's packed tensors, or some of its experts. Its copies follow each
-other in one allocation, which is made and freed in the order of the stream that computes: the
-copying stream waits until the memory's former user is done with it.
+A unit is copied as a whole: the packed tensors of a block, or some of its experts. It occupies one
+allocation on the device, which follows the order of the compute stream: the copy stream waits until
+the previous user of that memory has finished.
 
-Main memory that is pinned is copied from at once. Pages of a mapped file cannot be pinned: a thread
-puts them into a small ring of pinned buffers and launches the copies, so that neither reading the
-file nor copying holds up who computes. On a CPU the copies are memory like any other.
+Pinned main memory is copied directly. Pages of a mapped file cannot be pinned: a thread stages them
+in a small ring of pinned buffers and launches the copies, which keeps file reads and copies off the
+thread that computes. On a CPU the copies are ordinary memory.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from torch import Tensor
 from peftkit.kernels.device import pinned_empty
 
 ALIGNMENT = 32
-"""Bytes: where each tensor of a unit begins."""
+"""Alignment in bytes of each tensor in a unit."""
 SLOT, NUM_SLOTS = 1 << 24, 8
-"""Bytes of a buffer of the ring, a power of two as torch pins them, and how many there are."""
+"""Bytes per buffer of the ring (torch pins powers of two), and the number of buffers."""
 SEGMENT = 1 << 28
-"""Bytes of an arena's segment at most, a power of two; of a larger tensor the next power."""
+"""Largest segment of an arena in bytes; a larger tensor gets the next power of two."""
 ON_DEVICE = 2
-"""Units: one in use, one on its way."""
+"""Units on the device: one in use and one being copied."""
 
 
 class Unit:
-    """Tensors of main memory that travel together.
+    """Tensors in main memory that are copied together.
 
     Args:
-        key: What tells it from others. host: The tensors, of any shapes and dtypes.
-        is_pinned: Whether all of them lie in pinned memory.
+        key: Identifier of the unit. host: The tensors, of any shapes and dtypes.
+        is_pinned: Whether all of them are in pinned memory.
     """
 
     def __init__(self, key: Any, host: Sequence[Tensor], *, is_pinned: bool = False) -> None:
@@ -51,12 +51,12 @@ class Unit:
         for begin, tensor in zip(self._starts, self.host, strict=True):
             first, last = max(begin, start), min(begin + tensor.nbytes, stop)
             if first < last:
-                part = tensor.detach().contiguous().flatten().view(torch.uint8)
-                part = part[first - begin : last - begin]
-                target[first - start : last - start].copy_(part, non_blocking=non_blocking)
+                values = tensor.detach().contiguous().flatten().view(torch.uint8)
+                values = values[first - begin : last - begin]
+                target[first - start : last - start].copy_(values, non_blocking=non_blocking)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return the tensors as they lie in bytes (num_bytes,) that all were copied to."""
+        """Return views of the unit's tensors in a copy of its bytes (num_bytes,)."""
         return [
             flat[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for begin, tensor in zip(self._starts, self.host, strict=True)
@@ -64,11 +64,11 @@ class Unit:
 
 
 class DeviceBuffer:
-    """Units on a device.
+    """The units on a device.
 
     Attributes:
-        resident: Units that have copies on the device now. most_resident: At most, so far.
-        bytes_moved: To the device, so far.
+        resident: Number of units with a copy on the device. most_resident: Its maximum so far.
+        bytes_moved: Bytes copied to the device so far.
     """
 
     def __init__(self, copies: CopyStream) -> None:
@@ -76,38 +76,38 @@ class DeviceBuffer:
         self._copies = copies
         self._there: dict[Any, tuple[Tensor, Any]] = {}
 
-    def take(self, unit: Unit, then: Unit | None = None) -> Tensor:
-        """Return a unit's bytes, ready for the current stream; begin to fetch the one after it."""
-        units = [unit] if then is None else [unit, then]
-        for each in units:
-            self.expect(each, keep=[other.key for other in units])
+    def take(self, unit: Unit, following: Unit | None = None) -> Tensor:
+        """Return a unit's bytes, ready for the current stream, and prefetch the next unit."""
+        units = [unit] if following is None else [unit, following]
+        for member in units:
+            self.expect(member, keep=[other.key for other in units])
         flat, arrival = self._there[unit.key]
         self._copies.wait(arrival)
         self._there[unit.key] = flat, None
         return flat
 
     def expect(self, unit: Unit, keep: Sequence[Any] = ()) -> None:
-        """Begin to fetch a unit, if that has not begun; those that came first make room."""
+        """Start fetching a unit unless it is already there; the oldest units are evicted."""
         if unit.key in self._there:
             return
         for key in [key for key in self._there if key not in keep]:
             if len(self._there) < ON_DEVICE:
                 break
-            # of a pass that was broken off: it is written to until then
+            # left by an interrupted pass: its copy must finish before the memory is freed
             self._copies.wait(self._there.pop(key)[1])
         flat, arrival = self._copies.send(unit)
         self._there[unit.key] = flat, arrival
         self.bytes_moved += sum(tensor.nbytes for tensor in unit.host)
         self.resident += 1
         self.most_resident = max(self.most_resident, self.resident)
-        weakref.finalize(flat.untyped_storage(), self._gone)
+        weakref.finalize(flat.untyped_storage(), self._on_free)
 
-    def _gone(self) -> None:
+    def _on_free(self) -> None:
         self.resident -= 1
 
 
 class CopyStream:
-    """Copies units to a device: on a GPU on its own stream, through the ring if not pinned."""
+    """Copies units to a device: on a GPU in a separate stream, through the ring if not pinned."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -116,7 +116,7 @@ class CopyStream:
         self._slots: list[tuple[Tensor, Any]] = []
 
     def send(self, unit: Unit) -> tuple[Tensor, Any]:
-        """Start copying a unit; return its bytes (N,) on the device, and what to wait for."""
+        """Start copying a unit; return its bytes (N,) on the device and the event to wait for."""
         flat = torch.empty(unit.num_bytes, dtype=torch.uint8, device=self.device)
         if self._stream is None:
             unit.store(0, unit.num_bytes, flat)
@@ -136,18 +136,22 @@ class CopyStream:
     def wait(self, arrival: Any) -> None:
         """Make the current stream wait until a unit is on the device."""
         if isinstance(arrival, Future):
-            arrival = arrival.result()  # the copies are launched, not made
+            arrival = arrival.result()  # the copies are launched, not finished
         if arrival is not None:
             torch.cuda.current_stream(self.device).wait_event(arrival)
 
     def _through_ring(self, unit: Unit, target: list[Tensor], free: Any) -> Any:
         assert self._stream is not None
-        flat = target.pop()  # which the thread would hold on to when this is over
+        flat = target.pop()  # the executor would otherwise keep a reference to it
         self._stream.wait_event(free)
         sent = None
         for start in range(0, unit.num_bytes, SLOT):
             stop = min(start + SLOT, unit.num_bytes)
-            slot = self._slot()
+            if len(self._slots) < NUM_SLOTS:
+                slot = pinned_empty([SLOT], torch.uint8)  # if it is not pinned, copies block
+            else:
+                slot, sent = self._slots.pop(0)
+                sent.synchronize()
             unit.store(start, stop, slot[: stop - start])
             with torch.cuda.stream(self._stream):
                 flat[start:stop].copy_(slot[: stop - start], non_blocking=True)
@@ -155,41 +159,33 @@ class CopyStream:
             self._slots.append((slot, sent))
         return sent
 
-    def _slot(self) -> Tensor:
-        """Return a buffer of the ring that nobody copies from any more."""
-        if len(self._slots) < NUM_SLOTS:
-            return pinned_empty([SLOT], torch.uint8)  # not pinned: this thread waits
-        slot, sent = self._slots.pop(0)
-        sent.synchronize()
-        return slot
-
 
 class PinnedArena:
-    """Pinned memory of frozen weights, in segments that many tensors share.
+    """Pinned memory for frozen weights, in segments that many tensors share.
 
-    torch rounds what it pins up to a power of two: nearly twice a weight at worst. A segment is a
-    power of two, and each tensor lies in the first one that has room for it.
+    torch rounds pinned allocations up to a power of two, up to twice a weight's size. Segments are
+    powers of two, and each tensor goes into the first segment with room for it.
     """
 
     def __init__(self) -> None:
         self._tails: list[Tensor] = []
         self._held = 0
 
-    def take_in(self, tensors: Sequence[Tensor]) -> bool:
-        """Move tensors of main memory here, in place; return whether all of them are pinned.
+    def pin(self, tensors: Sequence[Tensor]) -> bool:
+        """Move tensors in main memory here, in place; return whether all of them are pinned.
 
-        Pages of a mapped file are left as they are: pinned, they would be copied into main memory.
+        Pages of a mapped file stay where they are: pinning would copy them into main memory.
         """
         return all(tensor.is_pinned() or self._moved(tensor) for tensor in tensors)
 
     def _moved(self, tensor: Tensor) -> bool:
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:  # a part of a file
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:  # a view into a mapped file
             return False
         size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         number = next((n for n, tail in enumerate(self._tails) if len(tail) >= size), None)
         if number is None:
             number = len(self._tails)
-            # an eighth of all so far, so that what stays empty is little of a small base too
+            # at most an eighth of the total so far, to waste little memory on a small base too
             whole = 1 << (max(size, min(self._held // 8, SEGMENT)) - 1).bit_length()
             try:
                 self._tails.append(torch.empty(whole, dtype=torch.uint8, pin_memory=True))

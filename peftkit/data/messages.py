@@ -1,4 +1,4 @@
-"""Messages and tools of a row, in the shape of transformers' chat templates.
+"""Messages and tools of a row, in the form that transformers' chat templates read.
 
 Roles are system, developer, user, assistant and tool. Content is text, reasoning is
 `reasoning_content`, and the arguments of a tool call are an object, not JSON in a string.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from peftkit.data.readers import DECODER
@@ -16,7 +16,7 @@ from peftkit.errors import did_you_mean
 
 Message = Mapping[str, Any]
 MAX_CHARACTERS = 10_000_000
-"""Limit of one text: a tokenizer takes about a second per million."""
+"""Limit for one text: a tokenizer needs about a second per million characters."""
 
 _ROLES = {
     "system": "system",
@@ -35,7 +35,7 @@ _ROLES = {
     "tool_response": "tool",
     "function_response": "tool",
 }
-# what may come before a turn; None is the beginning
+# roles that may precede a turn; None: the turn comes first
 _BEFORE: dict[str, tuple[str | None, ...]] = {
     "system": (None,),
     "developer": (None, "system"),
@@ -52,8 +52,8 @@ _THINK_TAG = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
 class WrongField(Exception):
     """A field of a row is invalid; `field` is its path, such as "messages[2].role"."""
 
-    def __init__(self, field: str, words: str) -> None:
-        super().__init__(f"{field}: {words}" if field else words)
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}" if field else problem)
 
 
 def text_of(fields: Mapping[str, Any], name: str, path: str = "") -> str:
@@ -74,14 +74,14 @@ def text_of(fields: Mapping[str, Any], name: str, path: str = "") -> str:
 
 
 def text_or_number(fields: Mapping[str, Any], name: str) -> str:
-    """Return an answer: a text, or a number as JSON writes it."""
+    """Return a response: a text, or a number in JSON's notation."""
     value = fields.get(name)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return json.dumps(value) if is_number else text_of(fields, name)
 
 
 def full_text(fields: Mapping[str, Any], name: str, path: str = "") -> str:
-    """Return a field that must be text with more than white space in it."""
+    """Return a field that must be text other than white space."""
     text = text_of(fields, name, path)
     if not text.strip():
         raise WrongField(path or name, "empty")
@@ -101,7 +101,7 @@ def texts_of(fields: Mapping[str, Any], name: str) -> list[str]:
 def parse_messages(value: Any, field: str) -> tuple[list[Message], list[int]]:
     """Return the messages and the indices of the assistant turns to train on.
 
-    An assistant turn with `weight: 0` is context only, as in OpenAI's format.
+    An assistant turn with `weight: 0` (OpenAI's format) is context only.
     """
     messages, weights = _messages(value, field)
     _check_order(messages, field)
@@ -114,20 +114,20 @@ def parse_messages(value: Any, field: str) -> tuple[list[Message], list[int]]:
 def completion_messages(
     fields: Mapping[str, Any], prompt: str, completion: str
 ) -> tuple[list[Message], list[int]]:
-    """Join two lists of messages; return the messages, and the target turns of the second."""
+    """Join two lists of messages; return the messages, and the target turns of the second list."""
     context, _ = _messages(fields[prompt], prompt)
     if completion not in fields:
         raise WrongField(completion, "missing")
-    answer, weights = _messages(fields[completion], completion)
-    _check_order([*context, *answer], f"{prompt} + {completion}")
-    turns = [n for n, message in enumerate(answer) if message["role"] == "assistant"]
+    response, weights = _messages(fields[completion], completion)
+    _check_order([*context, *response], f"{prompt} + {completion}")
+    turns = [n for n, message in enumerate(response) if message["role"] == "assistant"]
     if not turns:
         raise WrongField(completion, "there is no assistant turn")
-    return [*context, *answer], [len(context) + turn for turn in turns if weights[turn]]
+    return [*context, *response], [len(context) + turn for turn in turns if weights[turn]]
 
 
 def parse_tools(value: Any, field: str) -> list[Mapping[str, Any]]:
-    """Return tools as [{"type": "function", "function": {name, ...}}]; they may be JSON text."""
+    """Return tools as [{"type": "function", "function": {name, ...}}], read from JSON or text."""
     if isinstance(value, str):
         value = _parse_json(value, field) if value.strip() else None
     if value is None:
@@ -192,14 +192,14 @@ def turn_keys(turn: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def role_of(turn: Any) -> str:
-    """Return the role of a turn in a row, as templates name it; "" if it has none of these."""
+    """Return the role of a row's turn by the templates' name, "" for an unknown role."""
     if not isinstance(turn, Mapping):
         return ""
     return _ROLES.get(str(turn.get(turn_keys(turn)[0])), "")
 
 
 def _reasoning(turn: Mapping[str, Any], role: str, text_key: str, path: str) -> str:
-    """Return the assistant's reasoning: a field of the turn, or parts of its content."""
+    """Return the assistant's reasoning, from a field of the turn or from parts of its content."""
     texts = [text_of(turn, name, f"{path}.{name}") for name in _REASONING if turn.get(name)]
     parts = turn.get(text_key)
     for part in parts if isinstance(parts, list) else ():
@@ -212,7 +212,7 @@ def _reasoning(turn: Mapping[str, Any], role: str, text_key: str, path: str) -> 
 
 
 def reasoning_of(message: Message) -> str:
-    """Return the reasoning of a message: its field, or the <think> that it begins with."""
+    """Return the reasoning of a message: its field, or the <think> block at its beginning."""
     inline = _THINK_TAG.match(message.get("content") or "")
     return str(message.get("reasoning_content") or (inline[1] if inline else "")).strip()
 
@@ -297,6 +297,12 @@ def _parse_json(text: str, path: str) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """Return the type of a JSON value, in words."""
+    """Return the type of a JSON value, for messages."""
     names = {type(None): "null", list: "a list", dict: "an object", str: "text", bool: "a boolean"}
     return names.get(type(value), f"a number ({value!r})")
+
+
+def system_of(messages: Sequence[Message]) -> str:
+    """Return the system prompt at the beginning of a conversation, "" if it has none."""
+    is_system = bool(messages) and messages[0]["role"] in ("system", "developer")
+    return str(messages[0].get("content") or "") if is_system else ""

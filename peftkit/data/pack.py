@@ -1,31 +1,25 @@
-"""Rows of tokens: packing, batches, and sequences that make their rows on demand.
+"""Packed sequences and padded batches of token rows.
 
 Shapes: B rows, T tokens of the longest row, rounded up, n targets of the whole batch.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-from array import array
-from bisect import bisect_right
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import accumulate, groupby, pairwise
-from typing import Annotated, Any, TypeVar, overload
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from peftkit.data.rows.lazy import LazyRows, row_lengths
+
 IGNORE = -100
-RECENT_TOKENS = 1 << 19
-"""Tokens of recently used rows that stay in memory as Python objects."""
-OBJECT_TOKENS = 64
-"""Memory of a row object besides its tokens, in tokens."""
 MULTIPLE = 8
-"""Rows are padded to a multiple of this: few shapes, good for matrix products."""
+"""Rows are padded to a multiple of this: few shapes, fast matrix products."""
 Labels = Annotated[tuple[int, ...], "the input_ids of targets, elsewhere IGNORE"]
 
 
@@ -35,8 +29,8 @@ class Row:
 
     Args:
         input_ids: Tokens.
-        labels: The same tokens where they are targets, IGNORE elsewhere; a document's first token
-            is never a target, since its document has no token before it.
+        labels: The same tokens for targets, IGNORE elsewhere. A document's first token is never a
+            target, because no token of its document precedes it.
         lengths: Tokens of each document.
         source: "train.jsonl:7", or "train.jsonl:7,12,31" for several.
     """
@@ -66,7 +60,7 @@ AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 def cut_document(row: AnyRow, max_length: int) -> AnyRow:
-    """Return a row of one document, cut to a length."""
+    """Return a row of one document, truncated to a length."""
     if len(row.input_ids) <= max_length:
         return row
     return replace(
@@ -80,18 +74,19 @@ def cut_document(row: AnyRow, max_length: int) -> AnyRow:
 def packing(lengths: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
     """Pack documents of these lengths (n,) into rows of at most `max_length` tokens.
 
-    Best-fit decreasing: the longest first, each where it leaves the least room. No document is
-    split or lost, and the same lengths give the same packing. Documents of a row, and rows by their
-    first documents, stay in the order given. Takes 16 bytes a document.
+    Best-fit decreasing: the longest document first, each into the row where it leaves the least
+    room. No document is split or lost, and the same lengths give the same packing. Documents keep
+    their order within a row, and rows are in the order of their first documents. Needs 16 bytes of
+    memory for each document.
 
     Returns:
-        The numbers of all documents (n,), row by row; and how many each row has (rows,).
+        The indices of all documents (n,), row by row, and the number of documents of each row
+        (rows,).
     """
-    # best fit: the row with the least sufficient room, the first of those
     with_room: defaultdict[int, list[int]] = defaultdict(list)  # tokens left -> rows, a heap
     rooms = num_rows = 0  # bit n: a row has n tokens left
     row_of = torch.empty(len(lengths), dtype=torch.int64)
-    for places in lengths.sort(descending=True, stable=True).indices.split(_AT_ONCE):
+    for places in lengths.sort(descending=True, stable=True).indices.split(1 << 16):
         rows = []
         for length in lengths[places].tolist():
             fitting = rooms >> length
@@ -117,20 +112,18 @@ def packing(lengths: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
     return place[row_of].sort(stable=True).indices, sizes[order]
 
 
-_AT_ONCE = 1 << 16
-
-
 def collate(rows: Sequence[Row], pad_id: int, limit: int | None = None) -> dict[str, Tensor]:
     """Return a batch, padded on the right.
 
     input_ids and labels (B, T); attention_mask (B, T), 1 for a token; position_ids (B, T),
     restarting at each document and at the padding; target_index (n,), the positions in the
-    flattened (B * T) hidden states whose next token is a target; targets (n,), those tokens. The
-    last two are made here, on the CPU, so that the loss never waits for the GPU to count labels.
-    Any token may pad: labels are masked by position, and no real token attends to the right.
+    flattened (B * T) hidden states whose next token is a target; targets (n,), these next tokens.
+    The last two are computed on the CPU, because counting labels on a GPU would synchronise it with
+    the host. Any token can serve as padding: labels are masked by position, and no real token
+    attends to the right.
 
     Args:
-        limit: T is rounded up to this at most: the model's number of positions.
+        limit: Maximum of the rounded T: the model's number of positions.
     """
     longest = max(len(row.input_ids) for row in rows)
     rounded = -(-longest // MULTIPLE) * MULTIPLE
@@ -139,7 +132,7 @@ def collate(rows: Sequence[Row], pad_id: int, limit: int | None = None) -> dict[
     labels, _ = padded_rows([row.labels for row in rows], IGNORE, width)
     segments = [size for row in rows for size in (*row.lengths, width - len(row.input_ids))]
     position_ids = torch.cat([torch.arange(size) for size in segments]).view(len(rows), width)
-    is_target = labels[:, 1:] != IGNORE  # (B, T - 1): of the token after position t
+    is_target = labels[:, 1:] != IGNORE  # (B, T - 1), for the token after position t
     return {
         "input_ids": input_ids,
         "attention_mask": attention_mask,
@@ -156,8 +149,8 @@ def padded_rows(
     """Return rows of tokens, padded (B, T), and their mask: 1 for a token.
 
     Args:
-        width: T; None: as many as the longest row has.
-        left: Pad on the left, not on the right.
+        width: T; None: the length of the longest row.
+        left: Pad on the left instead of the right.
     """
     width = max(map(len, rows)) if width is None else width
     ids = torch.full((len(rows), width), pad)
@@ -169,35 +162,8 @@ def padded_rows(
     return ids, mask
 
 
-def last_answer_span(row: Row) -> tuple[int, int]:
-    """Return where the last answer of a document begins and ends: [start, stop)."""
-    stop = max(n for n, label in enumerate(row.labels) if label != IGNORE) + 1
-    start = stop
-    while start > 0 and row.labels[start - 1] != IGNORE:
-        start -= 1
-    return start, stop
-
-
-def last_answer(tokenizer: Any, row: Row) -> tuple[list[int], str]:
-    """Return the tokens before a document's last answer, and the answer's text."""
-    start, stop = last_answer_span(row)
-    answer = tokenizer.decode(row.input_ids[start:stop], skip_special_tokens=True)
-    return list(row.input_ids[:start]), str(answer)
-
-
-def labelled_segments(
-    row: Row, text: Callable[[list[int]], str], name: str
-) -> list[tuple[str, str]]:
-    """Return a row's text in segments: targets with a name before them, others with ""."""
-    pairs = zip(row.input_ids, row.labels, strict=True)
-    return [
-        (name if is_target else "", text([token for token, _ in segment]))
-        for is_target, segment in groupby(pairs, key=lambda pair: pair[1] != IGNORE)
-    ]
-
-
 def joined(rows: Sequence[Row]) -> Row:
-    """Return documents one after the other in one row."""
+    """Return the documents of rows, one after the other, in one row."""
     if len(rows) == 1:
         return rows[0]
     return Row(
@@ -215,120 +181,25 @@ def _joined_sources(sources: Sequence[str]) -> str:
     return " ".join(f"{name}:{','.join(line for *_, line in group)}" for name, group in groups)
 
 
-def num_tokens(row: Any) -> int:
-    """Return a row's length in tokens, of encoder and decoder; 0 if it has none."""
-    return sum(_lengths(row))
-
-
-def tokens_of_each(rows: Sequence[Any]) -> Tensor:
-    """Return each row's length in tokens (rows,); lazy rows have it stored."""
-    tokens: Tensor | None = getattr(rows, "num_tokens", None)
-    if tokens is not None:
-        return tokens
-    return torch.tensor([num_tokens(row) for row in rows], dtype=torch.int64)
-
-
 def padded(*rows: Any) -> int:
-    """Return how many tokens each of the rows takes in one batch, at least one.
+    """Return the padded length of these rows in one batch, at least 1.
 
-    Encoder-decoder: of the longer side, which sets the size of matrix products.
+    For an encoder-decoder, the longer side: it determines the size of matrix products.
     """
-    longest = map(max, zip(*map(_lengths, rows), strict=True))
+    longest = map(max, zip(*map(row_lengths, rows), strict=True))
     return max(rounded_up(max(longest)), 1)
 
 
 def rounded_up(length: int) -> int:
-    """Return how many tokens a row of this length takes in a batch."""
+    """Return the padded length of a row of this length."""
     return -(-length // MULTIPLE) * MULTIPLE
-
-
-def _lengths(row: Any) -> tuple[int, int]:
-    """Return a row's tokens, or positions of an encoder, and the tokens of a separate decoder."""
-    tokens = len(getattr(row, "input_ids", ())) or getattr(row, "num_encoder_tokens", 0)
-    return tokens, getattr(row, "num_decoder_tokens", 0)
 
 
 # ------------------------------------------------------------------- rows on demand
 
 
-class LazyRows(Sequence[Any]):
-    """Rows made on demand; those used last are the same objects when they are used again.
-
-    Attributes:
-        num_tokens: Of each row (rows,), int32.
-        fingerprint: Of the rows' content.
-    """
-
-    num_tokens: Tensor
-    fingerprint: str
-
-    def __init__(self, num_tokens: Tensor, *contents: object) -> None:
-        self.num_tokens = num_tokens
-        self.fingerprint = fingerprint_of(*contents)
-        self._recent: OrderedDict[int, Any] = OrderedDict()
-        self._recent_tokens = 0
-
-    def __len__(self) -> int:
-        return len(self.num_tokens)
-
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            places = range(len(self))[index]
-            return View([self], torch.arange(len(places)) * places.step + places.start)
-        place = range(len(self))[index]
-        row = self._recent.get(place)
-        if row is None:
-            row = self._recent[place] = self.row(place)
-            self._recent_tokens += OBJECT_TOKENS + num_tokens(row)
-            while self._recent_tokens > RECENT_TOKENS and len(self._recent) > 1:
-                _, oldest = self._recent.popitem(last=False)
-                self._recent_tokens -= OBJECT_TOKENS + num_tokens(oldest)
-        return row
-
-    def row(self, place: int) -> Any:
-        """Make a row."""
-        raise NotImplementedError
-
-    def values(self, name: str) -> Tensor:
-        """Return a field of numbers, of all rows one after the other."""
-        raise NotImplementedError
-
-
-class View(LazyRows):
-    """Rows of other sequences in an order of its own: a slice, a split, several files as one.
-
-    Args:
-        parts: The other sequences.
-        places: Of the rows in all parts, one part after the other; None: all rows.
-    """
-
-    def __init__(self, parts: Sequence[Sequence[Any]], places: Tensor | None = None) -> None:
-        self._parts, self._stops = parts, [*accumulate(map(len, parts))]
-        self._places = torch.arange(self._stops[-1]) if places is None else places
-        contents = [part.fingerprint for part in parts if isinstance(part, LazyRows)]
-        tokens = self._chosen([tokens_of_each(part) for part in parts])
-        super().__init__(tokens, *contents, self._places)
-
-    def row(self, place: int) -> Any:
-        index = int(self._places[place])
-        part = bisect_right(self._stops, index)
-        return self._parts[part][index - (self._stops[part - 1] if part else 0)]
-
-    def values(self, name: str) -> Tensor:
-        """Return a field of one number of each row."""
-        parts = [part for part in self._parts if isinstance(part, LazyRows)]
-        return self._chosen([part.values(name) for part in parts])
-
-    def _chosen(self, of_parts: list[Tensor]) -> Tensor:
-        return (torch.cat(of_parts) if len(of_parts) > 1 else of_parts[0])[self._places]
-
-
 class PackedRows(LazyRows):
-    """Documents packed into rows of at most `max_length` tokens; see `packing`."""
+    """Rows of packed documents, at most `max_length` tokens each; see `packing`."""
 
     def __init__(self, rows: LazyRows, max_length: int) -> None:
         self.documents = rows
@@ -341,68 +212,10 @@ class PackedRows(LazyRows):
 
     @property
     def document_lengths(self) -> Tensor:
-        """Tokens of each document."""
+        """Tokens of each document (n,)."""
         return self.documents.num_tokens
 
     def row(self, place: int) -> Any:
         start, stop = int(self._stops[place - 1]) if place else 0, int(self._stops[place])
         members = self._members[start:stop].tolist()
         return joined([self.documents.row(member) for member in members])
-
-
-def weighted(parts: Sequence[tuple[LazyRows, float]]) -> LazyRows:
-    """Return rows of several files as one, each file's as often as its weight says.
-
-    A weight of 2.5 has each row twice, and every second one a third time.
-    """
-    if [weight for _, weight in parts] == [1.0]:
-        return parts[0][0]
-    places, start = [], 0
-    for rows, weight in parts:
-        number = max(1, round(weight * len(rows))) if len(rows) else 0
-        places.append(start + torch.arange(number) * len(rows) // max(number, 1))
-        start += len(rows)
-    return View([rows for rows, _ in parts], torch.cat(places))
-
-
-def fingerprint_of(*contents: object) -> str:
-    """Return a hash of texts and tensors."""
-    digest = hashlib.sha256()
-    for content in contents:
-        if isinstance(content, Tensor):
-            digest.update(content.numpy().tobytes())
-        else:
-            digest.update(str(content).encode())
-    return f"sha256:{digest.hexdigest()[:32]}"
-
-
-def fingerprint(rows: Iterable[Any]) -> str:
-    """Return a hash of the rows' contents, without their `source`."""
-    stored = getattr(rows, "fingerprint", None)  # of rows that are not in memory
-    if isinstance(stored, str):
-        return stored
-    digest = hashlib.sha256()
-    for row in rows:
-        _feed(digest, row)
-    return f"sha256:{digest.hexdigest()[:32]}"
-
-
-def _feed(digest: Any, value: Any) -> None:
-    """Hash a value with its type and length, so that no two different rows read the same."""
-    if dataclasses.is_dataclass(value):
-        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        value.pop("source", None)
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        value = list(value.items())
-    if isinstance(value, list | tuple):
-        digest.update(b"[%d" % len(value))
-        if value and all(type(item) is int for item in value):
-            digest.update(array("q", value).tobytes())
-            return
-        for item in value:
-            _feed(digest, item)
-        return
-    text = repr(value).encode()
-    digest.update(b"%d:" % len(text) + text)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from peftkit.data.format import (
+from peftkit.data.examples import (
     QUESTIONS,
     TURNS,
     Completion,
@@ -26,10 +26,8 @@ from peftkit.data.format import (
     Text,
     conversation_of,
     first_of,
-    parse,
-    read_each,
-    refuse_fields,
 )
+from peftkit.data.format import parse, read_each, refuse_fields
 from peftkit.data.messages import (
     Message,
     WrongField,

@@ -7,18 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from peftkit.data.format import (
+from peftkit.data.examples import (
     ANSWERS,
     QUESTIONS,
     TURNS,
     Conversation,
     Example,
     Instruction,
-    ParsedRow,
     Text,
     first_of,
-    parse,
 )
+from peftkit.data.format import ParsedRow, parse
 from peftkit.data.messages import Message, role_of, turn_keys
 from peftkit.data.records import Record
 from peftkit.errors import DataError

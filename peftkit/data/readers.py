@@ -19,7 +19,7 @@ PART_BYTES = 1 << 20
 _JSONL_FIX = "A .jsonl file holds one complete JSON object per line."
 _TO_UTF8 = "Convert it: iconv -f {} -t UTF-8 {} > utf8{}"
 
-# the first bytes of files that are often given by mistake: (bytes, what it is, what to do)
+# first bytes of files that are often given by mistake: (bytes, type, fix)
 _SIGNATURES = (
     (b"\x1f\x8b", "It is compressed with gzip.", "Unpack it first: gunzip FILE."),
     (
@@ -39,12 +39,12 @@ _SIGNATURES = (
 
 
 def identify_by_signature(head: bytes) -> tuple[str, str] | None:
-    """Return (found, fix) for the first bytes of a file without rows of text; None: it may be."""
+    """Return (type, fix) for the first bytes of a file that holds no text; None if it may."""
     if not head.strip():
         return "It is empty.", "Give a file with at least one row."
-    for signature, found, fix in _SIGNATURES:
+    for signature, kind, fix in _SIGNATURES:
         if head.startswith(signature):
-            return found, fix
+            return kind, fix
     start = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:64].lower()
     if start.startswith((b"<!doctype html", b"<html")):
         return "It is an HTML page.", "Download the file itself, not the page that shows it."
@@ -57,17 +57,17 @@ def read_jsonl(
     """Yield (line, object) of a JSON Lines file; blank lines are skipped.
 
     Args:
-        start, stop: Bytes between which whole lines are read.
-        line: Number of the first of these.
+        start, stop: Byte range; only whole lines within it are read.
+        line: Number of the first line in the range.
     """
-    left = sys.maxsize if stop is None else stop - start
+    bytes_left = sys.maxsize if stop is None else stop - start
     with open(path, "rb") as file:
         if start == 0:
             _check_text(path, file.read(4096))
         file.seek(start)
         for number, raw in enumerate(file, start=line):
-            left -= len(raw)
-            if left < 0:
+            bytes_left -= len(raw)
+            if bytes_left < 0:
                 break
             text = _decoded(path, raw, number)
             if not text.strip():
@@ -76,21 +76,21 @@ def read_jsonl(
 
 
 def line_parts(path: Path) -> Iterator[tuple[int, int, int]]:
-    """Yield (first byte, last byte, number of the first line) of parts of a file, whole lines."""
+    """Split a file between lines; yield (first byte, end, number of the first line)."""
     line, start = 1, 0
     with open(path, "rb") as file:
         while (chunk := file.read(PART_BYTES)) or start == 0:
             rest = b"" if chunk.endswith(b"\n") else file.readline()
             stop = start + len(chunk) + len(rest)
             yield start, stop, line
-            if not chunk:  # an empty file, for which the reader raises
+            if not chunk:  # an empty file: the reader raises
                 break
             line += chunk.count(b"\n") + rest.count(b"\n")
             start = stop
 
 
 def read_json(path: Path) -> Iterator[tuple[int, Fields]]:
-    """Yield (number from 1, object) of a JSON file that holds an array of objects.
+    """Yield (number from 1, object) of a JSON file with an array of objects.
 
     The array may be the only list in an object: {"data": [...]}.
     """
@@ -125,7 +125,7 @@ def read_csv(path: Path) -> Iterator[tuple[int, Fields]]:
         reader = csv.reader(_csv_lines(path), strict=True, delimiter=delimiter)
         header = next(reader)
         _check_header(path, header)
-        line = reader.line_num + 1  # a cell may span lines: a row begins after the last one's end
+        line = reader.line_num + 1  # cells may span lines: a row begins after the previous one
         for cells in reader:
             if cells and len(cells) != len(header):
                 raise DataError(
@@ -166,18 +166,20 @@ def _csv_lines(path: Path) -> Iterator[str]:
 
 
 def _check_header(path: Path, header: list[str]) -> None:
-    twice = sorted({name for name in header if header.count(name) > 1})
-    if twice or "" in header:
-        words = f"The column {twice[0]!r} is given twice." if twice else "A column has no name."
-        raise DataError(f"Cannot use the header of {path}.", found=words)
+    duplicates = sorted({name for name in header if header.count(name) > 1})
+    if duplicates or "" in header:
+        problem = "A column has no name."
+        if duplicates:
+            problem = f"The column {duplicates[0]!r} is given twice."
+        raise DataError(f"Cannot use the header of {path}.", found=problem)
 
 
 def _check_text(path: Path, head: bytes) -> None:
-    what = identify_by_signature(head)
-    if what is None and head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        what = "It is UTF-16, not UTF-8.", _TO_UTF8.format("UTF-16", path, path.suffix)
-    if what is not None:
-        raise DataError(f"Cannot read {path}.", found=what[0], fix=what[1])
+    kind = identify_by_signature(head)
+    if kind is None and head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        kind = "It is UTF-16, not UTF-8.", _TO_UTF8.format("UTF-16", path, path.suffix)
+    if kind is not None:
+        raise DataError(f"Cannot read {path}.", found=kind[0], fix=kind[1])
 
 
 def _decoded(path: Path, raw: bytes, line: int) -> str:
@@ -202,7 +204,7 @@ def _decoded(path: Path, raw: bytes, line: int) -> str:
 
 
 def _position(before: str, line: int) -> str:
-    """Return "line:column" of the end of `before`, whose first line has the number `line`."""
+    """Return "line:column" of the end of `before`; `line` is the number of its first line."""
     return f"{line + before.count(chr(10))}:{len(before) - before.rfind(chr(10))}"
 
 
@@ -211,13 +213,13 @@ def _parsed(line: str, where: str) -> Any:
     value, end = _decode(line, start, where)
     if line[end:].strip():
         rest = end + len(line[end:]) - len(line[end:].lstrip())
-        words = "There is more after the end of the object."
-        raise DataError(f"Cannot read {where}:{rest + 1} as JSON.", found=words, fix=_JSONL_FIX)
+        problem = "There is more after the end of the object."
+        raise DataError(f"Cannot read {where}:{rest + 1} as JSON.", found=problem, fix=_JSONL_FIX)
     return value
 
 
 def _decode(text: str, at: int, where: str, *, skip_lines: bool = False) -> tuple[Any, int]:
-    """Decode one JSON value at an offset; `skip_lines` when `where` lacks the line."""
+    """Decode one JSON value at an offset; `skip_lines` if `where` lacks the line."""
     try:
         return DECODER.raw_decode(text, at)
     except json.JSONDecodeError as problem:
@@ -230,7 +232,7 @@ def _decode(text: str, at: int, where: str, *, skip_lines: bool = False) -> tupl
         place = f"{where}:{_position(text[:at], 1)}" if skip_lines else where
         raise DataError(f"Cannot use {place}.", found=str(problem)) from None
     except RecursionError:
-        raise DataError(f"Cannot read {where}.", found="It is nested too deep.") from None
+        raise DataError(f"Cannot read {where}.", found="It is nested too deeply.") from None
 
 
 def _bounded(text: str) -> int:
@@ -256,8 +258,8 @@ def read_parquet(path: Path) -> Iterator[tuple[int, Fields]]:
     with open(path, "rb") as file:
         head = file.read(64)
     if not head.startswith(b"PAR1"):
-        words, fix = identify_by_signature(head) or ("It does not begin as Parquet does.", "")
-        raise DataError(f"Cannot read {path} as Parquet.", found=words, fix=fix)
+        kind, fix = identify_by_signature(head) or ("It does not begin with PAR1.", "")
+        raise DataError(f"Cannot read {path} as Parquet.", found=kind, fix=fix)
     try:
         # streaming: the file is read in place, not copied into a cache
         rows = datasets.load_dataset(
@@ -268,7 +270,7 @@ def read_parquet(path: Path) -> Iterator[tuple[int, Fields]]:
             batch_size=PART_ROWS,
         )
         yield from _rows(rows)
-    except Exception as problem:  # pyarrow and datasets raise a dozen unrelated kinds
+    except Exception as problem:  # pyarrow and datasets raise a dozen unrelated classes
         raise DataError(f"Cannot read {path} as Parquet.", found=_first_lines(problem)) from problem
 
 
@@ -276,24 +278,25 @@ def read_data_set(where: str) -> Iterator[tuple[int, Fields]]:
     rows = open_data_set(where)
     try:
         yield from _rows(rows)
-    except Exception as problem:  # see below
+    except Exception as problem:  # see open_data_set
         raise _no_data_set(where, problem) from problem
 
 
 def _check_one_kind(folder: Path) -> None:
-    """Refuse a folder of files of several kinds: of these datasets reads one and drops others."""
-    kinds = {path.suffix for path in folder.iterdir() if path.suffix in READERS} - {".json"}
-    if len(kinds) > 1:  # .json: a description beside the rows
-        patterns = " or ".join(f"'{folder}/*{kind}'" for kind in sorted(kinds))
+    """Refuse a folder with several types of files: datasets would read one and drop the others."""
+    suffixes = {path.suffix for path in folder.iterdir() if path.suffix in READERS}
+    suffixes -= {".json"}  # a description of the rows
+    if len(suffixes) > 1:
+        patterns = " or ".join(f"'{folder}/*{suffix}'" for suffix in sorted(suffixes))
         raise DataError(
             f"Cannot read the folder {folder}.",
-            found=f"It holds files of several kinds: {', '.join(sorted(kinds))}.",
-            fix=f"Give those of one kind by a pattern: {patterns}; data.train takes several.",
+            found=f"It holds files of several kinds: {', '.join(sorted(suffixes))}.",
+            fix=f"Select files of one kind with a pattern: {patterns}; data.train takes several.",
         )
 
 
 def open_data_set(where: str) -> Any:
-    """Return a data set, mapped from the cache of Hugging Face; downloaded the first time."""
+    """Return a data set, mapped from the cache of Hugging Face and downloaded if needed."""
     import datasets
 
     place, *parts = where.split(":")
@@ -313,30 +316,30 @@ def _no_data_set(where: str, problem: Exception) -> DataError:
         return DataError(
             f"Cannot load the data set '{where}'.",
             found=_first_lines(problem),
-            fix=f"Give files by a pattern, whose errors name file and line: '{folder}/*.jsonl'.",
+            fix=f"Select files with a pattern; errors then name file and line: '{folder}/*.jsonl'.",
         )
     return DataError(
         f"Cannot load the data set '{where}'.",
-        found=f"There is no such file here, and as a data set: {_first_lines(problem)}",
+        found=f"There is no such file, and loading a data set failed: {_first_lines(problem)}",
         fix='A data set is named "org/name", "org/name:split" or "org/name:config:split".',
     )
 
 
 def _rows(rows: Any) -> Iterator[tuple[int, Fields]]:
-    """Yield the rows of a data set, media undecoded, and class numbers replaced by names."""
+    """Yield the rows of a data set, with undecoded media and class names for class numbers."""
     import datasets
 
     features = dict(rows.features or {})
     for name, feature in features.items():
         if isinstance(feature, datasets.Image | datasets.Audio):
-            # decoded later, where an error can name the row
+            # decoded later, because errors can then name the row
             rows = rows.cast_column(name, type(feature)(decode=False))
     for number, row in enumerate(rows, start=1):
         yield number, _with_class_names(_without_nested_nulls(row), features)
 
 
 def _without_nested_nulls(row: Fields) -> Fields:
-    """Drop nulls inside nested fields: Arrow gives each struct the union of all rows' keys."""
+    """Drop nulls in nested fields, because Arrow gives each struct the keys of all rows."""
 
     def cleaned(value: Any) -> Any:
         if isinstance(value, dict):
@@ -347,7 +350,7 @@ def _without_nested_nulls(row: Fields) -> Fields:
 
 
 def _with_class_names(row: Fields, features: Mapping[str, Any]) -> Fields:
-    """Replace class numbers by their names; a number out of range stays."""
+    """Replace class numbers with their names; a number out of range stays."""
 
     def name(value: Any, feature: Any) -> Any:
         if isinstance(value, list):

@@ -1,8 +1,8 @@
 """Records of files and data sets, each with its file and line.
 
-Text files (JSON Lines, a JSON array, CSV) are read strictly, since a misread row is worse than a
-refused one: UTF-8 only, no duplicate keys, no NaN, no ragged CSV. Errors on other files name their
-actual type.
+Text files (JSON Lines, a JSON array, CSV) are read strictly: UTF-8 only, no duplicate keys, no NaN,
+no ragged CSV. A misread row is worse than a refused one. Errors for other files name their actual
+type.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Record:
 
 
 def read_records(where: str | Sequence[Source]) -> list[Record]:
-    """Read every row of a file, a folder or a hub data set (see `DataConfig.train`), or of several.
+    """Read all rows of files, folders or hub data sets; see `DataConfig.train`.
 
     Raises:
-        DataError: It cannot be found or read; with file, line and column where there are any.
+        DataError: A source does not exist or cannot be read; with file, line and column, if any.
     """
     if isinstance(where, str):
         return list(iterate_records(where))
@@ -85,16 +85,16 @@ def files_of(path: str) -> list[str]:
 
 
 Part = Callable[[], list[Record]]
-"""Reads some of a file's records, in this process or in another one."""
+"""A function that reads some of a file's records, in this process or another."""
 
 
 def parts(where: str) -> Iterator[Part]:
-    """Yield functions that read a file, a folder or a data set, some rows each, in their order.
+    """Yield functions, each of which reads some rows of a file, folder or data set, in order.
 
-    A part of a JSON Lines file is read when it is called; parts of other files are read already.
+    For a JSON Lines file the function reads when it is called; other files are read here.
 
     Raises:
-        DataError: It cannot be found or read.
+        DataError: The source does not exist or cannot be read.
     """
     path = Path(where).expanduser()
     reader = READERS.get(path.suffix.lower())
@@ -118,7 +118,7 @@ def parts(where: str) -> Iterator[Part]:
 
 
 def _is_array(path: Path) -> bool:
-    """Whether a file's first line opens a JSON array, as some tools write under any ending."""
+    """Return whether a file begins with a JSON array; some tools write one to a .jsonl file."""
     with open(path, "rb") as file:
         head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     return head.startswith(b"[")
@@ -130,7 +130,7 @@ def _read_lines(path: Path, where: str, start: int, stop: int, line: int) -> lis
 
 
 def iterate_records(where: str) -> Iterator[Record]:
-    """Yield every row, as `read_records`; few are in memory, except those of a JSON array."""
+    """Yield all rows, see `read_records`; only a JSON array is in memory as a whole."""
     record = None
     for part in parts(where):
         for record in part():
@@ -145,10 +145,10 @@ def is_read_by_lines(path: Path) -> bool:
 
 
 def stamp_of(where: str) -> object | None:
-    """Return a value that changes with a data set; None: no data set, or not stored in files.
+    """Return a value that changes with a data set; None for a file, or a data set without files.
 
     Raises:
-        DataError: It cannot be found.
+        DataError: There is no such data set.
     """
     if not _is_data_set(where):
         return None
@@ -162,7 +162,7 @@ _DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?(:[^:]+){0,2}")
 
 
 def _is_data_set(where: str) -> bool:
-    """Return whether a name, which is no file's, can only be a data set's."""
+    """Return whether a name, for which there is no file, can only mean a data set."""
     place = where.partition(":")[0]
     if Path(place).is_dir():
         return True
@@ -186,15 +186,15 @@ def _files_next_to(path: Path) -> list[str]:
 def _missing(where: str, path: Path) -> DataError:
     if path.exists():
         return DataError(f"Cannot read {where}.", found="It is not a regular file.")
-    there = neighbours(path, "*")
-    return DataError(f"Cannot read {where}.", found=f"There is no such file. {there}")
+    similar = neighbours(path, "*")
+    return DataError(f"Cannot read {where}.", found=f"There is no such file. {similar}")
 
 
 def _unknown_suffix(path: Path) -> DataError:
     with open(path, "rb") as file:
-        what = identify_by_signature(file.read(64))
+        kind = identify_by_signature(file.read(64))
     return DataError(
         f"Cannot read {path}.",
-        found=what[0] if what else f"The ending '{path.suffix}' is not one of a known format.",
-        fix=what[1] if what else f"Endings that can be read: {', '.join(READERS)}.",
+        found=kind[0] if kind else f"The suffix '{path.suffix}' is not one of a known format.",
+        fix=kind[1] if kind else f"Suffixes that can be read: {', '.join(READERS)}.",
     )

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from peftkit.data.chat import SENTINEL, Chat, special_texts
-from peftkit.data.encode import tokens
 from peftkit.data.messages import Message
+from peftkit.data.tokens import tokens
 from peftkit.errors import DataError
 
 _ASKED = {"role": "user", "content": "Hello"}

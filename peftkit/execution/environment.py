@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from peftkit.errors import ConfigError
-from peftkit.kernels.device import free_bytes, gpu_here, gpu_of, resident_bytes
+from peftkit.kernels.device import free_bytes, gpu_of, local_gpu, resident_bytes
 
 GPU_SHARE = 0.95
 """Share of a GPU's memory that can be allocated."""
@@ -76,7 +76,7 @@ def this_machine() -> Environment:
     Raises:
         ConfigError: The system does not report its free memory.
     """
-    if (here := gpu_here()) is not None:
+    if (here := local_gpu()) is not None:
         device, gpu = here
         process = PROCESS_BYTES.get(device.type, 0)
         return Environment(device.type, gpu.total(device), GPU_SHARE, process)
@@ -126,7 +126,7 @@ def default_device() -> torch.device:
 
     GPUs are numbered as in accelerate: if each process sees one GPU, all have index 0.
     """
-    if (here := gpu_here()) is None:
+    if (here := local_gpu()) is None:
         return torch.device("cpu")
     if here[0].type != "cuda":
         return here[0]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
-from peftkit.kernels.device import gpu_here, gpu_of
+from peftkit.kernels.device import gpu_of, local_gpu
+
+T = TypeVar("T")
 
 # messages of out-of-memory RuntimeErrors from torch and the vendors' libraries
 _SIGNS = (
@@ -24,10 +28,31 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
+def attempt(
+    compute: Callable[[], T],
+    ran_out: Callable[[Exception], bool] = is_out_of_memory,
+    undo: Callable[[], object] = lambda: None,
+) -> T | None:
+    """Return the result of a computation; None if memory ran out, which is then released.
+
+    Args:
+        ran_out: Whether an error means that memory ran out; other errors are raised.
+        undo: Drops references to tensors of the failed computation.
+    """
+    try:
+        return compute()
+    except Exception as error:
+        if not ran_out(error):
+            raise
+    undo()  # outside of the `except` block, since the error's traceback holds the activations
+    release_memory()
+    return None
+
+
 def release_memory() -> None:
     """Free the memory of a failed attempt; call it outside of the `except` block."""
     gc.collect()
-    if (here := gpu_here()) is not None:
+    if (here := local_gpu()) is not None:
         here[1].release()
 
 

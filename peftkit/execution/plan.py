@@ -1,18 +1,13 @@
-"""The execution plan: how a run is carried out on a device, and its fallback order.
+"""The execution plan: how a run is carried out on a device.
 
 Layers, losses and norms never inspect a tensor's device. This file alone decides how each kind of
-device computes.
-
-The fallback order, from fastest to least memory: keep all activations; recompute the blocks; offload
-their inputs to main memory. Each mode first tries fewer rows at once. On a GPU, the next mode comes
-before micro-batches too small to keep it busy. Before the first step, `choose` picks the first plan
-that fits by counted bytes. If memory runs out later, `smaller` returns the next plan.
+device computes. train/fitting.py decides which plan fits into memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -205,14 +200,15 @@ def plan_of(
     num_processes: int = 1,
     *,
     placement: Placement = "device",
-    shard: Shard = "none",
+    shard: Shard | None = None,
     dtype: str = "",
     autocast: str = "",
 ) -> ExecutionPlan:
-    """Return the plan of a run whose memory suffices for everything that its settings request.
+    """Return the plan that `train` requests, before it is adapted to the memory.
 
     Args:
         device: Kind of device.
+        shard: By default `train.shard`; auto: none, until `place_weights` decides.
     """
     tokens = train.tokens_per_batch
     if tokens == "auto":
@@ -221,7 +217,7 @@ def plan_of(
         device=device,
         num_processes=num_processes,
         placement=placement,
-        shard=shard,
+        shard=shard or ("none" if train.shard == "auto" else train.shard),
         rows=train.batch_size,
         tokens=tokens,
         compile=None if train.compile == "auto" else train.compile,
@@ -251,70 +247,3 @@ def activation_modes(
     if streamed or requested is True or (requested == "auto" and recomputes):
         return less
     return ("keep", *less) if requested == "auto" and has_blocks else ("keep",)
-
-
-def choose(
-    requested: ExecutionPlan,
-    costs: Sequence[tuple[Activations, float]],
-    available: float,
-    longest: int,
-) -> ExecutionPlan | None:
-    """Return the plan with the first activation mode that fits; None if no row fits.
-
-    It has at most the requested rows and tokens at once. Micro-batches too small to keep the device
-    busy are the last resort.
-
-    Args:
-        costs: Bytes per token of each activation mode, fastest first.
-        available: Bytes.
-        longest: Tokens of the longest row, padding included; 1 if rows have none.
-    """
-    rows, tokens = requested.rows, requested.tokens
-    most = rows * longest if tokens is None else max(min(tokens, rows * longest), longest)
-    enough = max(longest, requested.busy_tokens if longest > 1 else 1)
-    for least, modes in ((enough, costs), (longest, costs[::-1])):
-        for activations, per_token in modes:
-            fit = int(available / per_token)
-            if fit >= most:
-                return replace(requested, activations=activations)
-            if fit >= least and longest > 1:
-                return replace(requested, activations=activations, tokens=fit)
-            if fit >= least:
-                return replace(requested, activations=activations, rows=fit, tokens=None)
-    return None
-
-
-def smaller(
-    plan: ExecutionPlan,
-    requested: ExecutionPlan,
-    modes: Sequence[Activations],
-    *,
-    rows: int,
-    tokens: int,
-    counts_tokens: bool = True,
-) -> ExecutionPlan | None:
-    """Return the next plan in the fallback order after running out of memory; None: no more.
-
-    Args:
-        requested: The recipe's plan: a new mode starts with its rows and tokens.
-        modes: Activation modes, fastest first.
-        rows, tokens: Size of the largest current micro-batch.
-        counts_tokens: Whether rows have a length, which decides whether a device is busy.
-    """
-    later = modes[modes.index(plan.activations) + 1 :]
-    busy = plan.busy_tokens if counts_tokens else 0
-    if rows > 1 and (tokens / 2 >= busy or not later):
-        if plan.tokens is None:
-            return replace(plan, rows=_halved(plan.rows, rows))
-        # a single row may have more tokens than the limit
-        return replace(plan, tokens=_halved(plan.tokens, min(tokens, plan.tokens)))
-    if later:
-        return replace(plan, activations=later[0], rows=requested.rows, tokens=requested.tokens)
-    return None
-
-
-def _halved(limit: int, now: int) -> int:
-    """Halve a limit until it is below the current size."""
-    while limit >= now:
-        limit //= 2
-    return max(limit, 1)

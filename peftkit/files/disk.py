@@ -106,7 +106,7 @@ def check_space(folder: Path, num_bytes: int) -> None:
 def is_disk_full(error: Exception) -> bool:
     """Tell whether an error says that a disk is full, so that the same works once there is room."""
     if type(error) in (RunError, OutputError):  # not what quotes others' words
-        return bool(_OF_A_RUN.fullmatch(str(getattr(error, "asked", ""))))
+        return bool(_OF_A_RUN.fullmatch(str(getattr(error, "problem", ""))))
     is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
     return is_full or isinstance(error, DiskFullError)
 

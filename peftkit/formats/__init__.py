@@ -1,1 +1,1 @@
-"""Adapter files, as other tools write and read them."""
+"""Adapter files in the formats of other tools."""

@@ -1,4 +1,4 @@
-"""The model card: what an adapter is, how it was made, how to load it anywhere."""
+"""The model card: describes an adapter, its training, and how to load it with each tool."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from peftkit.model.roles import ALL_LINEAR
 from peftkit.quant.audit import Audit
 
 SMALL_REACH = 0.5
-"""all-linear is reported if it reaches less than this share of the base's matrices."""
+"""Share of the base's matrices below which all-linear gives a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """The facts of a card; whatever is not known is left out of it.
+    """The contents of a card; empty fields are left out.
 
     Attributes:
         title: First line.
         base: Hub id or path of the base.
-        facts: Rows of the table, name and value.
+        facts: Rows of the table: name to value.
         metrics: Name to value, from the last evaluation.
-        recipe: The YAML that made it.
-        usage: Heading and shell or Python lines of each way to load it.
-        notes: Warnings, a sentence each.
+        recipe: The recipe as YAML.
+        usage: Heading, language and code of each way to load it.
+        notes: Warnings, one sentence each.
     """
 
     title: str
@@ -58,13 +58,13 @@ def adapter_usage(
     command: str = "peftkit chat {folder}",
     purpose: Purpose = CAUSAL_LM,
 ) -> list[tuple[str, str, str]]:
-    """Return how an adapter is loaded in peftkit, PEFT and vLLM: heading, language, code.
+    """Return code that loads an adapter in peftkit, PEFT and vLLM: heading, language, code.
 
     Args:
         base: Hub id or path of the base.
-        rank: Of the adapter where vLLM serves it (`served_rank`), else 0.
-        command: What to do with it at the command line.
-        purpose: What the base is loaded for.
+        rank: The adapter's rank if vLLM serves it (`served_rank`), else 0.
+        command: A command line that uses it.
+        purpose: The purpose of the base.
     """
     model, auto_class = base or "BASE", purpose.auto_class
     labels = f", num_labels={len(purpose.head.labels)}" if purpose.head else ""
@@ -91,7 +91,7 @@ def adapter_usage(
 
 
 def render_card(card: Card) -> str:
-    """Return the card as Markdown with the front matter that model hubs read."""
+    """Return the card as Markdown, with the front matter of model hubs."""
     front = ["---", f"library_name: {card.library}", "tags:", "- peftkit"]
     if card.base and not card.base.startswith(("/", ".", "~")):
         front.insert(1, f"base_model: {card.base}")
@@ -115,12 +115,12 @@ def render_card(card: Card) -> str:
 
 
 def write_card(card: Card, folder: Path) -> None:
-    """Write the card into the folder of what it describes."""
+    """Write the card into a folder."""
     write_text(render_card(card), folder / CARD)
 
 
 def adapter_table(adapter: Adapter) -> Table:
-    """Return one row per kind of adapted layer: its roles, its name, how many, trained values."""
+    """Return one row per kind of adapted layer: roles, name, number of layers, trained values."""
     kinds: dict[tuple[str, str], tuple[int, int]] = {}
     for path, module in adapter.modules.items():
         kind = (", ".join(module.site.roles) or "-", path.rpartition(".")[2])
@@ -147,18 +147,18 @@ def small_reach(adapter: Adapter, base: Audit) -> str:
     """Return a warning if all-linear reaches less than half of the base's matrices; else "".
 
     Args:
-        base: Of the model without the adapter.
+        base: The audit of the model without the adapter.
     """
     targets = adapter.method.targets
     requested = [targets] if isinstance(targets, str) else targets
-    modules = adapter.own.values()
+    modules = adapter.method_modules.values()
     reached = sum(shape.numel() for module in modules for shape in _matrices(module))
     share = reached / max(base.num_in_matrices, 1)
     if ALL_LINEAR not in requested or share >= SMALL_REACH:
         return ""
     return (
         f"{ALL_LINEAR} reaches {share:.0%} of the values in this base's matrices: the rest is in "
-        "parameters of no form known here. peftkit inspect shows what was found."
+        "parameters of an unknown form. peftkit inspect lists the recognised layers."
     )
 
 
@@ -179,11 +179,11 @@ def training_card(
     recipe: str,
     usage: Sequence[tuple[str, str, str]],
 ) -> Card:
-    """Return the card of an adapter that was trained.
+    """Return the card of a trained adapter.
 
     Args:
-        data: What it was trained on, in words. usage: Code that uses it, by tool.
-        recipe: As YAML.
+        data: Description of the training data. usage: Code that loads the adapter, by tool.
+        recipe: The recipe as YAML.
     """
     share = adapter.num_trainable / base.audit.num_parameters
     refused = refused_by_peft(adapter)

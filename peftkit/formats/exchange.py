@@ -21,8 +21,8 @@ from torch import nn
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location, locate
 from peftkit.base.new_tokens import grow, restore_tokens, saved_tokens
-from peftkit.base.purpose import rope_notice
 from peftkit.base.request import DTYPES
+from peftkit.base.rope import rope_notice
 from peftkit.base.skeleton import hollow, skeleton
 from peftkit.errors import AdapterError, first_few
 from peftkit.events import Listener, Notice, Saved, Stage, ignore
@@ -38,14 +38,15 @@ from peftkit.formats.folders import (
     new_adapter_folder,
 )
 from peftkit.formats.gguf.header import read_header
-from peftkit.formats.guard import check_safetensors, read_json, what_is
+from peftkit.formats.guard import check_safetensors, file_kind, read_json
 from peftkit.formats.mlx import MLX_TENSORS, read_mlx
 from peftkit.formats.open_adapter import task_of
-from peftkit.formats.peft.folder import load_adapter, read_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter, read_adapter
 from peftkit.formats.peft.low_rank import LowRank, misfits, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.peft.targets import shortest_endings
-from peftkit.methods.lora import check_layout
+from peftkit.methods.lora_format import check_layout
 from peftkit.model.places import is_conv1d, is_linear
 from peftkit.tasks.media.media_text import MediaTextConfig
 
@@ -227,7 +228,7 @@ def recognise(path: Path) -> Foreign:
     if not path.exists():
         raise AdapterError(message, found="There is no such file or folder.")
     file = path if path.is_file() else _only_file(path, message)
-    kind = what_is(file)
+    kind = file_kind(file)
     if kind == GGUF:
         return Foreign("gguf", file.parent, file)
     names = list(check_safetensors(file).tensors)

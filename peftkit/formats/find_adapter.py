@@ -1,6 +1,6 @@
-"""Where an adapter is: a folder on this machine, or a repository on the hub.
+"""The location of an adapter: a folder on this machine, or a repository on the hub.
 
-Only names of files are looked at, without torch, so that a misspelt path is answered at once.
+Only file names are checked, without importing torch, to report misspelt paths immediately.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ from peftkit.formats.folders import CONFIG, TENSORS, is_hub_id
 
 
 def adapter_folder(adapter: str | Path) -> Path:
-    """Return the folder of an adapter; one on the hub is fetched first.
+    """Return the folder of an adapter; an adapter on the hub is downloaded first.
 
     Raises:
-        AdapterError: There is no such folder or no adapter in it; or the hub does not have it, or
-            does not answer.
+        AdapterError: The folder does not exist or has no adapter, or the download fails.
     """
     text = str(adapter)
     folder = Path(text).expanduser()
     if folder.name in (CONFIG, TENSORS):
         folder = folder.parent
-    right = f"Give the folder that holds {CONFIG}."
+    right = f"Use the folder that holds {CONFIG}."
     if is_hub_id(text):
         from peftkit.formats.hub import fetch
 
-        message = f"there is no folder {text!r} here, and the adapter {text} cannot be had"
+        message = f"there is no folder {text!r}, and the adapter {text} cannot be downloaded"
         return fetch(text, f"{message} from the hub").folder
     if not folder.exists():
         raise AdapterError(
@@ -41,11 +40,11 @@ def adapter_folder(adapter: str | Path) -> Path:
         if checkpoints:
             newest = max(checkpoints, key=lambda path: int(path.name.rpartition("-")[2]))
             right = (
-                "The run has not finished: go on with peftkit train RECIPE.yaml --resume "
-                f"--out {folder}; or give a checkpoint, such as {newest}."
+                "The run has not finished: resume it with peftkit train RECIPE.yaml --resume "
+                f"--out {folder}; or use a checkpoint, such as {newest}."
             )
         elif inside:
-            right = f"Give one of the adapters in it: {first_few(inside, 8, ', ')}"
+            right = f"Use one of the adapters in it: {first_few(inside, 8, ', ')}"
         elif "checkpoints" in names:
             right = "The run ended before it saved a step: train again, without --resume."
         raise AdapterError(

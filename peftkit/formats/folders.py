@@ -1,4 +1,4 @@
-"""Names of an adapter's files and of repositories on a hub; new folders, written atomically."""
+"""File names of adapters, names of repositories on a hub, and atomically written folders."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NOTES = "peftkit.json"
 CARD = "README.md"
 RECIPE = "recipe.yaml"
 SWEEP = "sweep.json"
-"""Members of a sweep and what became of them, in its folder."""
+"""Members of a sweep and their states, in the sweep's folder."""
 RUN_FILES = ("checkpoints", RECIPE, "metrics.jsonl")
-"""Files of a training run that would not fit another adapter."""
+"""Files of a training run that do not belong to any other adapter."""
 ORIGIN = "pulled.json"
-"""Records where an adapter was pulled from: its recipe.yaml came with it, and is no run's."""
+"""Record of a pulled adapter's source; its recipe.yaml was pulled too, not written by a run."""
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -32,19 +32,19 @@ TOKENIZER_FILES = (
 )
 """Saved with an adapter that has new tokens."""
 START = "start.safetensors"
-"""The tensors that an adapter began with, for losses that compare it with its start."""
+"""Initial tensors of an adapter, for losses that compare it with its start."""
 ADAPTER_FILES = (
     *(TENSORS, "adapters.safetensors", START, NOTES),
     *(CARD, RECIPE, ORIGIN, *TOKENIZER_FILES),
 )
-"""Files of an adapter in any format, which a new one replaces."""
+"""Files of an adapter in any format, which a new adapter replaces."""
 RECORDS = (
     *("run.json", "metrics.jsonl", "samples.jsonl", "answers.jsonl", "tasks.json"),
     *("report.html", "diagnosis.json", "teacher_answers.jsonl"),
 )
-"""What a run writes before its adapter, and what is measured of it later."""
+"""Files of a run besides the adapter: logs, samples, reports and later evaluations."""
 OVERWRITTEN = "overwritten"
-"""A folder in that of a run, with the adapter that it replaces, until its own is saved."""
+"""Subfolder of a run with the previous adapter, until the run saves its adapter."""
 
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
@@ -53,7 +53,7 @@ _MAX_LENGTH = 96
 
 
 class HubId(NamedTuple):
-    """A repository, and its branch, tag or commit; None is the main branch."""
+    """A repository, and its branch, tag or commit; None means the main branch."""
 
     repo: str
     revision: str | None = None
@@ -63,22 +63,22 @@ def parse_hub_id(text: str) -> HubId:
     """Read USER/NAME or USER/NAME@REVISION.
 
     Raises:
-        AdapterError: It is neither.
+        AdapterError: The text has neither form.
     """
     match = _ID.fullmatch(text)
     if not match or ".." in text or "--" in match["repo"] or len(match["repo"]) > _MAX_LENGTH:
         raise AdapterError(
             f"{text!r} is not the name of a repository on the hub",
             found="A name is USER/NAME of letters, digits and single - _ . between them.",
-            fix="Write it as on its page: USER/NAME, or USER/NAME@REVISION.",
+            fix="Copy it from its page: USER/NAME, or USER/NAME@REVISION.",
         )
     return HubId(match["repo"], match["revision"])
 
 
 def is_hub_id(text: str) -> bool:
-    """True if this names a hub repository rather than a path.
+    """Return whether a text names a hub repository rather than a path.
 
-    An existing path is a path; so is one whose first folder exists, which is then misspelt.
+    An existing path is a path. If only its first folder exists, it is a misspelt path.
     """
     if not _ID.fullmatch(text) or ".." in text:
         return False
@@ -94,7 +94,7 @@ def new_adapter_folder(out: Path, *, force: bool, sources: Sequence[Path] = ()) 
         sources: Folders to read from; none of them may be `out`.
 
     Raises:
-        OutputError: `out` is taken, or cannot be written to.
+        OutputError: `out` exists and may not be replaced, or cannot be written.
     """
     check_free(out, force=force, sources=sources)
     with new_folder(out, last=CONFIG, replaced=lambda name: name in ADAPTER_FILES) as folder:
@@ -102,10 +102,10 @@ def new_adapter_folder(out: Path, *, force: bool, sources: Sequence[Path] = ()) 
 
 
 def check_free(out: Path, *, force: bool, sources: Sequence[Path] = ()) -> None:
-    """Refuse a folder that is taken; called before the work, not after it.
+    """Check, before any work, that an adapter may be written to a folder.
 
     Raises:
-        OutputError: `out` is a file, is a source, or holds something that may not be replaced.
+        OutputError: `out` is a file, is a source, or holds files that may not be replaced.
     """
     message = f"cannot write an adapter to {out}"
     other = "Choose another folder."
@@ -118,27 +118,23 @@ def check_free(out: Path, *, force: bool, sources: Sequence[Path] = ()) -> None:
     names = sorted(path.name for path in out.iterdir())
     if not names:
         return
-    if CONFIG not in names or (run := _left_by_run(names)):
-        held = first_few(names, 5, ", ")
+    run = [n for n in RUN_FILES if n in names and not (ORIGIN in names and n == RECIPE)]
+    if CONFIG not in names or run:
+        files = first_few(names, 5, ", ")
         if CONFIG in names:
-            held = "a training run's " + ", ".join(run)
-        raise OutputError(message, found=f"It holds {held}.", fix=other)
+            files = "a training run's " + ", ".join(run)
+        raise OutputError(message, found=f"It holds {files}.", fix=other)
     if not force:
         raise OutputError(
             message, found="It holds an adapter.", fix="Choose another folder, or add --force."
         )
 
 
-def _left_by_run(names: Sequence[str]) -> list[str]:
-    pulled = ORIGIN in names
-    return [n for n in RUN_FILES if n in names and not (pulled and n == RECIPE)]
-
-
 def set_aside(folder: Path) -> Path | None:
-    """Move the adapter of an earlier run, and its records, to `overwritten`; return that folder.
+    """Move the adapter and the records of an earlier run to `overwritten`; return that folder.
 
-    None: there is no adapter, and the records of the run that did not finish are deleted. What an
-    earlier call has set aside stays then, so that the last adapter is kept until there is another.
+    Without an adapter, delete the records of the unfinished run and return None. Files that an
+    earlier call moved stay: the last adapter is kept until there is a new one.
 
     Raises:
         OutputError: A file cannot be moved.
@@ -149,13 +145,13 @@ def set_aside(folder: Path) -> Path | None:
             for name in RECORDS:
                 (folder / name).unlink(missing_ok=True)
             return None
-        if (folder / TENSORS).exists():  # else an earlier call was cut short, and goes on
+        if (folder / TENSORS).exists():  # otherwise continue an interrupted call
             shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(exist_ok=True)
-        # the tensors first: without them the folder is refused by every command
+        # tensors first: every command refuses a folder without them
         for name in (TENSORS, NOTES, START, *TOKENIZER_FILES, CARD, ORIGIN, *RECORDS):
             _move(folder / name, aside)
-        # a copy: `peftkit distill` has written it anew
+        # a copy: `peftkit distill` has already written the new recipe
         with contextlib.suppress(FileNotFoundError):
             shutil.copyfile(folder / RECIPE, aside / RECIPE)
         _move(folder / CONFIG, aside)
@@ -176,5 +172,5 @@ def _move(path: Path, folder: Path) -> None:
 
 
 def forget_overwritten(folder: Path) -> None:
-    """Delete what `set_aside` kept, once the new adapter is saved."""
+    """Delete the adapter that `set_aside` kept, after the new one is saved."""
     shutil.rmtree(folder / OVERWRITTEN, ignore_errors=True)

@@ -1,7 +1,8 @@
 """Checks of untrusted adapter files, before any other code reads them.
 
-Nothing is unpickled or imported. A file's kind is recognised, its header is checked in bounded time
-and memory, and its tensors' names, dtypes and sizes are checked against what an adapter can hold.
+Nothing is unpickled or imported. The checks recognise a file's kind, read its header in bounded
+time and memory, and compare the names, dtypes and sizes of its tensors with the limits for
+adapters.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,512}")
 
 SAFETENSORS = "safetensors"
-UNKNOWN = "a binary file of no kind known here"
+UNKNOWN = "a binary file of an unknown kind"
 PICKLE = "a pickle"
 TORCH_ARCHIVE = "a torch.save archive (a zip with a pickle in it)"
 LFS_POINTER = "a git-lfs pointer"
@@ -50,10 +51,10 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
 
 
 def instead_of_pickle(name: str) -> str:
-    """Return what to do about a pickle: a command that reads its tensors and nothing else."""
+    """Return advice for a pickle: a command that reads only its tensors."""
     return (
-        "A pickle can run code when it is read, so it is not opened: ask for safetensors. This "
-        "line, run in the folder, reads tensors and nothing else:\n"
+        "A pickle can run code when it is read, so it is not opened: use safetensors. This line, "
+        "run in the folder, converts the tensors without running code:\n"
         'python -c "import torch; from safetensors.torch import save_file; '
         f"save_file(torch.load('{name}', weights_only=True), 'adapter_model.safetensors')\""
     )
@@ -62,19 +63,19 @@ def instead_of_pickle(name: str) -> str:
 _FIXES = {
     PICKLE: instead_of_pickle("adapter_model.bin"),
     TORCH_ARCHIVE: instead_of_pickle("adapter_model.bin"),
-    LFS_POINTER: "The file itself was not fetched: run 'git lfs pull', or download it again.",
-    WEB_PAGE: "A download failed and kept the error page: download it again (logged in?).",
+    LFS_POINTER: "The file itself was not downloaded: run 'git lfs pull', or download it again.",
+    WEB_PAGE: "It is the error page of a failed download: download it again (logged in?).",
 }
 
 
-def what_is(path: Path) -> str:
-    """Return in a few words what kind of file this is, judged by its first bytes."""
+def file_kind(path: Path) -> str:
+    """Return a short description of a file's kind, by its first bytes."""
     with disk.open_regular(path) as file:
         head = file.read(4096)
         size = file.seek(0, 2)
     if not head:
         return "an empty file"
-    # first, since the length of a header can look like any other file's beginning
+    # first: the length of a header can look like the start of another kind
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
         return SAFETENSORS
     for magic, name in _MAGIC:
@@ -102,7 +103,7 @@ def check_safetensors(path: Path) -> Header:
     """Return the checked header of an adapter's tensor file.
 
     Raises:
-        AdapterError: Says what the file is instead, or what is wrong with its header or a tensor.
+        AdapterError: The file is of another kind, or its header or a tensor is invalid.
     """
     with _checked(path) as file:
         return file.header
@@ -112,7 +113,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return an adapter's tensors, on the CPU, checked, all of them finite.
 
     Raises:
-        AdapterError: As `check_safetensors`; or names the tensors that hold NaN or Infinity.
+        AdapterError: As `check_safetensors`, or tensors hold NaN or Infinity.
     """
     with _checked(path) as file:
         tensors = {name: file.tensor(name) for name in file.header.tensors}
@@ -121,12 +122,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def check_finite(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raise AdapterError, naming the file and a tensor, where one holds NaN or Infinity."""
+    """Raise AdapterError, naming the file and a tensor, if a tensor holds NaN or Infinity."""
     if bad := non_finite(tensors):
         raise AdapterError(
             f"cannot use {path}",
-            found=f"{len(bad)} of {len(tensors)} tensors hold NaN or Infinity, as {bad[0]}",
-            fix="Its training diverged: take an earlier checkpoint.",
+            found=f"{len(bad)} of {len(tensors)} tensors hold NaN or Infinity, such as {bad[0]}.",
+            fix="Its training diverged: use an earlier checkpoint.",
         )
 
 
@@ -134,9 +135,9 @@ def read_json(path: Path, *, max_bytes: int = disk.MAX_JSON_BYTES) -> dict[str, 
     """Read an adapter's JSON file, strictly; see `peftkit.files.strict_json`.
 
     Raises:
-        AdapterError: Says what the file is instead, or where it is not strict JSON.
+        AdapterError: The file is of another kind, or is not strict JSON.
     """
-    kind = what_is(path)
+    kind = file_kind(path)
     if kind in _FIXES:
         raise AdapterError(f"cannot read {path} as JSON", found=f"It is {kind}.", fix=_FIXES[kind])
     return disk.read_json(path, max_bytes=max_bytes)
@@ -145,9 +146,9 @@ def read_json(path: Path, *, max_bytes: int = disk.MAX_JSON_BYTES) -> dict[str, 
 @contextlib.contextmanager
 def _checked(path: Path) -> Iterator[TensorFile]:
     message = f"cannot read {path} as safetensors"
-    kind = what_is(path)
+    kind = file_kind(path)
     if kind not in (SAFETENSORS, UNKNOWN):
-        fix = _FIXES.get(kind, "Give an adapter saved as safetensors.")
+        fix = _FIXES.get(kind, "Use an adapter saved as safetensors.")
         raise AdapterError(message, found=f"It is {kind}.", fix=fix)
     with open_tensors(path, max_header_bytes=MAX_HEADER_BYTES) as file:
         tensors = file.header.tensors

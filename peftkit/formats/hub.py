@@ -1,6 +1,6 @@
-"""Adapters on a model hub: pushed and pulled in one commit, and checked both times.
+"""Adapters on a model hub: pushed in one commit, pulled from one, and checked both times.
 
-Only the files of an adapter are transferred, whatever else the folder or repository holds.
+Only the files of an adapter are transferred; other files of the folder or repository are ignored.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from peftkit.formats.folders import (
     parse_hub_id,
 )
 from peftkit.formats.guard import MAX_PAYLOAD_BYTES, check_safetensors, read_tensors
-from peftkit.formats.peft.folder import AdapterFile, read_adapter
+from peftkit.formats.peft.load import AdapterFile, read_adapter
 from peftkit.formats.serving import served_rank
 
 FILES = (CONFIG, TENSORS, CARD, NOTES, START, "recipe.yaml", *TOKENIZER_FILES)
@@ -86,13 +86,13 @@ def push_adapter(
     """Upload an adapter folder in a single commit.
 
     Args:
-        folder: Of an adapter; a run's checkpoints and metrics stay where they are.
-        name: USER/NAME; created if it does not exist.
-        private: Of a repository that is created. One that exists and is public is refused.
+        folder: An adapter folder; a run's checkpoints and metrics are not uploaded.
+        name: USER/NAME; the repository is created if it does not exist.
+        private: Whether a new repository is private. An existing public repository is refused.
 
     Raises:
-        AdapterError: No adapter there, or a damaged one; the name is invalid.
-        OutputError: No network, not logged in, or no right to write there. Nothing was changed.
+        AdapterError: The adapter is missing or damaged, or the name is invalid.
+        OutputError: There is no network, no login, or no right to write. Nothing was changed.
     """
     target = parse_hub_id(name)
     message = f"cannot push {folder} to {name}"
@@ -115,7 +115,7 @@ def push_adapter(
         if not api.token and get_token() is None:
             raise OutputError(message, found="You are not logged in.", fix=_LOG_IN)
         existing, parent = _prepared(api, target.repo, private, message)
-        done = api.create_commit(
+        commit = api.create_commit(
             target.repo,
             [
                 *(CommitOperationAdd(name, source) for name, source in uploads.items()),
@@ -124,18 +124,18 @@ def push_adapter(
             commit_message="Upload an adapter with peftkit",
             parent_commit=parent,
         )
-    return Pushed(str(done.commit_url), str(done.oid), tuple(uploads))
+    return Pushed(str(commit.commit_url), str(commit.oid), tuple(uploads))
 
 
 def _checked(folder: Path) -> AdapterFile:
-    """Read all of an adapter folder, so that no damaged one is pushed or pulled."""
+    """Read an adapter folder completely, to refuse damaged ones."""
     file = read_adapter(folder)
     read_tensors(folder / TENSORS)
     return file
 
 
 def _uploads(file: AdapterFile, repo: str) -> dict[str, str | bytes]:
-    """Return the files that go up; the card is written for a folder that has none."""
+    """Return the files to upload; a folder without a card gets one."""
     uploads: dict[str, str | bytes] = {
         name: str(file.folder / name) for name in FILES if (file.folder / name).is_file()
     }
@@ -150,7 +150,7 @@ def _uploads(file: AdapterFile, repo: str) -> dict[str, str | bytes]:
 def _prepared(
     api: HfApi, repo: str, private: bool, message: str
 ) -> tuple[Sequence[str], str | None]:
-    """Make sure that the repository is there; return its files and its newest commit."""
+    """Create the repository if needed; return its files and its newest commit."""
     try:
         info = api.model_info(repo)
     except RepositoryNotFoundError:
@@ -168,16 +168,16 @@ def _prepared(
 def pull_adapter(
     name: str, out: str | Path, *, force: bool = False, on_event: Listener = ignore
 ) -> Pulled:
-    """Download an adapter into a folder of its own, with a record of the commit.
+    """Download an adapter into a new folder, with a record of the commit.
 
     Args:
         name: USER/NAME or USER/NAME@REVISION.
         force: Replace the adapter in that folder.
 
     Raises:
-        AdapterError: No such repository, no right to read it, no network, or it holds no adapter
-            that could be used.
-        OutputError: The folder is taken or not writable.
+        AdapterError: There is no such repository, no right to read it, no network, or no usable
+            adapter in it.
+        OutputError: The folder exists or is not writable.
     """
     out = Path(out).expanduser()
     with new_adapter_folder(out, force=force) as folder:
@@ -193,7 +193,7 @@ def pull_adapter(
 
 
 def fetch(name: str, message: str = "", *, on_event: Listener = ignore) -> Pulled:
-    """Download an adapter into the hub's cache and check it; offline, find it there."""
+    """Download an adapter into the hub's cache and check it; offline, use the cached copy."""
     message = message or f"cannot get the adapter {name}"
     hub_id, commit = parse_hub_id(name), None
     with _translating(message, AdapterError):
@@ -213,32 +213,34 @@ def fetch(name: str, message: str = "", *, on_event: Listener = ignore) -> Pulle
                 )
             )
         if commit not in (None, folder.name):
-            raise AdapterError(message, found="It has changed in the meantime.", fix="Try again.")
+            raise AdapterError(
+                message, found="The repository changed in the meantime.", fix="Try again."
+            )
     check_safetensors(folder / TENSORS)
     read_adapter(folder)
     return Pulled(folder, hub_id.repo, folder.name)
 
 
 def _check_listing(sizes: dict[str, int | None], message: str) -> None:
-    """Refuse a repository, judged by the names and sizes of its files."""
+    """Refuse a repository by the names and sizes of its files."""
     for name in sizes:
         parts = PurePosixPath(name).parts
         windows = PureWindowsPath(name)
         if ".." in parts or name.startswith("/") or windows.drive or "\\" in name or "\0" in name:
             raise AdapterError(
                 message,
-                found=f"The repository lists a file {shown(name)}.",
+                found=f"The repository contains a file {shown(name)}.",
                 fix="This name points outside the folder: do not use this repository.",
             )
     missing = [name for name in NEEDED if name not in sizes]
     if missing:
         has = first_few(sorted(sizes), 8, ", ") or "nothing"
         pickled = any(name.endswith((".bin", ".pt", ".pth")) for name in sizes)
-        fix = "Give a repository of a PEFT adapter."
+        fix = "Use a repository of a PEFT adapter."
         if CONFIG in sizes and pickled:
-            fix = "A pickle can run code when it is read: ask its owner for safetensors."
+            fix = "A pickle can run code when it is read: request safetensors from its owner."
         elif "config.json" in sizes:
-            fix = "That is a whole model, not an adapter: name it as a base."
+            fix = "It is a full model, not an adapter: use it as a base."
         raise AdapterError(message, found=f"It has no {missing[0]}; it holds {has}.", fix=fix)
     for name in FILES:
         limit = _MAX_BYTES.get(name, _MAX_TEXT_BYTES)
@@ -250,25 +252,29 @@ def _api() -> HfApi:
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
 
 
-_REACH = "Check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses what was fetched before."
+_REACH = "Check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses earlier downloads."
 _REASONS: tuple[tuple[type[Exception], str, str], ...] = (
-    (OfflineModeIsEnabled, "HF_HUB_OFFLINE is set.", "Unset it, or give a folder of this machine."),
+    (OfflineModeIsEnabled, "HF_HUB_OFFLINE is set.", "Unset it, or use a folder on this machine."),
     (
         LocalEntryNotFoundError,
         "It is not in the cache of this machine, and the hub cannot be reached.",
         _REACH,
     ),
-    (GatedRepoError, "Its owner lets people in on request.", f"Ask on its page. {_LOG_IN}"),
+    (
+        GatedRepoError,
+        "Access requires its owner's approval.",
+        f"Request access on its page. {_LOG_IN}",
+    ),
     (RevisionNotFoundError, "The repository has no such revision.", "See its page for branches."),
     (
         RepositoryNotFoundError,
-        "There is no such repository, or it is private and you may not see it.",
+        "The repository does not exist, or it is private and you have no access.",
         f"Check the name. {_LOG_IN}",
     ),
 )
 _STATUS = {
     401: f"The token is not valid. {_LOG_IN}",
-    403: "Your token has no right to do this: make one that may write, and log in with it.",
+    403: "Your token has no write access: create one that has, and log in with it.",
     409: "Someone else changed the repository meanwhile: try again.",
     412: "Someone else changed the repository meanwhile: try again.",
     429: "Too many requests: wait a few minutes.",
@@ -282,7 +288,7 @@ def _translating(message: str, error: type[PeftkitError]) -> Iterator[None]:
     except PeftkitError:
         raise
     except Exception as problem:
-        # an upload's own error comes as the cause of a RuntimeError
+        # huggingface_hub wraps errors of an upload in a RuntimeError
         cause = problem.__cause__ if type(problem) is RuntimeError else None
         raise _translated(cause or problem, message, error) from problem
 
@@ -290,20 +296,20 @@ def _translating(message: str, error: type[PeftkitError]) -> Iterator[None]:
 def _translated(
     problem: BaseException, message: str, error: type[PeftkitError]
 ) -> PeftkitError | BaseException:
-    """Return the error to raise; one that is not about the hub is returned unchanged."""
+    """Return the error to raise; errors that do not concern the hub are returned unchanged."""
     for kind, reason, fix in _REASONS:
         if isinstance(problem, kind):
             return error(message, found=reason, fix=fix)
     if isinstance(problem, HfHubHTTPError):
         status = getattr(problem.response, "status_code", 0)
-        answer = problem.server_message or str(problem).partition("\n")[0]
+        response = problem.server_message or str(problem).partition("\n")[0]
         fix = _STATUS.get(status, "Try again later." if status >= 500 else "")
-        return error(message, found=f"The hub answered {status}: {answer}", fix=fix)
+        return error(message, found=f"The hub answered {status}: {response}", fix=fix)
     if getattr(problem, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         return RunError(message, found=str(problem), fix="Make room on the disk.")
     if isinstance(problem, (errors.HTTPError, OSError)):  # type: ignore[attr-defined] # its client's
         reason = f"The hub cannot be reached: {problem or type(problem).__name__}"
         return error(message, found=reason, fix=_REACH)
-    if isinstance(problem, ValueError):  # the library's own checks, as of the card's front matter
+    if isinstance(problem, ValueError):  # the library's checks, such as on the card's front matter
         return error(message, found=str(problem))
     return problem

@@ -1,8 +1,8 @@
-"""Adapter folders of mlx-lm, written and read.
+"""Reads and writes adapter folders of mlx-lm.
 
-adapters.safetensors holds `<module>.lora_a` (in, r), `<module>.lora_b` (r, out) and, of DoRA,
-`<module>.m` (out,); a layer computes y + scale * (x @ a) @ b, with one rank and one scale for all
-of them, from `lora_parameters` of adapter_config.json
+adapters.safetensors holds `<module>.lora_a` (in, r), `<module>.lora_b` (r, out) and, for DoRA,
+`<module>.m` (out,). A layer computes y + scale * (x @ a) @ b; all layers share one rank and one
+scale, from `lora_parameters` of adapter_config.json
 (https://github.com/ml-explore/mlx-lm, mlx_lm/tuner/utils.py: load_adapters).
 """
 
@@ -23,7 +23,7 @@ from peftkit.files.disk import write_json
 from peftkit.files.tensors import write_tensors
 from peftkit.formats.folders import CONFIG, new_adapter_folder
 from peftkit.formats.guard import read_json, read_tensors
-from peftkit.formats.peft.folder import AdapterFile
+from peftkit.formats.peft.load import AdapterFile
 from peftkit.formats.peft.low_rank import LowRank, by_module, read_low_rank, uniform
 
 MLX_TENSORS = "adapters.safetensors"
@@ -37,8 +37,8 @@ def export_mlx(
     """Write an adapter folder that mlx-lm reads.
 
     Raises:
-        AdapterError: It adapts modules that mlx-lm lacks, or names differently.
-        OutputError: `out` is taken or cannot be written.
+        AdapterError: It adapts modules that mlx-lm lacks or names differently.
+        OutputError: `out` exists or cannot be written.
     """
     with new_adapter_folder(out, force=force, sources=[source]) as folder:
         file, modules = read_low_rank(source)
@@ -58,7 +58,7 @@ def export_mlx(
         config = {
             "fine_tune_type": "dora" if has_magnitude else "lora",
             "model": name,
-            "num_layers": -1,  # all of them
+            "num_layers": -1,  # all layers
             "lora_parameters": {
                 "rank": rank,
                 "scale": scaling,
@@ -79,11 +79,11 @@ def _check_names(file: AdapterFile, modules: Mapping[str, LowRank]) -> None:
             found="its base has Conv1D layers (GPT-2), which mlx-lm names differently",
             fix="Merge it into its base, and convert that: peftkit merge ADAPTER --out DIR",
         )
-    strange = sorted(path for path in modules if not _BLOCK.fullmatch(path))
-    if strange:
+    unsupported = sorted(path for path in modules if not _BLOCK.fullmatch(path))
+    if unsupported:
         raise AdapterError(
             message,
-            found=first_few((f"{p} is not in model.layers" for p in strange), 8),
+            found=first_few((f"{p} is not in model.layers" for p in unsupported), 8),
             fix="Train it without these targets, or merge it: peftkit merge ADAPTER --out DIR",
         )
 
@@ -92,7 +92,7 @@ def read_mlx(folder: Path, tensors_name: str = MLX_TENSORS) -> dict[str, LowRank
     """Read an adapter of mlx-lm: module path to update.
 
     Raises:
-        AdapterError: Not such an adapter; lists every tensor that is missing or misshapen.
+        AdapterError: The folder has another format; lists every missing or misshapen tensor.
     """
     rank, scale, is_dora = _parameters(folder)
     names = (_A, _B, _M) if is_dora else (_A, _B)
@@ -110,13 +110,13 @@ def read_mlx(folder: Path, tensors_name: str = MLX_TENSORS) -> dict[str, LowRank
         raise AdapterError(
             f"the tensors of {folder / tensors_name} do not match its config",
             found="\n".join(problems) or "it has none",
-            fix="Get the adapter again; experts and embeddings cannot be imported.",
+            fix="Download the adapter again; experts and embeddings cannot be imported.",
         )
     return modules
 
 
 def _parameters(folder: Path) -> tuple[int, float, bool]:
-    """Return rank, scale, and whether it is DoRA."""
+    """Return the rank, the scale, and whether the adapter is DoRA."""
     config = read_json(folder / CONFIG)
     message = f"cannot read {folder} as an adapter of mlx-lm"
     kind: Any = config.get("fine_tune_type", "dora" if config.get("use_dora") else "lora")
@@ -133,7 +133,7 @@ def _parameters(folder: Path) -> tuple[int, float, bool]:
     if type(rank) is not int or rank < 1 or type(scale) not in (int, float) or not scale > 0:
         raise AdapterError(
             message,
-            found=f"lora_parameters says rank {rank!r}, scale {scale!r}",
+            found=f"lora_parameters has rank {rank!r}, scale {scale!r}",
             fix="It needs a positive rank and a positive scale, as mlx-lm writes them.",
         )
     return rank, float(scale), kind == "dora"

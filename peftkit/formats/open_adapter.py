@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from peftkit.adapter import Adapter
+from peftkit.base.heads import unnamed
 from peftkit.base.load import Base, load_base
 from peftkit.base.new_tokens import restore_tokens
-from peftkit.base.purpose import unnamed
 from peftkit.config.schema import from_dict
-from peftkit.data.encode import Style, default_style
+from peftkit.data.generation import default_style
+from peftkit.data.style import Style
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, Notice, Stage, ignore
 from peftkit.files.disk import sha256_of
@@ -27,16 +28,11 @@ from peftkit.files.tensors import read_tensors
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.folders import CONFIG, NOTES, START, TENSORS
 from peftkit.formats.guard import check_safetensors
-from peftkit.formats.peft.folder import (
-    AdapterFile,
-    load_adapter,
-    named_tensors,
-    read_adapter,
-)
+from peftkit.formats.peft.load import AdapterFile, load_adapter, named_tensors, read_adapter
 from peftkit.formats.peft.low_rank import A, B, layers_of, read_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.base import Method
-from peftkit.model.modes import SideAdapter
+from peftkit.model.side_adapter import SideAdapter
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.media.media_text import MediaTextConfig
 from peftkit.tasks.table import TASKS

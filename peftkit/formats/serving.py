@@ -1,7 +1,7 @@
-"""PEFT folders for other programs; for inference servers (vLLM 0.33; LoRAX reads the same).
+"""PEFT folders for other programs and for inference servers (vLLM 0.33; LoRAX reads the same).
 
-vLLM takes plain LoRA on linear layers, up to a maximum rank set when it starts. It refuses anything
-else when the adapter is loaded, perhaps in production; here it is refused beforehand.
+vLLM serves plain LoRA on linear layers, up to a maximum rank set at startup. It refuses any other
+adapter when it loads it, perhaps in production; these checks refuse it beforehand.
 Source: vllm/lora/peft_helper.py, vllm/lora/utils.py, vllm/config/lora.py.
 """
 
@@ -28,13 +28,20 @@ from peftkit.formats.folders import (
     new_adapter_folder,
 )
 from peftkit.formats.guard import check_safetensors, read_json, read_tensors
-from peftkit.formats.peft.folder import AdapterFile, read_adapter
-from peftkit.formats.peft.low_rank import A, B, own_targets, read_low_rank, save_low_rank, uniform
+from peftkit.formats.peft.load import AdapterFile, read_adapter
+from peftkit.formats.peft.low_rank import (
+    A,
+    B,
+    read_low_rank,
+    rewritten_targets,
+    save_low_rank,
+    uniform,
+)
 from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM's --max-lora-rank takes."""
+"""Values that vLLM's --max-lora-rank accepts."""
 
 _MERGE = "merge it into its base and serve that: peftkit merge ADAPTER --out DIR"
 _NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
@@ -50,23 +57,23 @@ _NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
     "target_parameters": (),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga"),
 }
-"""Config fields that must be empty or one of these."""
+"""Config field -> allowed nonempty values."""
 
 
 def max_lora_rank(rank: int) -> int:
-    """Return the smallest --max-lora-rank that vLLM can be started with for a rank."""
+    """Return the smallest --max-lora-rank of vLLM for a rank."""
     return next(limit for limit in MAX_LORA_RANKS if limit >= rank)
 
 
 def vllm_serve(base: str, rank: int, *modules: str) -> str:
-    """Return how vLLM serves adapters, each as NAME=FOLDER, of ranks up to this one."""
-    named = " ".join(map(quote, modules))
+    """Return the vLLM command that serves adapters NAME=FOLDER with ranks up to `rank`."""
+    quoted = " ".join(map(quote, modules))
     limit = max_lora_rank(rank)
-    return f"vllm serve {base} --enable-lora --max-lora-rank {limit} --lora-modules {named}"
+    return f"vllm serve {base} --enable-lora --max-lora-rank {limit} --lora-modules {quoted}"
 
 
 def served_rank(method: Method) -> int:
-    """Return the largest rank of a method's layers; 0 where vLLM does not serve its adapters."""
+    """Return the largest rank of a method's layers; 0 if vLLM does not serve its adapters."""
     if type(method) is not LoRA or method.train_fully or method.token_rows:
         return 0
     rank = max([method.rank, *method.rank_pattern.values()])
@@ -77,13 +84,13 @@ def served_over(stored: str) -> str:
     """Return a note on serving an adapter over a base with quantised files.
 
     Args:
-        stored: The base's format, as recorded in `Provenance.loading`.
+        stored: The base's format as recorded in `Provenance.loading`.
     """
-    note = f"It was trained over the bits of its base ({stored}): serve it over that repository."
+    note = f"It was trained over the quantised base ({stored}): serve it over the same repository."
     if stored.startswith("gptq") and "with zeros" in stored:
         note += " vLLM does not serve GPTQ with zeros; it serves AWQ and compressed-tensors."
     elif ROUNDED in stored:
-        note += " vLLM rounds the inputs of its layers to 8 bits or fewer too, unlike training."
+        note += " Unlike training, vLLM also rounds the inputs of layers to 8 bits or fewer."
     else:
         note += " vLLM computes with the same weights; take its --dtype from the base's config."
     return note
@@ -92,7 +99,7 @@ def served_over(stored: str) -> str:
 def export_peft(
     source: Path, out: Path, *, base: str | None, dtype: str, force: bool, on_event: Listener
 ) -> dict[str, str]:
-    """Write an adapter folder that PEFT reads; with our notes where no tensor changes."""
+    """Write an adapter folder that PEFT reads, with peftkit.json if no tensor changes."""
     tensors, wanted = read_tensors(source / TENSORS), DTYPES[dtype]
     names = [CONFIG, CARD, *TOKENIZER_FILES]
     with new_adapter_folder(out, force=force, sources=[source]) as folder:
@@ -120,7 +127,7 @@ def export_for_server(
             even,
             folder,
             file.provenance,
-            targets=own_targets(file, modules),
+            targets=rewritten_targets(file, modules),
             transposed=bool(file.fields.get("fan_in_fan_out")),
             dtype=DTYPES[dtype],
         )
@@ -130,7 +137,7 @@ def export_for_server(
 
 
 def _served_by(file: AdapterFile, rank: int, out: Path, base: str | None) -> dict[str, str]:
-    """Return the command that serves a folder with vLLM; none where vLLM cannot."""
+    """Return the command that serves a folder with vLLM, or none if vLLM cannot serve it."""
     if not 0 < rank <= MAX_LORA_RANKS[-1]:
         return {}
     model = quote(base or file.provenance.hub_id or file.provenance.base or "BASE")
@@ -141,7 +148,7 @@ def check_serving(folder: Path) -> None:
     """Check that vLLM would accept a PEFT folder.
 
     Raises:
-        AdapterError: It would not; lists every field and tensor concerned.
+        AdapterError: vLLM would refuse it; lists every such field and tensor.
     """
     config = read_json(folder / CONFIG)
     problems = []
@@ -158,7 +165,7 @@ def check_serving(folder: Path) -> None:
         elif name.endswith(A) and entry.shape[0] > largest:
             too_high.append(f"{name}: rank {entry.shape[0]}; the limit is {largest}")
     if problems or too_high:
-        lower = "What helps: a lower rank, which says what it loses: peftkit combine ADAPTER=1 "
+        lower = "Reduce the rank; the command reports the loss: peftkit combine ADAPTER=1 "
         lower += f"--method svd --rank {largest} --out LOWER"
         raise AdapterError(
             f"vLLM would refuse {folder}",

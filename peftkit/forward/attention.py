@@ -1,9 +1,9 @@
-"""A model's attention while it trains, through transformers' own extension point.
+"""A model's attention during training, registered with transformers' attention interface.
 
-transformers has no way to hand documents' bounds to attention that all models pass on: some drop
-keyword arguments, and a recomputed block calls attention again in the backward pass. So the layout
-of the documents is a field of an object that belongs to one model for as long as it trains
-(`TrainingAttention`), whose methods transformers calls by a registered name.
+Document bounds cannot be passed to attention as arguments: some models drop keyword arguments, and
+a checkpointed block calls attention again in the backward pass. Therefore the layout of the
+documents is a field of an object that belongs to one model while it trains (`TrainingAttention`);
+transformers calls its methods by a registered name.
 
 Shapes: B rows, H heads, L queries, S keys, D head size.
 """
@@ -23,32 +23,32 @@ from peftkit.forward.attention_kernels import Call, attend, takes_varlen
 from peftkit.kernels.varlen import Grid, Spans, into_grid, out_of_grid
 
 PREFIX = "peftkit_"
-"""Prefix of the names that attention is registered under."""
+"""Prefix of registered names of attention."""
 
 
 Layout = Grid | Spans | None
-"""Of documents in rows. None: each row is one."""
+"""Layout of documents in rows; None: each row is one document."""
 
-_taken: set[str] = set()
-_own: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
-"""Attention implementations of models that are being trained, as they were before."""
+_used_names: set[str] = set()
+_original: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
+"""Attention implementations of models before their training began."""
 
 
 class MaskKind(NamedTuple):
-    """What a query sees: keys up to itself, or all; of these the last `window`, or all."""
+    """The keys that a query sees: up to its position or all, of these the last `window` or all."""
 
     is_causal: bool
     window: int | None
 
 
 class TrainingAttention:
-    """The attention of one model, and the layout of the documents that it reads.
+    """The attention of one model, and the layout of its current documents.
 
     Attributes:
-        layout: Of the next forward pass and its backward pass.
-        is_causal: Whether all layers see the tokens before and no others, so that documents in rows
-            of their own need no mask.
-        takes_spans: Whether all layers can take documents of a row as spans.
+        layout: Layout for the next forward pass and its backward pass.
+        is_causal: Whether every layer is causal over all previous tokens; documents in separate
+            rows then need no mask.
+        takes_spans: Whether all layers support documents as spans of a row.
     """
 
     def __init__(self, plan: ExecutionPlan) -> None:
@@ -61,20 +61,20 @@ class TrainingAttention:
 
     @property
     def needs_mask(self) -> bool:
-        """Whether a mask keeps documents of this layout apart.
+        """Whether documents of this layout need a mask.
 
-        Causal ones in rows of their own need none: they do not see the padding after them.
+        Causal documents in separate rows do not: they do not see the padding after them.
         """
         return not (self.is_causal or isinstance(self.layout, Spans))
 
     @property
     def kernel(self) -> str:
-        """The name of what computes most of it, for the header of a run."""
+        """The main kernel's name, for the header of a run."""
         return "varlen" if self.takes_spans else self.plan.attention
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Find out what the layers see in a forward pass on one row, without a layout."""
+        """Record the masks of the layers in a forward pass on one row, without a layout."""
         self._kinds, self._calls, self._masks = {}, [], []
         try:
             yield
@@ -85,7 +85,7 @@ class TrainingAttention:
             self._kinds, self._calls, self._masks = None, [], []
 
     def mask(self, *, mask_function: Callable[..., Tensor], **options: Any) -> Tensor | None:
-        """Return the attention mask, as transformers' function does; that of a grid, if any."""
+        """Return the attention mask like transformers' function, or the mask of a grid."""
         from transformers.masking_utils import sdpa_mask  # slow to import
 
         options["mask_function"] = mask_function
@@ -93,7 +93,7 @@ class TrainingAttention:
             no_skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
             mask = sdpa_mask(**{**options, **no_skip})
             assert mask is not None
-            self._masks.append(mask)  # so that no other gets its address
+            self._masks.append(mask)  # keeps its address unique
             window = getattr(options.get("config"), "sliding_window", None)
             self._kinds[mask.data_ptr()] = kind_of(mask_function, window)
             return mask
@@ -116,13 +116,13 @@ class TrainingAttention:
         softcap: float | None = None,
         **more: Any,
     ) -> tuple[Tensor, None]:
-        """Return (B, L, H, D), as transformers' attention functions do, and no probabilities."""
+        """Return (B, L, H, D) like transformers' attention functions, without probabilities."""
         layout = self.layout
         if isinstance(layout, Grid):
-            query, key, value = (into_grid(each, layout) for each in (query, key, value))
+            query, key, value = (into_grid(tensor, layout) for tensor in (query, key, value))
             fits = attention_mask is not None and attention_mask.shape[0] == len(query)
             if not fits and (attention_mask is not None or self.needs_mask):
-                raise RuntimeError("documents in one row have a mask of their grid")
+                raise RuntimeError("a padding-free batch needs the mask of its grid")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         call = Call(
             module,
@@ -148,7 +148,7 @@ class TrainingAttention:
         return out.contiguous(), None
 
     def _observe(self, call: Call, causal: bool) -> None:
-        """Note what a layer sees by its mask, and whether its arguments say the same."""
+        """Record a layer's kind of mask, and whether its arguments agree with it."""
         assert self._kinds is not None
         mask = call.mask
         kind = None if mask is None else self._kinds.get(mask.data_ptr())
@@ -165,34 +165,34 @@ def _grid_mask(
 ) -> Tensor:
     """Return the mask (R, 1, T, T) of R documents.
 
-    The model's mask function is evaluated on the longest document, whose tokens are the first ones
-    of the row, as they would be alone.
+    The model's mask function is evaluated on the longest document. Its tokens are the first tokens
+    of the row, so they have the positions that they have alone.
     """
     if attention_mask is not None or more.get("use_vmap"):
-        raise RuntimeError("documents in one row have no mask but their own")
+        raise RuntimeError("a padding-free batch has no mask except its grid's")
     if (more["batch_size"], more["q_length"]) != grid.places.shape:
-        raise RuntimeError("these are other rows than the layout of the documents")
+        raise RuntimeError("the layout of the documents does not match these rows")
     place = grid.tokens.amin(0)
     real = (grid.tokens < grid.places.numel() - 1)[:, None, None]
-    seen = (mask_function(0, 0, place[:, None], place) & real).expand(-1, -1, len(place), -1)
-    # padding has to see something
-    return seen | torch.eye(len(place), dtype=torch.bool, device=seen.device)
+    visible = (mask_function(0, 0, place[:, None], place) & real).expand(-1, -1, len(place), -1)
+    # padding must see at least one key
+    return visible | torch.eye(len(place), dtype=torch.bool, device=visible.device)
 
 
 def kind_of(mask_function: Callable[..., Tensor], window: int | None) -> MaskKind | None:
-    """Return what a mask function of transformers lets a query see; None: something else.
+    """Return the kind of a mask function of transformers, or None for another kind.
 
-    Evaluated for queries near and far; it must not depend on the batch.
+    The function is evaluated for near and far queries; it must not depend on the batch.
 
     Args:
-        window: The model's, if any: keys well beyond it are evaluated.
+        window: The model's window, if any; keys far beyond it are evaluated.
     """
     reach = 2 * (window or 0) + 1024
     queries = torch.tensor([0, 1, 7, reach // 2, reach - 9, reach - 1])[:, None]
     keys = torch.arange(reach)[None]
     try:
         seen = mask_function(0, 0, queries, keys).expand(len(queries), reach)
-    except Exception:  # it reads something of the batch
+    except Exception:  # it depends on the batch
         return None
     distance = queries - keys
     count = int(seen[-1].sum())
@@ -209,17 +209,17 @@ def training_attention(
     plan: ExecutionPlan | None = None,
     *,
     documents: bool = True,
-    known: TrainingAttention | None = None,
+    previous: TrainingAttention | None = None,
 ) -> Iterator[TrainingAttention | None]:
-    """Train with the attention of a plan, which keeps documents of a row apart.
+    """Train with the plan's attention, which isolates documents of a row.
 
-    Yields None where that is of no use, or not exact: the model has to dispatch its attention to
-    torch's SDPA, or to cap its scores, which SDPA cannot, and do nothing else.
+    Yields None if this has no use or would not be exact: the model must use torch's SDPA, or cap
+    its scores, which SDPA does not support, and do nothing else.
 
     Args:
-        plan: By default the one for the model's device.
+        plan: By default the plan for the model's device.
         documents: Whether rows may hold several documents.
-        known: The model's of an earlier time, which knows what its layers see.
+        previous: An earlier `TrainingAttention` of the model, with the recorded masks.
     """
     plan = plan or ExecutionPlan.for_model(model)
     if not _applies(model) or not (documents or plan.attention == "grouped"):
@@ -228,10 +228,12 @@ def training_attention(
     from transformers import AttentionInterface, AttentionMaskInterface  # slow to import
 
     before = _implementations(model.config)
-    outer = _own.get(model)
-    _own[model] = before
-    name = _free_name()
-    attention = known or TrainingAttention(plan)
+    outer = _original.get(model)
+    _original[model] = before
+    names = (f"{PREFIX}attention" + (f"_{n}" if n else "") for n in range(len(_used_names) + 1))
+    name = next(name for name in names if name not in _used_names)
+    _used_names.add(name)
+    attention = previous or TrainingAttention(plan)
     AttentionInterface.register(name, attention.attend)
     AttentionMaskInterface.register(name, attention.mask)
     model.set_attn_implementation({k: name if v == before[""] else v for k, v in before.items()})
@@ -239,41 +241,33 @@ def training_attention(
         yield attention
     finally:
         attention.layout = None
-        _own[model] = outer or {}
+        _original[model] = outer or {}
         model.set_attn_implementation(before)
         for table in (AttentionInterface, AttentionMaskInterface):
             table._global_mapping.pop(name, None)
-        _taken.discard(name)
+        _used_names.discard(name)
 
 
 @contextmanager
-def own_attention(model: Any) -> Iterator[None]:
-    """Give a model that is being trained its own attention within the context."""
-    before = _own.get(model)
+def original_attention(model: Any) -> Iterator[None]:
+    """Restore a model's original attention within the context, during its training."""
+    before = _original.get(model)
     if not before:
         yield
         return
-    now = _implementations(model.config)
+    training = _implementations(model.config)
     model.set_attn_implementation(before)
     try:
         yield
     finally:
-        model.set_attn_implementation(now)
+        model.set_attn_implementation(training)
 
 
 def _implementations(config: Any) -> dict[str, str]:
-    """Return the attention implementations of a model ("") and of its parts, by name."""
-    parts = {key: getattr(config, key, None) for key in config.sub_configs}
-    of_parts = {key: part._attn_implementation for key, part in parts.items() if part is not None}
-    return {"": config._attn_implementation, **of_parts}
-
-
-def _free_name() -> str:
-    """Return a name that no other model trains under."""
-    names = (f"{PREFIX}attention" + (f"_{n}" if n else "") for n in range(len(_taken) + 1))
-    name = next(name for name in names if name not in _taken)
-    _taken.add(name)
-    return name
+    """Return the attention implementations of a model ("") and of its submodels, by name."""
+    configs = {key: getattr(config, key, None) for key in config.sub_configs}
+    names = {key: sub._attn_implementation for key, sub in configs.items() if sub is not None}
+    return {"": config._attn_implementation, **names}
 
 
 def _applies(model: Any) -> bool:

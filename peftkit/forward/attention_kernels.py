@@ -22,21 +22,21 @@ from peftkit.kernels.varlen import Spans, spans_attention
 
 PLAIN = {
     *("position_ids", "use_cache", "output_router_logits", "output_attentions"),
-    "sliding_window",  # which the mask has in it, as for SDPA
+    "sliding_window",  # the mask includes it, as for SDPA
 }
-"""Arguments that do not change what attention computes; others are left to transformers."""
+"""Arguments that do not change attention's result; transformers handles calls with others."""
 
 
 class Call(NamedTuple):
     """A layer's call of attention.
 
     Attributes:
-        query: (B, H, L, D). key, value: (B, K, S, D). mask: As transformers made it.
-        is_causal: Of what has no mask: query i sees keys up to i.
-        stated_causal: The model's own argument, for SDPA.
-        layout: Of documents that have no mask.
+        query: (B, H, L, D). key, value: (B, K, S, D). mask: Mask of transformers, or None.
+        is_causal: Without a mask: whether query i sees keys up to i only.
+        stated_causal: The model's argument `is_causal`, for SDPA.
+        layout: Layout of documents without a mask.
         more: The model's other arguments.
-        grouped: Whether the plan has plain products for short rows.
+        grouped: Whether the plan uses plain products for short rows.
     """
 
     module: nn.Module
@@ -56,12 +56,12 @@ class Call(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has no argument that only transformers knows (sinks, for one)."""
+        """Whether it has no arguments that only transformers supports, such as sinks."""
         return not ({name for name, value in self.more.items() if value is not None} - PLAIN)
 
 
 class Kernel(NamedTuple):
-    """One row of the table: which calls it takes; what computes them, (B, L, H, D)."""
+    """An entry of the table: `takes` selects calls, `run` returns (B, L, H, D)."""
 
     name: str
     takes: Callable[[Call], bool]
@@ -69,7 +69,7 @@ class Kernel(NamedTuple):
 
 
 def attend(call: Call) -> Tensor:
-    """Return (B, L, H, D), by the first kernel that takes the call."""
+    """Return (B, L, H, D) from the first kernel that takes the call."""
     for kernel in KERNELS:
         if kernel.takes(call):
             return kernel.run(call)
@@ -77,16 +77,17 @@ def attend(call: Call) -> Tensor:
 
 
 def takes_varlen(call: Call) -> bool:
-    """Return whether documents of a row could be taken as spans."""
+    """Return whether the call would support documents as spans of a row."""
     has_more = call.dropout or call.position_bias is not None or call.softcap is not None
     is_bare = call.is_plain and not has_more
     return is_bare and varlen.serves(call.query, call.key, call.value)
 
 
 def _takes_repeated(call: Call) -> bool:
-    """Return whether SDPA's only kernel for grouped heads is the one that makes all scores.
+    """Return whether SDPA's only kernel for grouped heads computes the full score matrix.
 
-    Cards before Ampere have no flash attention, and the other kernel wants as many keys as queries.
+    GPUs before Ampere have no flash attention, and the memory-efficient kernel requires equal
+    numbers of query and key heads.
     """
     grouped = call.query.shape[1] != call.key.shape[1] and call.layout is None
     bare = call.is_plain and call.softcap is None and call.position_bias is None

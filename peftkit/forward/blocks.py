@@ -1,8 +1,8 @@
-"""A model's blocks: their activations, and whether they are compiled.
+"""A model's blocks: activation checkpointing and compilation.
 
-Blocks are the layers that transformers marks for gradient checkpointing. We set these marks and our
-own checkpointing function. transformers' switch also makes the embeddings' output require a
-gradient, which costs the backward pass of all blocks below the lowest adapter.
+Blocks are the layers that transformers marks for gradient checkpointing. peftkit sets these marks
+and its checkpointing function directly: transformers' switch also makes the embeddings' output
+require a gradient, which costs a backward pass through all blocks below the lowest adapter.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ BACKEND = "inductor"
 
 MAX_COMPILED_VERSIONS = 64
 """Maximum compiled versions of all blocks together: with or without a gradient, one row or several,
-short or long, ... Beyond torch's default of 8 blocks would run eagerly, without notice."""
+short or long, ... With torch's default of 8, further versions would silently run eagerly."""
 
 COMPILER_WARNING = r"The \.grad attribute of a Tensor that is not a leaf"
-"""A warning about torch.compile's own code."""
+"""A warning about code inside torch.compile."""
 
 COMPILERS = ("c++", "g++", "clang++")
 
@@ -43,17 +43,17 @@ COMPILERS = ("c++", "g++", "clang++")
 class Blocks:
     """The blocks of one model.
 
-    Changes, until `restore`: the marks for gradient checkpointing and their function, the blocks'
+    Until `restore`, it changes the marks for gradient checkpointing and their function, the blocks'
     compiled call, the forward of feed-forward modules and, while blocks are compiled, torch's
     compiler settings.
 
     Args:
-        plan: By default the one that suits the model's device.
+        plan: By default the plan for the model's device.
 
     Attributes:
-        blocks: The innermost ones, in the order of the model.
-        activations: Their activation mode.
-        compiled: Whether they run compiled.
+        blocks: The innermost blocks, in the order of the model.
+        activations: The activation mode.
+        compiled: Whether blocks run compiled.
     """
 
     def __init__(self, model: nn.Module, plan: ExecutionPlan | None = None) -> None:
@@ -81,7 +81,7 @@ class Blocks:
 
     @property
     def num_kinds(self) -> int:
-        """Number of different blocks; each kind is compiled separately."""
+        """Number of different kinds of blocks; each kind is compiled separately."""
         kinds = {
             tuple((name, type(module)) for name, module in block.named_modules())
             for block in self.blocks
@@ -106,7 +106,7 @@ class Blocks:
         """
         if activations != "keep" and not self._marked:
             raise PeftkitError(
-                "train.gradient_checkpointing: true is not possible here",
+                "train.gradient_checkpointing: true is not possible for this model",
                 found=f"{self._name} has no blocks marked for it.",
                 fix="Set it to auto or false; a smaller train.batch_size also saves memory.",
             )
@@ -115,7 +115,7 @@ class Blocks:
 
     @contextmanager
     def keeping_all(self) -> Iterator[None]:
-        """Keep all activations within the context."""
+        """Disable activation checkpointing within the context."""
         self._set_recomputed(False)
         try:
             yield
@@ -123,13 +123,13 @@ class Blocks:
             self._set_recomputed(self.activations != "keep")
 
     def why_not_compiled(self) -> str:
-        """Return why the blocks cannot be compiled; "" if nothing is known against it."""
+        """Return why the blocks cannot be compiled; "" if there is no known reason."""
         if self.are_streamed:
-            return "Their weights are streamed (base.placement), each block's when it is entered."
+            return "Their weights are streamed (base.placement) when a block is entered."
         if not self.blocks:
             return f"{self._name} has no blocks that transformers marks as such."
         if not self._plan.on_gpu and cpp_compiler() is None:
-            return f"There is no C++ compiler here (CXX, {', '.join(COMPILERS)})."
+            return f"There is no C++ compiler (CXX, {', '.join(COMPILERS)})."
         return ""
 
     def compile(self, is_on: bool = True) -> None:
@@ -147,10 +147,10 @@ class Blocks:
         from torch.fx.experimental import _config as symbols
 
         enter = self._compiler_settings.enter_context
-        # numbers of a config are the same in all blocks; to find that it needs them as they are,
-        # the compiler would trace each block twice
+        # numbers of a config are equal in all blocks; without specialize_float the compiler would
+        # trace each block twice
         enter(config.patch(recompile_limit=MAX_COMPILED_VERSIONS, specialize_float=True))
-        # sizes that are equal in the first batch, by chance, are not taken to be the same
+        # sizes that happen to be equal in the first batch are not assumed to be equal
         enter(symbols.patch(use_duck_shape=False))  # type: ignore[attr-defined]
         enter(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=COMPILER_WARNING)
@@ -160,7 +160,7 @@ class Blocks:
         return torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
 
     def restore(self) -> None:
-        """Undo all changes of the model."""
+        """Undo all changes to the model."""
         self.compiled = False
         self._compiler_settings.close()
         self._set_tiled(False)
@@ -175,38 +175,33 @@ class Blocks:
     def _apply(self) -> None:
         self._recompute.offloads = self.activations == "offload"
         self._set_recomputed(self.activations != "keep")
-        is_whole = self.compiled and self.activations == "keep"  # else the recomputed call is
+        compiles_blocks = self.compiled and self.activations == "keep"  # else the recomputed call
         for block in self.blocks:
             block._compiled_call_impl = None
-            if is_whole:
+            if compiles_blocks:
                 block.compile(backend=BACKEND, dynamic=True)
-        if is_whole:
-            self._compile_lowest_as_others()
+        if not compiles_blocks:
+            return
+        # The lowest trained block runs the code of the blocks above it. Its input has no gradient:
+        # separate code would double the compile time, and save a thousandth of a step.
+        trained = (b for b in self.blocks if any(p.requires_grad for p in b.parameters()))
+        if (lowest := next(trained, None)) is not None:
+            compiled: Any = lowest._compiled_call_impl
+            lowest._compiled_call_impl = functools.partial(_with_gradient, compiled)
 
     def _set_recomputed(self, is_on: bool) -> None:
-        """Switch recomputation of blocks on or off, and tiles of their feed-forward modules."""
+        """Switch checkpointing of blocks, and tiling of their feed-forward modules, on or off."""
         for module, (_, function) in zip(self._marked, self._marks_before, strict=True):
             _mark(module, is_on, self._recompute if is_on else function)
-        # the backward pass of a tile needs the weights, which are elsewhere by then
-        elsewhere = self.are_streamed or self._plan.is_sharded
-        self._set_tiled(is_on and not (self.compiled or elsewhere))
+        # a tile's backward pass needs the weights, which are no longer on the device if streamed
+        is_partial = self.are_streamed or self._plan.is_sharded
+        self._set_tiled(is_on and not (self.compiled or is_partial))
 
     def _set_tiled(self, is_on: bool) -> None:
         for module in self._feed_forward:
             module.__dict__.pop("forward", None)
             if is_on:
                 module.forward = functools.partial(_in_tiles, self._plan, module)
-
-    def _compile_lowest_as_others(self) -> None:
-        """Let the lowest trained block run the code of the blocks above it.
-
-        Its input has no gradient: code for that would double the time to compile, and saves a
-        thousandth of it in each step.
-        """
-        trained = (b for b in self.blocks if any(p.requires_grad for p in b.parameters()))
-        if (lowest := next(trained, None)) is not None:
-            compiled: Any = lowest._compiled_call_impl
-            lowest._compiled_call_impl = functools.partial(_with_gradient, compiled)
 
 
 def _mark(module: Any, enabled: bool, function: Callable[..., Any] | None) -> None:
@@ -217,16 +212,16 @@ def _mark(module: Any, enabled: bool, function: Callable[..., Any] | None) -> No
 
 
 class _Recompute:
-    """Computes a block, and again in its backward pass: transformers' checkpointing function.
+    """transformers' checkpointing function: computes a block, and again in its backward pass.
 
-    transformers calls it inside of the block's hooks.
+    transformers calls it inside the block's hooks.
 
     Args:
-        stream: Fetches the weights of streamed blocks, both times.
+        stream: Fetches the weights of streamed blocks for both passes.
 
     Attributes:
-        offloads: Whether blocks' inputs wait in main memory.
-        compiled_call: Computes a block compiled, both times; None: eagerly.
+        offloads: Whether blocks' inputs are offloaded to host memory.
+        compiled_call: Computes a block with compiled code in both passes; None: eagerly.
     """
 
     def __init__(self, plan: ExecutionPlan, device: torch.device, stream: Any) -> None:
@@ -237,9 +232,9 @@ class _Recompute:
         self._draws: dict[tuple[Any, bool], bool] = {}
 
     def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Compute a block, keeping the generators' state only if it draws random numbers.
+        """Compute a block, and save the generators' state only if it draws random numbers.
 
-        The first time in each mode that is observed: a block has dropout or not.
+        The first call in each mode observes whether a block draws (dropout).
         """
         block = _block_of(run)
         key = block, getattr(block, "training", True)
@@ -257,7 +252,7 @@ class _Recompute:
             forward = functools.partial(self._with_weights, run)
         elif self.compiled_call is not None:
             forward = functools.partial(self.compiled_call, run)
-        if draws and self._device.type == "mps":  # torch resets the CPU's and CUDA's alone
+        if draws and self._device.type == "mps":  # torch restores only the CPU and CUDA generators
             forward = functools.partial(_Replayed(self._device), forward)
         if self.offloads:
             if self._offload is None:
@@ -267,42 +262,42 @@ class _Recompute:
             return self._offload(forward, *args, preserve_rng=draws)
         if self._plan.recomputing_keeps_unpacked:
             forward = recomputing()(forward)
-        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
-        return checkpoint(forward, *args, **how)
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
+        return checkpoint(forward, *args, **options)
 
     def _with_weights(self, run: Callable[..., Any], *args: Any) -> Any:
         with self._stream.around(_block_of(run)):
             return run(*args)
 
     def _generators(self) -> list[Tensor]:
-        """Return the state of torch's generators, as CPU tensors."""
+        """Return the states of torch's generators as CPU tensors."""
         gpu = gpu_of(self._device)
         return [torch.get_rng_state(), *([] if gpu is None else [gpu.get_rng(self._device)])]
 
 
 def _in_tiles(plan: ExecutionPlan, module: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute a feed-forward module, in tiles if the row is long."""
+    """Compute a feed-forward module in tiles if the row is long."""
     run: Any = functools.partial(type(module).forward, module)
-    plain = args or kwargs or not isinstance(x, Tensor) or x.dim() != 3
-    if plain or not torch.is_grad_enabled() or (tokens := plan.tile(x.shape[1])) >= x.shape[1]:
+    is_other = args or kwargs or not isinstance(x, Tensor) or x.dim() != 3
+    if is_other or not torch.is_grad_enabled() or (tokens := plan.tile(x.shape[1])) >= x.shape[1]:
         return run(x, *args, **kwargs)
-    wrappers = [part for part in module.modules() if isinstance(part, FrozenWrapper)]
+    wrappers = [child for child in module.modules() if isinstance(child, FrozenWrapper)]
     trained = list(dict.fromkeys(p for wrapper in wrappers for p in wrapper.trained_parameters()))
     if not (trained or x.requires_grad):
         return run(x)
-    drops = (part for part in module.modules() if isinstance(part, nn.Dropout))
-    draws = any(part.training and part.p > 0 for part in drops)
+    drops = (child for child in module.modules() if isinstance(child, nn.Dropout))
+    draws = any(drop.training and drop.p > 0 for drop in drops)
     return tiled(run, x, trained, tokens, draws=draws)
 
 
 def _block_of(run: Callable[..., Any]) -> Any:
-    """Return the block of a forward function: transformers binds it in one of two ways."""
+    """Return the block of a forward function, which transformers binds in one of two ways."""
     bound = getattr(run, "args", None) or (getattr(run, "__self__", None),)
     return bound[0]
 
 
 def _with_gradient(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    """Call a block with hidden states that require a gradient, as in the blocks above."""
+    """Call a block with hidden states that require a gradient, like the blocks above it."""
     if args and isinstance(args[0], Tensor) and not args[0].requires_grad:
         args = args[0].detach().requires_grad_(torch.is_grad_enabled()), *args[1:]
     return call(*args, **more)

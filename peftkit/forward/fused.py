@@ -1,13 +1,13 @@
-"""Norms, gated layers and rotary embeddings of a model on a GPU, computed by one kernel each.
+"""Fused GPU kernels for norms, gated layers and rotary embeddings of a model.
 
-There is no list of models: each module is tested. A norm has to give what the kernel's formula
-gives, for random numbers in float32. A module of three linear layers and an activation, run with
-small layers instead of its own, has to compute W_down (f(W_gate x) * W_up x). The rotation function
-that an attention module calls has to compute the kernel's rotation; the module's forward pass then
-calls ours. Everything else stays, as do trained norms, norms under autocast (which has its own
-rules for dtypes), and all modules inside torch.compile, which makes such kernels itself.
+There is no list of models: each module is tested. A norm must match the kernel's formula for random
+numbers in float32. A module of three linear layers and an activation, run with small layers in
+their place, must compute W_down (f(W_gate x) * W_up x). The rotation function that an attention
+module calls must compute the kernel's rotation; the module's forward pass then calls the kernel.
+Other modules do not change, nor do trained norms, norms under autocast (which has special rules for
+dtypes), and modules inside torch.compile, which generates such kernels itself.
 
-In 16 bits transformers rounds a norm before and after it multiplies with the weight; a kernel
+In 16 bits transformers rounds a norm before and after the product with the weight; the kernel
 rounds once.
 """
 
@@ -32,15 +32,15 @@ EPS = ("variance_epsilon", "eps", "epsilon")
 ROTATION = "apply_rotary_pos_emb"
 """The function in transformers' modules that rotates queries and keys."""
 _CALL_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
-"""What a module with another signature raises."""
+"""Errors of modules with another signature."""
 
 
 @contextmanager
 def fused_modules(model: nn.Module) -> Iterator[None]:
-    """Compute norms, gated layers and rotary embeddings by one kernel each within the context.
+    """Compute norms, gated layers and rotary embeddings with fused kernels within the context.
 
-    Their class is replaced by a subclass, the same one for equal modules, so that the blocks of a
-    model stay of the same classes.
+    A subclass replaces a module's class. Equal modules share one subclass, so all blocks of a model
+    still have the same classes.
     """
     classes: dict[Any, Any] = {}
     before: list[tuple[nn.Module, type[nn.Module]]] = []
@@ -68,13 +68,13 @@ def num_fused(model: nn.Module) -> int:
 
 
 def _subclass(kind: type[nn.Module], forward: Callable[..., Tensor] | None) -> Any:
-    """Return a subclass with this forward pass; None without one."""
+    """Return a subclass with this forward pass, or None without a forward pass."""
     body = {"forward": forward, "peftkit_fused": True, "__module__": kind.__module__}
     return None if forward is None else type(kind.__name__, (kind,), body)
 
 
 def _norm(module: nn.Module) -> tuple[int, float] | None:
-    """Return size and eps of a candidate for a norm: its only tensor is a frozen vector."""
+    """Return size and eps of a possible norm, whose only tensor is a frozen vector."""
     weight, eps = module._parameters.get("weight"), _eps(module)
     if weight is None or len(module._parameters) > 1 or module._modules or module._buffers:
         return None
@@ -89,7 +89,7 @@ def _eps(module: nn.Module) -> float | None:
 
 
 def _fused_norm(module: nn.Module, size: int, eps: float) -> Callable[..., Tensor] | None:
-    """Test a norm on the CPU: on a row of usual size, and one so small that eps matters."""
+    """Test a norm on the CPU, with a row of normal size and a row so small that eps matters."""
     kind: Any = type(module)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, size, generator=generator) * torch.tensor([[1.0], [eps**0.5]])
@@ -123,7 +123,7 @@ class Gate(NamedTuple):
 
 
 def _gated_layers(module: nn.Module) -> Gate | None:
-    """Return the layers of a candidate for a gated layer: gate, up, down and an activation."""
+    """Return the layers of a possible gated layer: gate, up, down and an activation."""
     children = dict(module.named_children())
     linear = {name for name, child in children.items() if is_linear(unwrap_adapter(child))}
     roles = {FFN_LEAVES.get(name, ""): name for name in linear}
@@ -135,7 +135,7 @@ def _gated_layers(module: nn.Module) -> Gate | None:
 
 
 def _fused_gate(module: nn.Module, *layers: Any) -> Callable[..., Tensor] | None:
-    """Test a gated layer on the CPU, with small linear layers instead of its own."""
+    """Test a gated layer on the CPU, with small linear layers in place of its layers."""
     kind: Any = type(module)
     names = gate, up, down = layers[:3]
     generator = torch.Generator().manual_seed(0)
@@ -150,20 +150,20 @@ def _fused_gate(module: nn.Module, *layers: Any) -> Callable[..., Tensor] | None
         output = twin(x)
     except _CALL_ERRORS:
         return None
-    parts = small[gate](x), small[up](x)
-    same = (
+    gate_out, up_out = small[gate](x), small[up](x)
+    matching = (
         name
         for name, function in ACTIVATIONS.items()
-        if _is_same(output, small[down](function(parts[0]) * parts[1]))
+        if _is_same(output, small[down](function(gate_out) * up_out))
     )
-    if (activation := next(same, None)) is None:
+    if (activation := next(matching, None)) is None:
         return None
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling() or args or kwargs:
             return cast(Tensor, kind.forward(self, x, *args, **kwargs))
-        parts = getattr(self, gate)(x), getattr(self, up)(x)
-        return cast(Tensor, getattr(self, down)(Gated.apply(*parts, activation)))
+        hidden = Gated.apply(getattr(self, gate)(x), getattr(self, up)(x), activation)
+        return cast(Tensor, getattr(self, down)(hidden))
 
     return forward
 
@@ -217,8 +217,8 @@ KINDS: tuple[tuple[Any, Any], ...] = (
     (_gated_layers, _fused_gate),
     (_rotation, _fused_rotation),
 )
-"""For each kind a function that recognises candidates, and one that tests a candidate and returns
-its fused forward pass, or None."""
+"""For each kind, a function that recognises candidates, and a function that tests a candidate and
+returns its fused forward pass, or None."""
 
 
 def _is_same(output: Any, expected: Tensor) -> bool:

@@ -1,15 +1,15 @@
-"""The cross entropy of target tokens, their logits computed in chunks where that is exact.
+"""The cross entropy of target tokens, with logits in chunks if that is exact.
 
-Only the hidden states before target tokens reach the head: with half of the labels masked, half of
-the largest matrix product and of the logits is never made. The rows are chosen by a forward
-pre-hook on the model's own output embedding, so that the model itself does whatever follows it
-(soft-capping, logit scales, biases, an adapter on the head) and nothing of it is patched.
+Only the hidden states before target tokens reach the head: if half of the labels are masked, half
+of the largest matrix product and of the logits is skipped. A forward pre-hook on the model's output
+embedding selects the rows. The model itself computes all later operations (soft-capping, logit
+scales, biases, an adapter on the head), and nothing is patched.
 
-To make logits chunk by chunk, the head is a function of hidden rows. What a model does to its
-logits after it is known here by the settings of its config, and is not trusted: the function is
-compared with the model itself once, and is not used where it differs.
+For logits in chunks the head is a function of hidden rows. Scales and caps of logits come from the
+model's config. The function is compared with the model once, and is not used if they differ.
 
-Shapes: B rows, T tokens, C chosen rows, H hidden size, V vocabulary, n target tokens of the batch.
+Shapes: B rows, T tokens, C selected rows, H hidden size, V vocabulary, n target tokens of the
+batch.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from peftkit.kernels.cross_entropy import chunked_cross_entropy
 from peftkit.model.places import is_linear, linear_shape, unwrap_adapter
 
 TOLERANCE = 2e-3
-"""Of the largest logit: the same rows in a product of another shape."""
+"""Maximum error relative to the largest logit, for the same rows in a product of another shape."""
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), infinite beyond the range of floats."""
+    """Return exp(loss), or infinity beyond the range of floats."""
     return math.exp(loss) if loss < 709 else math.inf
 
 
 def unwrapped(model: nn.Module) -> Any:
-    """Return the model itself, out of torch.compile."""
+    """Return the model inside torch.compile's wrapper, or the model itself."""
     return getattr(model, "_orig_mod", model)
 
 
 def accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs that the model takes: some know no position_ids.
+    """Return the inputs that the model accepts; some models have no position_ids.
 
-    use_cache also passes through **kwargs, as GraniteMoe takes it.
+    use_cache also passes through **kwargs, for GraniteMoe.
     """
     names = inspect.signature(type(unwrapped(model)).forward).parameters
     open_ended = any(name.kind is name.VAR_KEYWORD for name in names.values())
@@ -56,39 +56,39 @@ def accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_dtype_of(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return inputs of a model, floating-point ones in the dtype of its weights."""
+    """Return a model's inputs, with floating-point inputs cast to the dtype of its weights."""
     dtype = unwrapped(model).dtype
     return {n: t.to(dtype) if t.is_floating_point() else t for n, t in inputs.items()}
 
 
 def target_logits(model: nn.Module, inputs: Mapping[str, Any], target_index: Tensor) -> Tensor:
-    """Return the logits (n, V) at some positions of the flattened (B * T) tokens."""
+    """Return the logits (n, V) at these positions of the flattened (B * T) tokens."""
     logits, rows = _through_head(model, inputs, target_index, num_logits=None)
     if rows is not None:  # (1, n, V)
         return logits.squeeze(0)
-    # no head of its own, or one that is not called as a module: all logits are made
+    # no head, or a head that is not called as a module: all logits are computed
     return logits.flatten(0, 1).index_select(0, target_index)
 
 
 def target_rows(model: nn.Module, inputs: Mapping[str, Any], target_index: Tensor) -> Tensor:
-    """Return what reaches the head (n, H) at some positions, without making any logits.
+    """Return the head's input rows (n, H) at these positions, without computing logits.
 
     Raises:
-        RuntimeError: The model has no head of its own: see `head_of`.
+        RuntimeError: The model has no separate head; see `head_of`.
     """
     _, rows = _through_head(model, inputs, target_index, num_logits=0)
     if rows is None:
-        raise RuntimeError(f"{type(unwrapped(model)).__name__} has no head that can be set apart")
+        raise RuntimeError(f"{type(unwrapped(model)).__name__} has no separate head")
     return rows
 
 
 def _through_head(
     model: nn.Module, inputs: Mapping[str, Any], target_index: Tensor, num_logits: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Run a model whose head is given chosen rows; return its logits, and these rows (n, H).
+    """Run a model with selected rows as its head's input; return the logits and these rows (n, H).
 
     Args:
-        num_logits: Of how many of the rows logits are made; None: of all.
+        num_logits: Number of rows for which logits are computed; None: all.
     """
     tokens = inputs["decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"].shape
     rows: Tensor | None = None
@@ -111,20 +111,20 @@ def _through_head(
 
 
 def find_head(model: Any) -> nn.Module | None:
-    """Return a model's output embedding, if it has one that is a module."""
+    """Return a model's output embedding, if it is a module."""
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
     return head if isinstance(head, nn.Module) else None
 
 
 class Head:
-    """(C, H) hidden rows to (C, V) logits.
+    """Maps (C, H) hidden rows to (C, V) logits.
 
     Attributes:
-        module: The output layer, with whatever adapter is on it.
-        scale: Logits are multiplied by it (Cohere), or by one over it (Granite).
+        module: The output layer, possibly with an adapter.
+        scale: Factor of the logits (Cohere), or the inverse of a divisor (Granite).
         cap: Logits are cap * tanh(logits / cap) (Gemma 2).
-        chunk_bytes: How much of them is there at once.
+        chunk_bytes: Maximum bytes of a chunk's logits.
     """
 
     def __init__(
@@ -133,37 +133,36 @@ class Head:
         self.module, self.scale, self.cap, self.chunk_bytes = module, scale, cap, chunk_bytes
 
     def __call__(self, rows: Tensor) -> Tensor:
-        # not [0], whose gradient would be a second array of all logits, filled with zeros first
+        # flatten instead of [0], whose gradient would be a second, zero-filled array of logits
         logits: Tensor = self.module(rows[None]).flatten(0, 1)
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
-    def losses(self, rows: Tensor, targets: Tensor, *, alike: bool = False) -> Tensor:
+    def losses(self, rows: Tensor, targets: Tensor, *, equal_weights: bool = False) -> Tensor:
         """Return the cross entropy of each row (n,); see `chunked_cross_entropy`."""
         return chunked_cross_entropy(
             rows,
             targets,
             self,
             trainable=[p for p in self.module.parameters() if p.requires_grad],
-            alike=alike,
+            equal_weights=equal_weights,
             vocab_size=self.vocab_size,
             chunk_bytes=self.chunk_bytes,
         )
 
     @property
     def vocab_size(self) -> int:
-        """V."""
         return linear_shape(unwrap_adapter(self.module))[1]
 
 
-def head_of(model: nn.Module, beside: Mapping[str, Tensor] | None = None) -> Head | None:
-    """Return a model's head, or None where it cannot be had apart from the model.
+def head_of(model: nn.Module, extra: Mapping[str, Tensor] | None = None) -> Head | None:
+    """Return a model's head, or None if it cannot be separated from the model.
 
-    Runs the model on a few tokens, without gradients, in the mode it is in.
+    Runs the model on a few tokens without gradients, in its current mode.
 
     Args:
-        beside: What it needs to run beside tokens.
+        extra: Inputs that the model needs in addition to tokens.
     """
     whole: Any = unwrapped(model)
     module = find_head(whole)
@@ -175,7 +174,7 @@ def head_of(model: nn.Module, beside: Mapping[str, Tensor] | None = None) -> Hea
     cap = getattr(config, "final_logit_softcapping", None)
     chunk_bytes = ExecutionPlan.for_model(whole).chunk_bytes
     head = Head(module, scale, None if cap is None else float(cap), chunk_bytes)
-    return head if _is_the_models_own(whole, head, beside or {}) else None
+    return head if _agrees(whole, head, extra or {}) else None
 
 
 def token_loss(
@@ -185,20 +184,20 @@ def token_loss(
     target_index: Tensor,
     targets: Tensor,
 ) -> Tensor:
-    """Return the sum of -log p(target), in fp32; chunk by chunk where its logits are large.
+    """Return the sum of -log p(target) in fp32, with logits in chunks.
 
     Args:
-        head: The model's own, or None: all logits at once.
-        inputs: What the model is called with: input_ids (B, T) ..., or decoder_input_ids (B, T)
-            beside the encoder's.
+        head: The model's head; None: all logits together.
+        inputs: The model's inputs: input_ids (B, T), ..., or the encoder's inputs and
+            decoder_input_ids (B, T).
         target_index: (n,) positions in the flattened (B * T) tokens.
-        targets: (n,) the tokens that follow them.
+        targets: (n,) the tokens that follow these positions.
     """
     if head is None:
         logits = target_logits(model, inputs, target_index).float()
         return functional.cross_entropy(logits, targets, reduction="sum")
     rows = target_rows(model, inputs, target_index)
-    return head.losses(rows, targets, alike=True).sum()
+    return head.losses(rows, targets, equal_weights=True).sum()
 
 
 def token_log_probs(
@@ -208,7 +207,7 @@ def token_log_probs(
     target_index: Tensor,
     targets: Tensor,
 ) -> Tensor:
-    """Return log p(target) of each target (n,), in fp32; see `token_loss`."""
+    """Return log p(target) for each target (n,) in fp32; see `token_loss`."""
     if head is None:
         logits = target_logits(model, inputs, target_index)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -217,19 +216,20 @@ def token_log_probs(
 
 
 @torch.no_grad()
-def _is_the_models_own(model: Any, head: Head, beside: Mapping[str, Tensor]) -> bool:
-    seen: list[Tensor] = []
-    hook = head.module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+def _agrees(model: Any, head: Head, extra: Mapping[str, Tensor]) -> bool:
+    """Return whether a head computes the model's logits of a few tokens."""
+    hidden: list[Tensor] = []
+    hook = head.module.register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
     device = next(model.get_input_embeddings().parameters()).device
     ids = torch.arange(3, 11, device=device)[None]
     try:
-        inputs = {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False, **beside}
+        inputs = {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False, **extra}
         logits = model(**accepted(model, inputs)).logits
     finally:
         hook.remove()
-    if len(seen) != 1 or seen[0].shape[:-1] != ids.shape:
+    if len(hidden) != 1 or hidden[0].shape[:-1] != ids.shape:
         return False
-    ours = head(seen[0][0])
-    error = (ours.float() - logits[0].float()).abs().max()
-    # written so that NaN is no success
-    return ours.shape == logits[0].shape and bool(error <= TOLERANCE * logits.float().abs().max())
+    output = head(hidden[0][0])
+    error = (output.float() - logits[0].float()).abs().max()
+    # False for NaN
+    return output.shape == logits[0].shape and bool(error <= TOLERANCE * logits.float().abs().max())

@@ -1,13 +1,13 @@
-"""Recomputed blocks whose inputs are offloaded to main memory.
+"""Activation checkpointing with blocks' inputs offloaded to host memory.
 
 In the forward pass each block's input is copied into pinned memory on a separate stream. In the
-backward pass the input of the block before is fetched while one block is recomputed. At most two
-inputs are on the device: in the forward pass the last two, whose copies may not be done; in the
-backward pass the one in use and the one in transfer. `record_stream` would hold more: the host
-runs ahead of the device, and marked tensors stay until the device has caught up. torch's allocator
-reuses pinned memory from step to step. On a CPU inputs are copied without a stream.
+backward pass, while one block is recomputed, the previous block's input is fetched. At most two
+inputs are on the device: in the forward pass the last two, whose copies may be unfinished; in the
+backward pass one in use and one in transfer. `record_stream` would hold more: the host runs ahead
+of the device, and marked tensors are only freed when the device has caught up. torch's allocator
+reuses pinned memory in later steps. On a CPU inputs are copied without a stream.
 
-Shapes: a block's hidden states are (..., T, H), whatever stands before.
+Shapes: a block's hidden states are (..., T, H), with any leading shape.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.utils.checkpoint import checkpoint
 from peftkit.kernels.device import pinned_empty
 
 ON_DEVICE = 2
-"""Inputs: one in use, one in transfer."""
+"""Maximum inputs on the device: one in use, one in transfer."""
 
 
 class Offload:
-    """`torch.utils.checkpoint.checkpoint` for blocks, with their inputs in main memory."""
+    """`torch.utils.checkpoint.checkpoint` for blocks, with their inputs in host memory."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, TransferStream] = {}
@@ -39,21 +39,21 @@ class Offload:
 
         Args:
             args: The hidden states, then a block's other arguments. Only the hidden states are
-                offloaded: all blocks share the others.
-            preserve_rng: Recompute with the same random numbers.
+                offloaded, because all blocks share the others.
+            preserve_rng: Whether to recompute with the same random numbers.
         """
         hidden, *others = args
-        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng}
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng}
         if not (isinstance(hidden, Tensor) and torch.is_grad_enabled()):
-            return checkpoint(run, *args, **how)
+            return checkpoint(run, *args, **options)
         offloaded = OffloadedInput(hidden, self._stream_of(hidden.device), self._last)
         self._last = weakref.ref(offloaded)
 
         def again(_: Tensor, *rest: Any) -> Any:
             return run(offloaded.take(), *rest)
 
-        # by the empty tensor torch knows whose device's generator to restore
-        out = checkpoint(again, hidden.new_empty(0), *others, **how)
+        # the empty tensor tells torch which device's generator to restore
+        out = checkpoint(again, hidden.new_empty(0), *others, **options)
         offloaded.live = None
         return out
 
@@ -66,7 +66,7 @@ class Offload:
 
 
 class TransferStream:
-    """Copies between a device and main memory, on a CUDA stream of their own."""
+    """Copies between a device and host memory on a separate CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -74,8 +74,8 @@ class TransferStream:
         self._in_transfer: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def send(self, hidden: Tensor) -> Tensor:
-        """Start copying a tensor to main memory; return the pinned copy."""
-        # the device waits for older copies, so that their memory is free for the current stream
+        """Start copying a tensor to host memory; return the pinned copy."""
+        # the device waits for older copies, which frees their memory for the current stream
         while len(self._in_transfer) >= ON_DEVICE:
             self._finish_oldest()
         hidden = hidden.contiguous()
@@ -87,12 +87,12 @@ class TransferStream:
         return pinned
 
     def fetch(self, pinned: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        """Start copying a tensor back; return the copy and the event that it is done at."""
+        """Start copying a tensor back; return the copy and the event of its completion."""
         while self._in_transfer:
             self._finish_oldest()
         current = torch.cuda.current_stream(self.device)
         back = torch.empty(pinned.shape, dtype=pinned.dtype, device=self.device)
-        self._stream.wait_stream(current)  # which may still use this memory
+        self._stream.wait_stream(current)  # the current stream may still use this memory
         with torch.cuda.stream(self._stream):
             back.copy_(pinned, non_blocking=True)
             return back, self._stream.record_event()
@@ -103,11 +103,11 @@ class TransferStream:
 
 
 class OffloadedInput:
-    """One block's input in main memory.
+    """One block's input in host memory.
 
     Args:
-        stream: Copies it; None on a CPU.
-        before: Returns the input of the block before, if it still exists.
+        stream: Copies the input; None on a CPU.
+        before: Returns the previous block's input, if it still exists.
 
     Attributes:
         live: The input itself, while the forward pass is in the block.
@@ -127,17 +127,17 @@ class OffloadedInput:
         self._in_main = hidden.detach().clone() if stream is None else stream.send(hidden.detach())
 
     def take(self) -> Tensor:
-        """Return the input on the device; start fetching that of the block before."""
+        """Return the input on the device, and start fetching the previous block's input."""
         if self.live is not None:
             return self.live
         self.fetch()
-        taken, self._fetched = self._fetched, None
-        assert taken is not None
+        hidden, self._fetched = self._fetched, None
+        assert hidden is not None
         if self._stream is not None and self._arrived is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._arrived)
         if (before := self._before()) is not None:
             before.fetch()
-        return taken.requires_grad_(self._needs_grad)
+        return hidden.requires_grad_(self._needs_grad)
 
     def fetch(self) -> None:
         """Start copying the input back to the device, once."""

@@ -26,12 +26,13 @@ from typing import Any
 from torch import nn
 
 from peftkit.base.load import Base
-from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
+from peftkit.data.generation import default_style, prompt_ids, stop_ids
+from peftkit.data.style import Style
 from peftkit.errors import AdapterError, DataError, did_you_mean
 from peftkit.events import Listener, Notice, Stage, ignore
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.open_adapter import base_of, require_causal, task_of
-from peftkit.formats.peft.folder import AdapterFile, check_weights, read_adapter
+from peftkit.formats.peft.load import AdapterFile, check_weights, read_adapter
 from peftkit.formats.peft.low_rank import layers_of, read_low_rank
 from peftkit.inference.bank_layer import BankLinear, Routing, make_update
 from peftkit.inference.engine import MAX_ROWS, Engine, Limits

@@ -37,7 +37,7 @@ from peftkit.inference.cached_attention import (
 )
 from peftkit.inference.engine import FEWEST_TOKENS, Completion, Engine, Limits
 from peftkit.inference.recorder import Batch, Recorder, Step, is_recordable, static_block
-from peftkit.model.blocks import STREAMED, is_sharded
+from peftkit.model.blocks import is_sharded, is_streamed
 
 MAX_RECORDED = 32
 """CUDA graphs of decoding steps at most; the oldest goes."""
@@ -56,7 +56,7 @@ class CachedEngine(Engine):
         self._batch: Batch | None = None
         plan = ExecutionPlan.for_model(self.model)
         # their blocks wait for another process or for main memory, which no graph records
-        waits = is_sharded(self.model) or hasattr(self.model, STREAMED)
+        waits = is_sharded(self.model) or is_streamed(self.model)
         records = plan.records_decoding and not waits and is_recordable(self.model)
         self.recorder = Recorder(self.model) if records else None
         self._steps: dict[Any, Step] = {}

@@ -1,12 +1,11 @@
 """The formats in which model families write tool calls in the text of their answers.
 
-Hermes and Qwen, Qwen3-Coder, GLM-4.5, Mistral, DeepSeek, Harmony (gpt-oss), Gemma 4, LFM2, Olmo 3,
-Llama 3 and Llama 4, each as its chat template writes it.
+Hermes and Qwen, Qwen3-Coder, Mistral, Harmony (gpt-oss) and Llama 3. Calls of other families are
+parsed by the `response_template` of their tokenizer (`shipped_format`).
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import re
@@ -24,11 +23,11 @@ class Call(NamedTuple):
 
 
 class NoCall(ValueError):
-    """Text that begins as a call and is none."""
+    """The text begins like a call but is not one."""
 
 
 class Unclosed(NoCall):
-    """What looks like the end of a call is inside of one of its strings."""
+    """The closing text found is inside a string of the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +35,15 @@ class CallFormat:
     """How a model writes calls.
 
     Attributes:
-        opens: Texts with which calls begin.
-        close: The text that ends them; None: the end of the answer.
-        read: Returns the calls of a text from its opening to its end; raises `NoCall`, or another
-            ValueError, SyntaxError, TypeError, RecursionError or MemoryError.
-        at_start: Whether calls stand before any text only.
-        is_untyped: Whether arguments are written without their types, which the schema tells.
-        thought: What reasoning stands between.
-        skips: Texts between the parts of an answer.
-        as_text: Whether the chat template takes a call's arguments as JSON text.
+        opens: Opening texts of a call.
+        close: Closing text; None: a call ends with the answer.
+        read: Parses the calls of a text from opening to closing text; raises `NoCall`, or another
+            ValueError, TypeError or RecursionError.
+        at_start: Whether calls occur only at the start of an answer.
+        is_untyped: Whether arguments are untyped text; the tool's schema has their types.
+        thought: Opening and closing text of reasoning.
+        skips: Texts to drop between the parts of an answer.
+        as_text: Whether the chat template requires a call's arguments as JSON text.
     """
 
     name: str
@@ -58,7 +57,7 @@ class CallFormat:
     as_text: bool = False
 
     def message(self, text: str, calls: Sequence[tuple[str, Call]]) -> dict[str, Any]:
-        """Return an answer as the chat template takes it.
+        """Return an answer with calls as a message for the chat template.
 
         Args:
             calls: Each with its id.
@@ -84,14 +83,14 @@ def dumped(call: Call) -> str:
     """Return a call's arguments as JSON text.
 
     Raises:
-        ValueError, TypeError: They are no JSON.
+        ValueError, TypeError: They are not JSON.
     """
     return json.dumps(call.arguments, ensure_ascii=False, allow_nan=False)
 
 
 def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
-        raise NoCall(f"{text} is no number of JSON")
+        raise NoCall(f"{text} is not a JSON number")
     return number
 
 
@@ -99,7 +98,7 @@ _JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
 def _decoded(text: str, at: int = 0) -> tuple[Any, int]:
-    """Return the JSON value at a place, and where it ends."""
+    """Return the JSON value at an offset, and its end."""
     try:
         return _JSON.raw_decode(text, at)
     except json.JSONDecodeError as error:
@@ -129,7 +128,7 @@ def calls_of(found: Any) -> list[Call]:
     """Return the calls of one object with a name and arguments, or of a list of them.
 
     Raises:
-        NoCall: It is another thing.
+        NoCall: It is anything else.
     """
     return [_call(one) for one in (found if isinstance(found, list) else [found])]
 
@@ -145,19 +144,6 @@ def _hermes(text: str) -> list[Call]:
 
 
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.S)
-_GLM_ARGUMENT = re.compile(
-    r"\s*<arg_key>((?:(?!</arg_key>).)*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.S
-)
-
-
-def _pairs(pattern: re.Pattern[str], text: str) -> dict[str, Any]:
-    # one after the other, not searched for: an answer may open thousands and close none
-    pairs, at = dict[str, Any](), 0
-    while match := pattern.match(text, at):
-        pairs[match[1].strip()], at = match[2], match.end()
-    if text[at:].strip():
-        raise NoCall("other text between the arguments")
-    return pairs
 
 
 def _coder(text: str) -> list[Call]:
@@ -165,15 +151,13 @@ def _coder(text: str) -> list[Call]:
     name, end, rest = _inside(body, "<function=", "</function>").partition(">")
     if not body.startswith("<function=") or not end:
         raise NoCall("no function")
-    return [Call(name.strip(), _pairs(_PARAMETER, rest))]
-
-
-def _glm(text: str) -> list[Call]:
-    body = _inside(text, "<tool_call>", "</tool_call>")
-    name = re.match(r"[^\s<{]+", body)
-    if name is None:
-        raise NoCall("no name")
-    return [Call(name[0], _pairs(_GLM_ARGUMENT, body[name.end() :]))]
+    # one match after the other, no search: an answer may open thousands and close none
+    arguments, at = dict[str, Any](), 0
+    while match := _PARAMETER.match(rest, at):
+        arguments[match[1].strip()], at = match[2], match.end()
+    if rest[at:].strip():
+        raise NoCall("other text between the arguments")
+    return [Call(name.strip(), arguments)]
 
 
 def _llama(text: str) -> list[Call]:
@@ -203,34 +187,6 @@ def _mistral(text: str) -> list[Call]:
     return found
 
 
-def deepseek_mark(words: str) -> str:
-    """Return a mark of DeepSeek's, which has characters that look like others."""
-    bar, space = "\N{FULLWIDTH VERTICAL LINE}", "\N{LOWER ONE EIGHTH BLOCK}"
-    return f"<{bar}{words.replace(' ', space)}{bar}>"
-
-
-_CALLS_BEGIN, _CALLS_END = deepseek_mark("tool calls begin"), deepseek_mark("tool calls end")
-_CALL_BEGIN, _CALL_END = deepseek_mark("tool call begin"), deepseek_mark("tool call end")
-_SEPARATOR = deepseek_mark("tool sep")
-_DEEPSEEK = re.compile(
-    rf"(?:function{_SEPARATOR})?([\w.-]+)\s*(?:{_SEPARATOR}\s*)?(?:```json\s*)?"
-    rf"(\{{.*\}})\s*(?:```\s*)?{_CALL_END}\s*",
-    re.S,
-)
-"""No two runs of white space meet: they could be shared out in a thousand ways."""
-
-
-def _deepseek(text: str) -> list[Call]:
-    body = _inside(text, _CALLS_BEGIN, _CALLS_END)
-    found = []
-    for piece in body.split(_CALL_BEGIN)[1:]:
-        match = _DEEPSEEK.fullmatch(piece)
-        if match is None:
-            raise NoCall("no name with arguments")
-        found.append(_call({"name": match[1], "arguments": _whole(match[2])}))
-    return found
-
-
 def _harmony(text: str) -> list[Call]:
     header, found, body = text.removesuffix("<|call|>").partition("<|message|>")
     name = re.search(r"to=functions\.([\w.-]+)", header)
@@ -239,56 +195,10 @@ def _harmony(text: str) -> list[Call]:
     return [_call({"name": name[1], "arguments": _whole(body)})]
 
 
-_GEMMA = re.compile(r"call:([\w.-]+)(?=\{)")
-_GEMMA_KEY = re.compile(r'([{,]\s*)([^\s"{}\[\],:]+)\s*:')
-
-
-def _gemma(text: str) -> list[Call]:
-    body = _inside(text, "<|tool_call>", "<tool_call|>")
-    match = _GEMMA.match(body)
-    if match is None:
-        raise NoCall("no name")
-    pieces = body[match.end() :].split('<|"|>')  # every second one is a string
-    for number, piece in enumerate(pieces):
-        keyed = re.sub(r"\bNone\b", "null", _GEMMA_KEY.sub(r'\1"\2":', piece))
-        pieces[number] = json.dumps(piece) if number % 2 else keyed
-    return [_call({"name": match[1], "arguments": _whole("".join(pieces))})]
-
-
-_NAMES = {"true": True, "false": False, "null": None}
-_PYTHONIC_MARKS = re.compile(
-    r"<\|tool_call_(?:start|end)\|>|</?function_calls>|<\|python_(?:start|end)\|>"
-)
-
-
-class _Literals(ast.NodeTransformer):
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        return ast.Constant(_NAMES[node.id]) if node.id in _NAMES else node
-
-
-def _pythonic(text: str) -> list[Call]:
-    """Read `[f(a=1), g()]`, or calls on lines of their own; nothing of it is executed."""
-    found: list[Call] = []
-    for line in ast.parse(_PYTHONIC_MARKS.sub("", text).strip()).body:
-        value = line.value if isinstance(line, ast.Expr) else None
-        for one in value.elts if isinstance(value, ast.List) else [value]:
-            if (
-                not isinstance(one, ast.Call)
-                or one.args
-                or any(k.arg is None for k in one.keywords)
-            ):
-                raise NoCall("no call with named arguments")
-            given = {str(k.arg): ast.literal_eval(_Literals().visit(k.value)) for k in one.keywords}
-            found.append(Call(ast.unparse(one.func), _whole(json.dumps(given))))
-    return found
-
-
 FORMATS: tuple[CallFormat, ...] = (
     CallFormat("hermes", ("<tool_call>",), "</tool_call>", _hermes),
     CallFormat("coder", ("<tool_call>",), "</tool_call>", _coder, is_untyped=True),
-    CallFormat("glm", ("<tool_call>",), "</tool_call>", _glm, is_untyped=True),
     CallFormat("mistral", ("[TOOL_CALLS]",), None, _mistral, thought=("[THINK]", "[/THINK]")),
-    CallFormat("deepseek", (_CALLS_BEGIN,), _CALLS_END, _deepseek),
     CallFormat(
         "harmony",
         ("<|channel|>commentary to=functions.", "to=functions."),
@@ -301,17 +211,7 @@ FORMATS: tuple[CallFormat, ...] = (
             *("<|channel|>final<|message|>", "<|channel|>commentary<|message|>"),
         ),
     ),
-    CallFormat(
-        "gemma",
-        ("<|tool_call>",),
-        "<tool_call|>",
-        _gemma,
-        thought=("<|channel>thought\n", "<channel|>"),
-    ),
-    CallFormat("lfm", ("<|tool_call_start|>",), "<|tool_call_end|>", _pythonic),
-    CallFormat("olmo", ("<function_calls>",), "</function_calls>", _pythonic),
     CallFormat("llama", ("<|python_tag|>", "{"), None, _llama, at_start=True),
-    CallFormat("pythonic", ("<|python_start|>", "["), None, _pythonic, at_start=True),
 )
 
 NO_CALLS = CallFormat("none", (), None, lambda _: [])

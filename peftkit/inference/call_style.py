@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from peftkit.data.chat import Chat, special_texts
-from peftkit.data.encode import Style, stop_ids
+from peftkit.data.generation import stop_ids
+from peftkit.data.style import Style
 from peftkit.errors import ConfigError
 from peftkit.inference.call_formats import CallFormat
 from peftkit.inference.calls import Reader, Render, format_of
@@ -28,7 +29,7 @@ class CallStyle:
         special: Matches special tokens, which stay in the text of an answer until it is read.
 
     Raises:
-        ConfigError: The template writes no calls, or in no known way.
+        ConfigError: The template writes no calls, or in an unknown format.
     """
 
     def __init__(self, tokenizer: Any, style: Style) -> None:
@@ -38,8 +39,9 @@ class CallStyle:
         form = self._chat and format_of(self.render, shipped)
         if not form:
             raise ConfigError(
-                "the chat template writes no calls of tools.",
-                fix="Set data.chat_template to chatml, or to a template that writes them.",
+                "the chat template writes no calls of tools in a known format.",
+                fix="Set data.chat_template to chatml, or to a template of a known format; or add "
+                "a response_template to the tokenizer (transformers 5.13).",
             )
         self.form: CallFormat = form
         texts = special_texts(tokenizer)

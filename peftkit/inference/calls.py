@@ -1,7 +1,7 @@
-"""Tool calls in answers: which format a chat template writes, and answers taken apart as they come.
+"""Tool calls in answers: detect the format of a chat template; parse answers as they stream.
 
-The format is found by trying: the template writes a call, and the format that reads it back is its
-own. Templates that were changed, or came with an adapter, are recognised like those of families.
+To detect the format, the template renders a probe call, and the first format that parses it back is
+used. This recognises changed templates and those saved with an adapter, too.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _MARK = "PEFTKITsentinelCALL"
 
 
 def format_of(render: Render, shipped: Any = None) -> CallFormat | None:
-    """Return the format in which a chat template writes calls; None: it writes none that is known.
+    """Return the call format of a chat template; None if it writes no calls in a known format.
 
     Args:
-        render: Writes a conversation, without a generation prompt; what it raises means that the
-            template cannot write it.
-        shipped: The tokenizer's own `response_template`, which comes first if it reads the call.
+        render: Renders a conversation without a generation prompt; an exception means that the
+            template does not support calls.
+        shipped: The tokenizer's `response_template`; takes precedence if it parses the probe.
     """
     try:
         turns = [written_probe(render, as_text=as_text) for as_text in (False, True)]
@@ -215,7 +215,7 @@ class Reader:
             calls = self._form.read(text)
             for call in calls:
                 dumped(call).encode()  # what is no JSON, or half of a character, is no call
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             return None if isinstance(error, Unclosed) and not is_last else []
         return [typed(call, self._tools) for call in calls] if self._form.is_untyped else calls
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from peftkit.errors import DataError, RunError
-from peftkit.execution.out_of_memory import is_out_of_memory, release_memory
+from peftkit.execution.out_of_memory import attempt, is_out_of_memory
 from peftkit.inference.ready import on_device, ready_for_tokens
 from peftkit.inference.sampling import (
     Chosen,
@@ -266,21 +266,21 @@ class Engine(ABC):
         Raises:
             AnswerTooLarge: Memory ran out for one answer by itself.
         """
-        try:
+        running: list[Completion] = []
+
+        def advance() -> bool:
             # a thread begins on the first card, and kernels are launched on the current one
             with on_device(self.model.device):
                 self._advance()
-        except Exception as error:
+            return True
+
+        def ran_out(error: Exception) -> bool:
             # processes that share a base would have to take fewer rows together
-            if not is_out_of_memory(error) or is_sharded(self.model):
-                raise
-        else:
-            return
-        # outside of the `except` block, whose traceback holds the activations
-        running = self._take_back()
-        release_memory()
-        self._waiting.extendleft(reversed(running))
-        self._take_fewer(running)
+            return is_out_of_memory(error) and not is_sharded(self.model)
+
+        if attempt(advance, ran_out, undo=lambda: running.extend(self._take_back())) is None:
+            self._waiting.extendleft(reversed(running))
+            self._take_fewer(running)
 
     @abstractmethod
     def _advance(self) -> None:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.base.load import Base
-from peftkit.data.encode import Style, prompt_ids, stop_ids
-from peftkit.data.pack import IGNORE, Row, last_answer, last_answer_span
+from peftkit.data.generation import prompt_ids, stop_ids
+from peftkit.data.pack import IGNORE, Row
+from peftkit.data.row_text import last_answer, last_answer_span
+from peftkit.data.style import Style
 from peftkit.errors import DataError, PeftkitError, RunError
 from peftkit.events import Listener, Notice, Progress, Sample, Stage, ignore
 from peftkit.formats.open_adapter import read_side_adapter
@@ -272,7 +274,7 @@ class TextWatch:
             room_left(self._base.model, [ids], 1)
         except DataError as error:
             raise DataError(
-                f"Cannot use {where}: {error.asked}", found=error.found, fix=error.fix
+                f"Cannot use {where}: {error.problem}", found=error.found, fix=error.fix
             ) from None
         return Row(tuple(ids), (IGNORE,) * len(ids), (len(ids),), where)
 
@@ -287,7 +289,7 @@ class TextWatch:
             return self._generated(rows, max_new_tokens)
         except AnswerTooLarge as error:
             raise RunError(
-                error.asked,
+                error.problem,
                 found=error.found,
                 fix="Leave out train.sample_every and train.eval_generate; peftkit generate and "
                 "eval answer afterwards.",

@@ -16,8 +16,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from peftkit.data.encode import Style, default_style, prompt_ids, stop_ids
+from peftkit.data.generation import default_style, prompt_ids, stop_ids
 from peftkit.data.messages import Message
+from peftkit.data.style import Style
 from peftkit.inference.engine import (
     MAX_ROWS,
     Completion,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peftkit.data.encode import template_of
+from peftkit.data.generation import template_of
 from peftkit.errors import ConfigError, did_you_mean
 from peftkit.events import Listener, Notice, Stage, Table, ignore
 from peftkit.formats.open_adapter import Opened, require_causal

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from peftkit.base.load import Base
-from peftkit.data.encode import default_style, prompt_ids, stop_ids
 from peftkit.data.format import read_each
+from peftkit.data.generation import default_style, prompt_ids, stop_ids
 from peftkit.data.messages import Message, full_text
 from peftkit.data.records import Record, read_records
 from peftkit.errors import DataError

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from peftkit.data.encode import Style
 from peftkit.data.media.files import Media
 from peftkit.data.records import read_records
+from peftkit.data.style import Style
 from peftkit.errors import AdapterError, DataError
 from peftkit.events import Listener, Saved, Stage, ignore
 from peftkit.files.disk import write_text

@@ -1,8 +1,8 @@
-"""The format of calls that a tokenizer itself ships: its `response_template` (transformers 5.13).
+"""The call format of a tokenizer's `response_template` (transformers 5.13).
 
-It tells between what calls and reasoning stand, as texts or patterns, and how a call is parsed,
-which is left to transformers. What opens and closes a call is seen on the one that the chat
-template writes.
+The response template has the markers around calls and reasoning, as texts or patterns, and
+transformers parses a call with it. The opening and closing texts come from matching the patterns on
+a probe call that the chat template wrote.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ UNTYPED = ("xml-inline", "kv-lines")
 
 
 def shipped_format(template: Any, written: str, name: str) -> CallFormat | None:
-    """Return the format of a response template; None: it has none, or not that of this text.
+    """Return the format of a response template; None if it does not match the probe call.
 
     Args:
         template: The tokenizer's.
-        written: The turn with a call that the chat template writes.
-        name: Of the function that is called there.
+        written: The chat template's rendering of the probe call.
+        name: Function name in the probe call.
     """
     try:
         from transformers.utils.chat_parsing import ResponseParser
@@ -48,7 +48,7 @@ def shipped_format(template: Any, written: str, name: str) -> CallFormat | None:
             parser.feed(text)
             found = parser.finalize()[0].get(CALLS) or []
             made = [one["function"] for one in (found if isinstance(found, list) else [found])]
-        except Exception as error:  # its parsers raise what they like
+        except Exception as error:  # its parsers raise any type
             raise NoCall(str(error)) from error
         return calls_of(made)
 
@@ -63,7 +63,7 @@ def shipped_format(template: Any, written: str, name: str) -> CallFormat | None:
 
 
 def _thought(known: Any) -> tuple[str, str]:
-    """Return what reasoning stands between."""
+    """Return the markers around reasoning, such as <think> and </think>."""
     for name in THOUGHTS:
         field = known.fields.get(name)
         if field is not None and field.open_literals and field.close_literals:

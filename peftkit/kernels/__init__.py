@@ -1,1 +1,1 @@
-"""The arithmetic that must be fast, each with its plain-torch reference."""
+"""Performance-critical computations, each with a plain torch reference."""

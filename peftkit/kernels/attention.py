@@ -1,9 +1,9 @@
 """Attention for training on a CPU in 16 bits, where plain products beat torch's flash backward.
 
-Softmax(s Q K^T + M) V written out, with the query heads of a group as rows of one product with
-their shared keys, so that nothing is repeated. In bfloat16 the scores are rounded before the
-softmax, as in transformers' eager attention; the softmax is computed in float32. The probabilities
-are saved for the backward pass, so use it for short rows.
+It computes softmax(s Q K^T + M) V with plain products. The query heads of a group are rows of one
+product with their shared keys, which are not repeated. In bfloat16 the scores are rounded before
+the softmax, as in transformers' eager attention; the softmax is computed in float32. The
+probabilities are saved for the backward pass, which suits short rows only.
 
 Shapes: B batch, H query heads, K key-value heads (H = G K), L queries, S keys, D head size.
 """
@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 
 MAX_BYTES = 24 << 20
-"""Probabilities of one layer may take this much; longer rows are left to torch."""
+"""Maximum bytes for the probabilities of a layer; torch handles longer rows."""
 
 
 def reference_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> Tensor:
-    """Return softmax(s Q K^T + M) V, (B, H, L, D), by torch's own function."""
+    """Return softmax(s Q K^T + M) V, (B, H, L, D), by torch's function."""
     return functional.scaled_dot_product_attention(
         query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=True
     )
@@ -44,8 +44,8 @@ def grouped_attention(
     Args:
         query: (B, H, L, D). key, value: (B, K, S, D).
         mask: Additive or boolean (True: attend), (B or 1, 1 or H, L, S), or None.
-        is_causal: Query i attends to keys up to i; then `mask` is None.
-        position_bias: Added to the scores too, of the mask's shape (T5).
+        is_causal: Query i attends to keys up to i; `mask` must be None.
+        position_bias: Bias added to the scores, of the mask's shape (T5).
         softcap: Scores before mask and bias become cap * tanh(scores / cap) (Gemma 2).
     """
     (batch, heads, length, size), (_, kv_heads, keys, _) = query.shape, key.shape
@@ -69,13 +69,13 @@ def grouped_attention(
 
 
 def is_short(query: Tensor, key: Tensor) -> bool:
-    """Return whether the probabilities are few enough to be saved."""
+    """Return whether the probabilities are small enough to be saved."""
     batch, heads, length, _ = query.shape
     return batch * heads * length * key.shape[2] * query.element_size() <= MAX_BYTES
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as a tensor to add to scores of this dtype."""
+    """Return the additive form of a mask for scores of this dtype."""
     if mask.dtype == dtype:
         return mask
     # finite: within a window a row of padding may attend to nothing

@@ -1,11 +1,11 @@
-"""Weights of published quantised checkpoints: codes, and a scale for each block of codes.
+"""Weights of pre-quantised checkpoints: codes, and a scale for each block of codes.
 
     W[o, i] = (value(code[o, i]) - zero[o, g]) * scale[o, g],   g = the block of (o, i)
 
 int4, mxfp4 and nvfp4 pack two codes in a byte, the first one in the low bits. The zeros of int4 and
 uint8 are stored, or 8 and 128; fp8 is e4m3. Scales of mxfp4 are e8m0 exponents. Scales of nvfp4 are
-e4m3 values and one float32 for the tensor: a scalar multiplies them, one with a dimension divides
-them (two formats). Columns that were sorted by group come with their original positions (GPTQ's
+e4m3 values and one float32 for the tensor: a scalar multiplies them, a tensor with a dimension
+divides them (two formats). Columns sorted by group have their original positions as well (GPTQ's
 desc_act). Products are computed in float32 and rounded once.
 
 Shapes: codes (..., out, in) or (..., out, in / 2), scales and zeros (..., R, G).
@@ -26,9 +26,9 @@ _WIDE = {2: torch.int32, 4: torch.int64}
 TILE_SIZE = 1 << 17
 """Values that a CPU dequantises at a time."""
 MAX_VALUES = 1 << 30
-"""Values in a call of bitsandbytes, which counts them in 32 bits: stacks of experts have more."""
+"""Maximum values per call of bitsandbytes, which counts in 32 bits; stacks of experts have more."""
 PART_VALUES = 1 << 28
-"""Values in a call where there are more: each part is a copy besides the result."""
+"""Values per call for larger tensors: each chunk is a copy in addition to the result."""
 _BLOCKS = tuple(1 << power for power in range(12, 5, -1))
 """Values per scale that bitsandbytes' 8-bit kernel supports."""
 
@@ -69,7 +69,6 @@ def unpack_blocks(
 
 
 def _scale(scale: Tensor, kind: str, factor: Tensor | None) -> Tensor:
-    """Return the scales in float32."""
     if kind == "mxfp4":
         return exponents(scale)
     if factor is None:
@@ -117,7 +116,7 @@ def _values(
     """Return the values of codes (rows, ...), before stored zeros and scales.
 
     Args:
-        middle: The integer that stands for zero, without stored zeros.
+        middle: The integer that represents zero if no zeros are stored.
         pairs: For 4-bit kinds, the two values of each byte.
     """
     if pairs is not None:
@@ -134,7 +133,7 @@ def _pairs(kind: str, middle: int, dtype: torch.dtype, device: torch.device) -> 
     codes = torch.stack([byte & 15, byte >> 4], 1)
     if kind == "int4":
         return codes.to(dtype).sub_(middle)
-    bits = (codes & 8) << 4 | (codes & 7) << 2  # e2m1 as e4m3, but for its bias
+    bits = (codes & 8) << 4 | (codes & 7) << 2  # e2m1 as e4m3, except for the bias
     return bits.view(torch.float8_e4m3fn).float().mul_(64).to(dtype)
 
 
@@ -160,7 +159,7 @@ def _by_table(
     rows: int,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """Return 8-bit codes times scales by bitsandbytes' kernel; None if it does not support them."""
+    """Return 8-bit codes times scales by bitsandbytes' kernel; None if they are unsupported."""
     width = shape[-1]
     step = next((b for b in _BLOCKS if min(block, width) % b == 0 and width % b == 0), None)
     if step is None or dtype == torch.float64:
@@ -169,7 +168,9 @@ def _by_table(
     if rows > 1:
         scale = scale.repeat_interleave(rows, -2)
     scale = scale[..., : shape[-2], :].expand(*shape[:-1], -1)
-    codes, scale, table = packed.view(torch.uint8), scale.reshape(-1), _table(kind, packed.device)
+    byte = torch.arange(256, dtype=torch.uint8, device=packed.device)
+    table = byte.view(torch.float8_e4m3fn).float() if kind == "fp8" else byte.float() - 128
+    codes, scale = packed.view(torch.uint8), scale.reshape(-1)
     dequantize = torch.ops.bitsandbytes.dequantize_blockwise
     if codes.numel() <= MAX_VALUES:
         all_values: Tensor = dequantize(codes, scale, table, step, dtype)
@@ -181,9 +182,3 @@ def _by_table(
         scales = scale[start // step : stop // step]
         flat[start:stop] = dequantize(codes[start:stop], scales, table, step, dtype)
     return values
-
-
-def _table(kind: str, device: torch.device) -> Tensor:
-    """Return the value of every byte, in float32."""
-    byte = torch.arange(256, dtype=torch.uint8, device=device)
-    return byte.view(torch.float8_e4m3fn).float() if kind == "fp8" else byte.float() - 128

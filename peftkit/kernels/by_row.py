@@ -1,12 +1,12 @@
-"""Low-rank updates that differ from row to row of one batch.
+"""Low-rank updates that differ between the rows of a batch.
 
-The A's of the adapters in the batch are concatenated along the ranks, and so are their B's. Of two
-algorithms the cheaper one is used at each call:
+The A's of the adapters in the batch are concatenated along the ranks, and so are their B's. Each
+call uses the cheaper of two algorithms:
 
 - masked: one product of every row with all ranks, then the ranks of other adapters are set to zero.
-  Each adapter is read once; a row pays for the ranks of all of them.
-- batched: each row's ranks, gathered, in one batched product. A row pays for the highest rank among
-  the adapters, and for the copy.
+  Each adapter is read once; each row costs the sum of all ranks.
+- batched: one batched product with the gathered ranks of each row. Each row costs the highest rank
+  of the adapters, plus the copy.
 
 Shapes: M rows of the batch, T tokens, r rank of one adapter, R sum of the ranks in the stack.
 """
@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional
 
 GATHER_TOKENS = {torch.float32: 4, torch.float64: 4}
-"""Copying a row's ranks costs what so many tokens cost in the product; measured on a CPU."""
+"""Cost of copying a row's ranks, in tokens of the product; measured on a CPU."""
 GATHER_TOKENS_16_BIT = 24
-"""Products in 16 bits are faster, and copies are not."""
+"""The same in 16 bits, where products are faster but copies are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class RowRanks:
         foreign: (M, 1, R) bool: the ranks that do not belong to the row.
         indices: (M * width,): each row's ranks; None if these are the whole stack in order.
         width: The highest rank. total: R.
-        padded: Some rows have fewer than `width` ranks; `indices` then names rank R, which is zero.
+        padded: Whether rows have fewer than `width` ranks; `indices` is then padded with R, a row
+            of zeros.
     """
 
     foreign: Tensor
@@ -50,7 +51,7 @@ class RowRanks:
         """Return the ranks of each row.
 
         Args:
-            slots: Each row's adapter as its index in the stack, or None.
+            slots: Index of each row's adapter in the stack, or None.
             ranks: Rank of each adapter in the stack.
         """
         starts = torch.tensor([0, *ranks]).cumsum(0).tolist()
@@ -88,23 +89,15 @@ def add_lora_by_row(out: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: RowRank
 
     Args:
         out: (M, T, out), the frozen layer's output. x: (M, T, in), its input.
-        a: (R, in). b: (R, out), scaled; both made by `ranks.stack`, in `out`'s dtype.
+        a: (R, in). b: (R, out), scaled; both from `ranks.stack`, in `out`'s dtype.
     """
     x = x.to(out.dtype)
     if ranks.masked_is_cheaper(x.shape[1], out.dtype):
-        return _masked(out, x, a, b, ranks)
-    return _batched(out, x, a, b, ranks)
-
-
-def _masked(out: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: RowRanks) -> Tensor:
-    hidden = functional.linear(x, a[: ranks.total])  # (M, T, R)
-    # filled, not multiplied: another row's adapter may give an infinite value for this row
-    hidden = hidden.masked_fill(ranks.foreign, 0)
-    flat = torch.addmm(out.flatten(0, 1), hidden.flatten(0, 1), b[: ranks.total])
-    return flat.view(out.shape)
-
-
-def _batched(out: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: RowRanks) -> Tensor:
+        hidden = functional.linear(x, a[: ranks.total])  # (M, T, R)
+        # filled, not multiplied by zero: other adapters may give infinite values for this row
+        hidden = hidden.masked_fill(ranks.foreign, 0)
+        flat = torch.addmm(out.flatten(0, 1), hidden.flatten(0, 1), b[: ranks.total])
+        return flat.view(out.shape)
     if ranks.indices is not None:
         a, b = a.index_select(0, ranks.indices), b.index_select(0, ranks.indices)
     row_a, row_b = (t.view(len(x), ranks.width, -1) for t in (a, b))  # (M, r, in), (M, r, out)

@@ -1,9 +1,9 @@
-"""Kinds of GPU, with torch's functions for the memory and generators of each; main memory.
+"""Kinds of GPU, with torch's functions for their memory and generators; main memory.
 
-On Apple's MPS, whose memory is the machine's, there are no kernels of our own, no pinned memory and
-no streams. Nothing here was run on Apple hardware.
+Apple's MPS shares the machine's memory and has none of peftkit's kernels, no pinned memory and no
+streams. Nothing in this module was run on Apple hardware.
 
-The functions for this process's main memory do nothing where the system has no such call (Windows).
+The functions for this process's main memory do nothing on systems without these calls (Windows).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Gpu:
 
     Attributes:
         is_there: Whether this machine has one.
-        fast_dtype: The dtype in which it multiplies fastest.
+        fast_dtype: The dtype with the fastest products.
         total: Its memory.
-        used: Memory in use by all processes, without what torch could release.
-        peak: Most memory that this process has allocated since `restart`, or the best estimate.
+        used: Memory in use by all processes, without torch's releasable cache.
+        peak: Peak memory that this process allocated since `restart`, or the best estimate.
         restart: Reset the peak.
         release: Release torch's cached memory.
         retries: How often the allocator released its cache to serve an allocation.
@@ -58,11 +58,11 @@ def _cuda_used(device: Device) -> int:
 
 
 def _mps_dtype() -> torch.dtype:
-    # no float16: it would need the loss scaled, which is only done on CUDA
+    # no float16: it requires loss scaling, which is supported on CUDA only
     return torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else torch.float32
 
 
-# Called by name when they are needed: a simulated card takes torch's functions away.
+# Looked up at each call, because a simulated card replaces torch's functions.
 GPUS = {
     "cuda": Gpu(
         is_there=lambda: torch.cuda.is_available(),
@@ -98,8 +98,8 @@ def gpu_of(device: Device) -> Gpu | None:
     return GPUS.get(device.type)
 
 
-def gpu_here() -> tuple[Device, Gpu] | None:
-    """Return the kind of GPU of this machine; None without one."""
+def local_gpu() -> tuple[Device, Gpu] | None:
+    """Return the kind of GPU of this machine; None without a GPU."""
     return next(((Device(kind, 0), gpu) for kind, gpu in GPUS.items() if gpu.is_there()), None)
 
 
@@ -123,7 +123,7 @@ def forked_generators(device: Device, *, enabled: bool = True) -> AbstractContex
 def pinned_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return empty main memory, pinned where the system allows; torch rounds up to powers of two.
 
-    CUDA refuses in the words of a card that is full, so the error must not leave this function.
+    CUDA reports a failure to pin as out of device memory, so the error must not escape.
     """
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -132,7 +132,7 @@ def pinned_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:
-    """Return a tensor of main memory in pinned memory, or itself where the system refuses."""
+    """Return a copy of a tensor in pinned memory, or the tensor itself if pinning fails."""
     try:
         return tensor.pin_memory()
     except RuntimeError:
@@ -142,18 +142,18 @@ def pinned_copy(tensor: Tensor) -> Tensor:
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """glibc's malloc.h."""
 LARGE = 1 << 23
-"""Bytes: of a weight rather than of hidden states."""
+"""Bytes of a large allocation: a weight rather than hidden states."""
 
 
 def keep_freed_memory(*, large_ones: bool = True) -> None:
     """Make glibc keep large freed blocks, since the next step allocates the same sizes.
 
-    By default it returns them to the system, and every step pays for fresh pages: a fifth of a
-    small model's step on a CPU. Lasts as long as the process; does nothing without glibc.
+    By default it returns them to the system, and every step faults in fresh pages: a fifth of a
+    small model's step on a CPU. The setting holds until the process ends; it needs glibc.
 
     Args:
-        large_ones: If False, blocks of at least LARGE are returned when they are freed: streamed
-            weights would leave holes that the next ones do not fit.
+        large_ones: If False, blocks of at least LARGE are returned when they are freed, because
+            streamed weights would leave holes that do not fit the next weights.
     """
     library = _libc()
     if hasattr(library, "mallopt"):
@@ -162,10 +162,10 @@ def keep_freed_memory(*, large_ones: bool = True) -> None:
 
 
 def trim_malloc() -> None:
-    """Return free pages to the system that `keep_freed_memory` has kept.
+    """Return free pages that `keep_freed_memory` retained to the system.
 
     Blocks of varying size leave holes, and the process grows: by a third in 250 steps of a small
-    model. The next step pays for fresh pages once.
+    model. The next step faults in fresh pages once.
     """
     library = _libc()
     if hasattr(library, "malloc_trim"):
@@ -175,7 +175,7 @@ def trim_malloc() -> None:
 def _libc() -> Any:
     try:
         return ctypes.CDLL(None)
-    except (OSError, TypeError):  # Windows: None names no library there
+    except (OSError, TypeError):  # Windows: None does not refer to a library there
         return None
 
 
@@ -199,7 +199,7 @@ def peak_resident_bytes() -> int:
 
 
 def free_bytes() -> int | None:
-    """Return the main memory that this process may still take, by the system and its cgroup.
+    """Return the main memory that this process may still allocate, by the system and its cgroup.
 
     None if unknown (macOS, Windows).
     """

@@ -11,9 +11,9 @@ their logarithms, m = b q + (1 - b) p:
 |         |                               | up to a constant, which the sum takes out  |
 
 With x = lq - lp + log(b / (1 - b)) the s of jsd is softplus(x), and log(m / q) is softplus(-x),
-both up to a constant. So where p and q are far apart and JSD is nearly constant, its gradient is
-not the difference of large numbers. Everything is computed in float32 from log-softmax, and no
-logarithm is taken of a rounded probability.
+both up to a constant. If p and q are far apart and JSD is nearly constant, its gradient is thus not
+a difference of large numbers. Everything is computed in float32 from log-softmax, without the
+logarithm of a rounded probability.
 
 Shapes: n rows, H hidden size, V vocabulary, C rows of a chunk.
 """
@@ -79,8 +79,8 @@ def chunked_divergence(
 
     Args:
         student: (n, H) hidden rows, which get the gradient; heads get none.
-        teacher: (n, H) hidden rows; another H with a head of its own.
-        teacher_head: By default the student's.
+        teacher: (n, H) hidden rows; H may differ if `teacher_head` is given.
+        teacher_head: The teacher's head, by default the student's.
         chunk_rows, vocab_size, chunk_bytes: See `chunked_cross_entropy`.
     """
     same = torch.empty(len(student), dtype=torch.bool, device=student.device)
@@ -98,19 +98,19 @@ def chunked_divergence(
 def values_and_gradient(
     student: Tensor, teacher: Tensor, divergence: Divergence
 ) -> tuple[Tensor, Tensor]:
-    """Return the divergence (C,), and where the largest logit is the same (C,).
+    """Return the divergence (C,), and whether the largest logits coincide (C,).
 
-    The student's logits become the gradient of the sum, in their place.
+    The student's logits are overwritten by the gradient of the sum.
 
     Args:
         student, teacher: (C, V) logits of any float dtype.
     """
-    found = [_of_part(s, t, divergence) for s, t in parts_of(student, teacher)]
-    values, same = (torch.cat(each) for each in zip(*found, strict=True))
+    results = [_of_chunk(s, t, divergence) for s, t in parts_of(student, teacher)]
+    values, same = (torch.cat(chunks) for chunks in zip(*results, strict=True))
     return values, same
 
 
-def _of_part(student: Tensor, teacher: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor]:
+def _of_chunk(student: Tensor, teacher: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(student.dtype, torch.float32)
     same = student.argmax(-1) == teacher.argmax(-1)
     temperature = divergence.temperature
@@ -121,12 +121,12 @@ def _of_part(student: Tensor, teacher: Tensor, divergence: Divergence) -> tuple[
 
 
 def _of_kind(lp: Tensor, lq: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor]:
-    """Return values (C,) and gradients (C, V) of log-probabilities, which are used up."""
+    """Return values (C,) and gradients (C, V) of log-probabilities, which are overwritten."""
     p, q = lp.exp(), lq.exp()
     if divergence.kind == "forward":
         value = lq.sub_(lp).mul_(q).sum(-1)
         gradient = p.sub_(q)
-        return value + gradient.sum(-1), gradient  # 0, but for what both normalisers round
+        return value + gradient.sum(-1), gradient  # 0, except for rounding of both normalisers
     if divergence.kind == "reverse":
         gap = lp.sub_(lq)
         value = (p * gap).sum(-1) + q.sub_(p).sum(-1)
@@ -141,9 +141,10 @@ def _of_kind(lp: Tensor, lq: Tensor, divergence: Divergence) -> tuple[Tensor, Te
 
 
 def _times_deviation(p: Tensor, gap: Tensor) -> Tensor:
-    """Return p (gap - sum p gap), in the gap's place.
+    """Return p (gap - sum p gap), overwriting the gap.
 
-    From the likeliest token's gap on: where its p is nearly 1, the mean is nearly its gap.
+    Gaps are taken relative to the likeliest token's: if its p is nearly 1, the mean is nearly its
+    gap, and the difference would cancel.
     """
     gap.sub_(gap.gather(1, p.argmax(-1, keepdim=True)))
     return gap.sub_((p * gap).sum(-1, keepdim=True)).mul_(p)

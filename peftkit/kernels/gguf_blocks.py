@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 PIECE = 1 << 17
-"""Values that a CPU dequantises at a time, so that intermediate values stay in its cache."""
+"""Values that a CPU dequantises at a time, to keep intermediate values in its cache."""
 DEVICE_PIECE = 1 << 22
 """Values that a GPU without Triton dequantises at a time: 60 MB of scratch memory at most."""
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -25,7 +25,7 @@ E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """Return the float16 at a byte of each block, in float32: (n, 1)."""
+    """Return the float16 at byte `at` of each block, in float32: (n, 1)."""
     return blocks[:, at : at + 2].view(torch.float16).float()
 
 
@@ -44,7 +44,7 @@ def _nibbles_of(blocks: Tensor, at: int, groups: int, width: int) -> Tensor:
 
 
 def _bits(blocks: Tensor, at: int) -> Tensor:
-    """Return 32 bits, beginning at a byte, as 16 or 0: (n, 32)."""
+    """Return the 32 bits from byte `at`, as 16 or 0: (n, 32)."""
     shift = torch.arange(8, dtype=torch.uint8, device=blocks.device)
     return ((blocks[:, at : at + 4, None] >> shift & 1) << 4).flatten(1)
 
@@ -174,8 +174,8 @@ class BlockType(NamedTuple):
     """A type of blocks.
 
     Attributes:
-        number: Of the type in ggml.
-        values, num_bytes: Of a block.
+        number: Number of the type in ggml.
+        values, num_bytes: Sizes of a block.
         write: Dequantises blocks (n, num_bytes) into (n, values).
     """
 
@@ -200,7 +200,7 @@ TYPES = {
     "iq4_xs": BlockType(23, 256, 136, _iq4_xs),
     "mxfp4_gguf": BlockType(39, 32, 17, _mxfp4),
 }
-"""By the kind of a `PackedFormat`; mxfp4's layout differs from that of other checkpoints."""
+"""Block type by kind of a `PackedFormat`; mxfp4 has another layout than in other checkpoints."""
 
 
 def row_bytes(kind: str, columns: int) -> int:
@@ -213,15 +213,16 @@ def row_bytes(kind: str, columns: int) -> int:
 def unpack_gguf(packed: Tensor, kind: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return the tensor (..., rows, columns) of packed rows (..., rows, bytes), in new memory.
 
-    On a GPU one kernel reads the blocks and writes values; written out in torch, 4 bits move five
-    times as much. A custom operator: torch.compile would break a graph at the writing of parts.
+    On a GPU one kernel reads blocks and writes values; with torch operations, 4-bit types move five
+    times as much memory. It is a custom operator because torch.compile would break the graph at the
+    slice assignments.
     """
     block = TYPES[kind]
     blocks = packed.detach().reshape(-1, block.num_bytes)
     unpacked = torch.empty(tuple(shape), dtype=dtype, device=packed.device)
     out = unpacked.view(-1, block.values)
     if packed.is_cuda:
-        from peftkit.kernels.fused import TRITON  # other bases need none of it
+        from peftkit.kernels.fused import TRITON  # other bases do not need it
 
         if TRITON.launch("unpack", out, blocks, kind) is not None:
             return unpacked

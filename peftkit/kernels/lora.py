@@ -1,17 +1,17 @@
-"""Products of LoRA: of one layer, and of several layers that read one input.
+"""Products of LoRA: for one layer, and for several layers that read one input.
 
     y_i = X W_i^T + b_i + H_i B_i^T        H = X (s A)^T, one product for all layers
     G_i = dy_i B_i        dX = sum over layers of dy_i W_i + G s A
     dA = s G^T X        dB_i = dy_i^T H_i
 
-`grouped_lora_linear` reads the base's weights in place, packed ones too: a model that fills a GPU
-has no room for another layout. Each update is added to the base's product in place: one array of
-the output's size, not two. Neither B A nor dW is formed.
+`grouped_lora_linear` reads the base's weights in place, packed or not: a model that fills a GPU
+leaves no room for another layout. Each update is added to the base's product in place, which needs
+one array of the output's size instead of two. Neither B A nor dW is formed.
 
-What the backward pass needs is saved before the products with the base are made. A block that is
-recomputed ends with its last saved tensor, so that its last product is not made a second time.
+Tensors for the backward pass are saved before the products with the base. Recomputation of a
+checkpointed block stops at its last saved tensor and thus skips the block's last product.
 
-Shapes: M rows of input, r rank of a layer, R sum of the ranks, in; out of each layer.
+Shapes: M rows of input, r rank of a layer, R sum of the ranks, in; out features of each layer.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from peftkit.kernels.packed import PackedFormat, times_packed, unpack
 
 
 class Layer(NamedTuple):
-    """The frozen tensors of a layer: its weight, the weight's scales, its bias.
+    """The number and the format of a layer's frozen tensors: weight, scales, bias.
 
     Attributes:
         form: Format of a packed weight, or None.
-        num_scales: Scales of a packed weight.
+        num_scales: Number of scales of a packed weight.
     """
 
     form: PackedFormat | None
@@ -49,15 +49,15 @@ def grouped_lora_linear(
     lora_b: Sequence[Tensor],
     masters: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Return y = X W^T + b + X (s A)^T B^T, (M, out), of each layer; X, A and B have gradients.
+    """Return y = X W^T + b + X (s A)^T B^T, (M, out), for each layer; X, A and B get gradients.
 
     Args:
         x: (M, in).
         dropped: X after dropout, which A reads; None without dropout.
         frozen: The tensors of all layers, one layer after the other.
-        lora_a, lora_b: s A (R, in) of all layers, and B (out, r) of each, in x's dtype.
-        scales: (R,): s of each row of A.
-        masters: A, then B of each layer: the tensors that get the gradients. They are not read.
+        lora_a, lora_b: s A (R, in) of all layers, and B (out, r) of each layer, in x's dtype.
+        scales: (R,), s for each row of A.
+        masters: A, then B of each layer: the tensors that receive gradients. They are not read.
     """
     with torch.no_grad():
         hidden = torch.mm(x if dropped is None else dropped, lora_a.t())
@@ -71,11 +71,11 @@ def grouped_lora_linear(
 
 
 class Saved(torch.autograd.Function):
-    """Saves tensors for the backward pass of a later node, whose input is this one's output."""
+    """Saves tensors for the backward pass of a later node, whose input is this node's output."""
 
     @staticmethod
     def forward(ctx: Any, nodes: list[Any], through: Tensor, *tensors: Tensor | None) -> Tensor:
-        """Return `through`, and add this node to `nodes`."""
+        """Return `through`, and append this node to `nodes`."""
         ctx.save_for_backward(*tensors)
         ctx.num_tensors = len(tensors)
         nodes.append(ctx)
@@ -100,10 +100,10 @@ class _GroupedLoRALinear(torch.autograd.Function):
         scales: Tensor,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return (M, out) of each layer.
+        """Return (M, out) for each layer.
 
         Args:
-            saved: The node that has saved the tensors; empty if this one has to.
+            saved: The node that has saved the tensors; empty if this node must save them.
             tensors: B of each layer, the frozen tensors, the masters.
         """
         masters = tensors[-2 * len(layers) :]
@@ -123,7 +123,7 @@ class _GroupedLoRALinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, dropped, and each A and B."""
+        """Return the gradients of x, dropped, all A and all B."""
         x, dropped, hidden, lora_a, scales, *others = (
             ctx.saved[0] if ctx.saved else ctx
         ).saved_tensors
@@ -132,7 +132,7 @@ class _GroupedLoRALinear(torch.autograd.Function):
         backs = [torch.mm(grad, b) for grad, b in zip(grads, lora_b, strict=True)]
         back = torch.cat(backs, 1) if len(backs) > 1 else backs[0]  # G
         grad_x = grad_dropped = None
-        if ctx.needs_input_grad[2]:  # else nothing before these layers is trained
+        if ctx.needs_input_grad[2]:  # False if nothing below these layers is trained
             for grad, layer in zip(grads, _with_tensors(ctx.layers, frozen), strict=True):
                 grad_x = layer.add_product(grad_x, grad)
             assert grad_x is not None
@@ -143,9 +143,9 @@ class _GroupedLoRALinear(torch.autograd.Function):
         grad_a = torch.mm(back.t(), x if dropped is None else dropped) * scales[:, None]
         hiddens = hidden.split(ranks, 1)
         grads_b = [torch.mm(grad.t(), h) for grad, h in zip(grads, hiddens, strict=True)]
-        of_masters = zip([*grad_a.split(ranks), *grads_b], ctx.dtypes, strict=True)
+        master_grads = zip([*grad_a.split(ranks), *grads_b], ctx.dtypes, strict=True)
         no_grads = [None] * (3 + len(others))
-        return None, None, grad_x, grad_dropped, *no_grads, *(g.to(d) for g, d in of_masters)
+        return None, None, grad_x, grad_dropped, *no_grads, *(g.to(d) for g, d in master_grads)
 
 
 class _Frozen(NamedTuple):
@@ -156,11 +156,11 @@ class _Frozen(NamedTuple):
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         if self.form is None:
-            return self.weight.to(dtype)  # of another one under autocast
+            return self.weight.to(dtype)  # another dtype under autocast
         return unpack(self.weight, self.scales, self.form, dtype)
 
     def add_product(self, total: Tensor | None, grad: Tensor) -> Tensor:
-        """Return total + dy W; dy W without a total."""
+        """Return total + dy W, or dy W if there is no total."""
         if self.form is not None:
             return times_packed(grad, self.weight, self.scales, *self.form, total)
         weight = self.weight.to(grad.dtype)
@@ -168,7 +168,7 @@ class _Frozen(NamedTuple):
 
 
 def _with_tensors(layers: Sequence[Layer], frozen: Sequence[Tensor]) -> list[_Frozen]:
-    """Return each layer with its own among the frozen tensors."""
+    """Return each layer with its frozen tensors."""
     filled, rest = [], list(frozen)
     for form, num_scales, has_bias in layers:
         weight, scales, rest = rest[0], tuple(rest[1 : 1 + num_scales]), rest[1 + num_scales :]
@@ -179,8 +179,8 @@ def _with_tensors(layers: Sequence[Layer], frozen: Sequence[Tensor]) -> list[_Fr
 def add_lora(base_out: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
     """Return ``base_out + scaling * x A^T B^T`` (Hu et al., 2021, eq. 3).
 
-    The scaled B and one addmm leave no temporary of the output's size, and autograd's own formulas
-    are then the minimal ones: G = dY (sB), dA = G^T x, dB = s dY^T (x A^T), dx = G A.
+    The scaled B and one addmm need no temporary of the output's size, and autograd's formulas are
+    then minimal: G = dY (sB), dA = G^T x, dB = s dY^T (x A^T), dx = G A.
 
     Args:
         base_out: (..., out), the frozen layer's output.
@@ -202,26 +202,3 @@ def add_lora(base_out: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scalin
 def low_rank(x: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
     """Return ``x A^T B^T`` (..., out); shapes as in `add_lora`."""
     return functional.linear(functional.linear(x, lora_a.to(x.dtype)), lora_b.to(x.dtype))
-
-
-def adapted_row_norms(
-    weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float, squared_norms: Tensor
-) -> Tensor:
-    """Return ||W + s B A|| of each output row without forming the sum.
-
-    ||w + s b A||^2 = ||w||^2 + 2 s b (A w) + s^2 b (A A^T) b^T for a row w of W and b of B.
-
-    Args:
-        weight: (out, in). lora_a: (R, in). lora_b: (out, R).
-        squared_norms: (out,), ||w||^2, which training never changes.
-
-    Returns:
-        (out,) float32.
-    """
-    a, b = lora_a.float(), lora_b.float()
-    cross = functional.linear(weight, lora_a.to(weight.dtype)).float()  # (out, R) = W A^T
-    gram = a @ a.t()  # (R, R)
-    squared = squared_norms + ((2 * scaling) * cross + (scaling * scaling) * (b @ gram)).mul(b).sum(
-        1
-    )
-    return squared.clamp_min(torch.finfo(torch.float32).tiny).sqrt()

@@ -1,10 +1,10 @@
 """Packed weights: quantise, dequantise, and multiply; only packed data is saved for backward.
 
 nf4, fp4: 64 consecutive values of the flattened tensor share one absmax (Dettmers et al., 2023,
-arXiv:2305.14314); double quantisation stores these in 8 bits, 256 to a scale. int8: one absmax for
-each row. The 4-bit operators are bitsandbytes', which quant/layers.py imports, with the same bits
-as its modules. They always get rows of one block: the CPU kernel of 0.50 misreads tensors whose
-rows are an odd multiple of 32, and compiles for odd ones.
+arXiv:2305.14314); double quantisation stores these in 8 bits, 256 per scale. int8: one absmax per
+row. The 4-bit operators are bitsandbytes' (imported by quant/layers.py), with the same bits as its
+modules. They always get rows of one block: the CPU kernel of 0.50 misreads tensors whose rows are
+an odd multiple of 32, and compiles for odd ones.
 
 Shapes: n values, padded to whole blocks; `...` is any leading shape.
 """
@@ -75,7 +75,7 @@ def pack_4bit(tensor: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def pack_absmax(absmax: Tensor, code: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return absmax quantised to 8 bits, and the absmax, code and offset of that."""
+    """Quantise absmax to 8 bits; return it with the absmax, code and offset of the quantisation."""
     offset = absmax.mean()
     packed, nested = torch.ops.bitsandbytes.quantize_blockwise(absmax - offset, code, NESTED_BLOCK)
     return packed, nested, code, offset
@@ -171,14 +171,8 @@ def slices_of(
         yield packed[first // 2 : -(-stop // (2 * BLOCK)) * BLOCK], tuple(own_scales), part
 
 
-def _is_tall(form: PackedFormat) -> bool:
-    """Return whether a matrix is large with many more rows than columns, as an LM head."""
-    out, width = form.shape[-2:]
-    return form.kind not in KINDS and out >= 8 * width and out * width > SLICE_SIZE
-
-
 def absmax_of(scales: tuple[Tensor, ...]) -> Tensor:
-    """Return the absmax in fp32, dequantised if need be."""
+    """Return the absmax in fp32, dequantised if necessary."""
     if len(scales) == 1:
         return scales[0]
     absmax, nested, code, offset = scales
@@ -202,7 +196,7 @@ def times_packed(
 ) -> Tensor:
     """Return x W, (..., in), for a packed W (out, in), plus `total` (M, in) if given.
 
-    A custom operator, so that torch.compile does not see W: it would share the unpacked W with the
+    It is a custom operator to hide W from torch.compile, which would reuse the unpacked W of the
     forward pass and hold it in between.
     """
     form = PackedFormat(kind, torch.Size(shape), block, rows, transposed)
@@ -229,8 +223,8 @@ _save_unpacked = False  # no threading.local: torch.compile would not notice tha
 def recomputing() -> Iterator[None]:
     """Save weights unpacked within the context, for a forward pass right before its backward pass.
 
-    A recomputed block saves nothing in its first forward pass, so that only one block's weights are
-    held. Saved packed, they would be unpacked a third time.
+    A recomputed block saves nothing in its first forward pass, so only one block's weights are
+    held. Packed weights would have to be unpacked a third time.
     """
     global _save_unpacked
     before, _save_unpacked = _save_unpacked, True
@@ -251,7 +245,8 @@ def packed_linear(
     """Return x W^T + b, (..., out), for a packed W (out, in), unpacked to `dtype`."""
     if not (torch.is_grad_enabled() and x.requires_grad) and _has_gemm(x, form, dtype):
         return _gemm_4bit(x, packed, scales, form, bias)
-    if _is_tall(form):
+    out, width = form.shape[-2:]
+    if form.kind not in KINDS and out >= 8 * width and out * width > SLICE_SIZE:  # an LM head
         slices = list(slices_of(packed, scales, form))
         sizes = [part.shape[0] for _, _, part in slices]
         biases = [None] * len(slices) if bias is None else bias.split(sizes)
@@ -280,8 +275,8 @@ GEMM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def _has_gemm(x: Tensor, form: PackedFormat, dtype: torch.dtype) -> bool:
     """Return whether bitsandbytes has a product that reads the packed weight.
 
-    Used on GPUs without gradients: a token's product reads half a byte per weight, instead of
-    writing two and reading them again. The operator itself unpacks if there are many rows.
+    It is used on GPUs without gradients: a token's product reads half a byte per weight, instead of
+    writing and reading two bytes. For many rows the operator unpacks the weight.
     """
     return (
         x.device.type == "cuda"

@@ -1,13 +1,13 @@
-"""Stand-ins for the stacked weights of experts, which are multiplied with and never formed whole.
+"""Tensor-like objects for the stacked weights of experts, which are never materialised.
 
 Models with experts multiply by their stacked weights in several ways (a loop over experts, one
-gathered product, a grouped one). A stand-in replaces such a weight: torch dispatches every product
-with it to `__torch_function__`.
+gathered product, a grouped one). These objects replace such a weight: torch dispatches every
+product with them to `__torch_function__`.
 
 - `AdaptedStack`: W + B A. The two low-rank products are added to the base's.
 - `PackedStack`: packed matrices in main memory. For a grouped product, or one expert's matrix, it
-  fetches the experts that have tokens and unpacks them; the backward pass fetches them again. For
-  any other use it is the unpacked tensor.
+  fetches the experts that have tokens and unpacks them; the backward pass fetches them again. Any
+  other operation gets the unpacked tensor.
 
 Shapes: E experts, R rank, S rows, sorted by expert; `...` is any leading shape.
 """
@@ -26,22 +26,22 @@ from peftkit.kernels.packed import BLOCK, PackedFormat, absmax_of, unpack
 
 Group = tuple[int, ...]
 """Experts that are fetched together, in ascending order."""
-# the default in bf16 is "_grouped_mm", which torch.compile lets nobody override: its graph breaks
+# the bf16 default "_grouped_mm" cannot be overridden under torch.compile: the graph breaks
 GROUPED_MM = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 _ALIGNED = 8
-"""grouped_mm on GPUs takes matrices whose rows are multiples of 16 bytes."""
+"""Alignment of rows for grouped_mm on GPUs: multiples of 16 bytes."""
 
 
 class NoProductError(Exception):
-    """An operation that adapted experts do not support, by name."""
+    """Raised for an operation that adapted experts do not support."""
 
 
 class AdaptedStack:
-    """Stands for the tensor W + B A, of one expert or of many.
+    """Represents the tensor W + B A of one or many experts.
 
     Attributes:
-        weight: As the model stores it: (..., out, in), or (..., in, out) if `flipped`.
-        a, b: (..., R, in), (..., out, R); scaled, and in the weight's dtype.
+        weight: The model's weight (..., out, in), or (..., in, out) if `flipped`.
+        a, b: (..., R, in), (..., out, R), scaled, in the weight's dtype.
     """
 
     def __init__(self, weight: Tensor, a: Tensor, b: Tensor, *, flipped: bool) -> None:
@@ -49,17 +49,17 @@ class AdaptedStack:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the weight; its dtype, device and address likewise."""
+        """Shape of the weight."""
         return self.weight.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weight."""
+        """Dtype of the weight."""
         return self.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the weight."""
+        """Device of the weight."""
         return self.weight.device
 
     def data_ptr(self) -> int:
@@ -71,7 +71,7 @@ class AdaptedStack:
         return AdaptedStack(weight, a, b, flipped=self.flipped)
 
     def transpose(self, first: int, second: int) -> AdaptedStack:
-        """Swap in and out: of the last two dimensions only."""
+        """Swap in and out, the last two dimensions."""
         ndim = self.weight.ndim
         if {first % ndim, second % ndim} != {ndim - 2, ndim - 1}:
             raise NoProductError(f"transpose({first}, {second}) of adapted experts")
@@ -137,10 +137,10 @@ class ExpertSource(Protocol):
     """A store of packed experts."""
 
     def fetch(self, experts: Sequence[int], backwards: bool) -> Iterator[tuple[Group, Tensor]]:
-        """Yield groups of experts and their packed bytes; the last ones first if backwards."""
+        """Yield groups of experts and their packed bytes, in reverse order if backwards."""
 
     def ends(self, offs: Tensor) -> list[int]:
-        """Return the values of a tensor (E,) on the device: the end of each expert's rows."""
+        """Return the values of `offs` (E,), the end of each expert's rows, from the device."""
 
 
 def has_apart(form: PackedFormat) -> bool:
@@ -155,7 +155,7 @@ class PackedExperts:
 
     Args:
         form, dtype, scales: Format, compute dtype and scales of all experts.
-        source: Has their packed data.
+        source: Provider of their packed data.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class PackedExperts:
         """Yield groups of experts, and their matrices (experts, out, in) or (experts, in, out)."""
         for group, packed in self.source.fetch(experts, backwards):
             matrices = self._matrices(group, packed)
-            del packed  # before the next ones are fetched
+            del packed  # free them before the next ones are fetched
             yield group, matrices.mT if flipped else matrices
             del matrices
 
@@ -195,7 +195,7 @@ class PackedExperts:
 
 
 class PackedStack:
-    """Stands for the tensor of experts' matrices (E, out, in), or (E, in, out) if `flipped`."""
+    """Represents the experts' matrices (E, out, in), or (E, in, out) if `flipped`."""
 
     ndim = 3
 
@@ -206,7 +206,7 @@ class PackedStack:
         self.dtype, self.device = experts.dtype, experts.device
 
     def data_ptr(self) -> int:
-        """Return an aligned address, as unpacked matrices have."""
+        """Return an aligned address, because unpacked matrices are aligned."""
         return 0
 
     def transpose(self, first: int, second: int) -> Any:
@@ -251,7 +251,7 @@ class PackedStack:
         Args:
             product: torch's or transformers' grouped product.
             x: (S, rows of W_e). offs, ends: (E,), the end of each expert's rows.
-            backwards: Begin with the last experts, which the forward pass has left on the device.
+            backwards: Begin with the last experts, which are still on the device.
         """
         starts = [0, *ends[:-1]]
         hit = [expert for expert, end in enumerate(ends) if end > starts[expert]]
@@ -260,7 +260,7 @@ class PackedStack:
             first, last = starts[group[0]], ends[group[-1]]
             group_ends = torch.stack([offs[expert] for expert in group]) - first
             out[first:last] = product(x[first:last], matrices, offs=group_ends)
-            del matrices  # before the next ones are unpacked
+            del matrices  # free them before the next ones are unpacked
         return out
 
     def _unpacked(
@@ -281,8 +281,9 @@ class PackedStack:
         if name in GROUPED_MM and len(args) == 2 and isinstance(args[1], cls) and "offs" in kwargs:
             return _Grouped.apply(args[0], args[1], func, kwargs["offs"])
         plain = [arg.whole() if isinstance(arg, cls) else arg for arg in args]
-        named = {key: arg.whole() if isinstance(arg, cls) else arg for key, arg in kwargs.items()}
-        return func(*plain, **named)
+        for key, arg in kwargs.items():
+            kwargs[key] = arg.whole() if isinstance(arg, cls) else arg
+        return func(*plain, **kwargs)
 
 
 class _Grouped(torch.autograd.Function):
@@ -293,7 +294,7 @@ class _Grouped(torch.autograd.Function):
         """Return (S, columns)."""
         experts = stack.experts
         ctx.save_for_backward(offs, *experts.scales)
-        # no tensors: ctx outlives the first forward pass of a recomputed block
+        # ctx holds no tensors, because it outlives the first forward pass of a recomputed block
         ctx.storage, ctx.flipped = (experts.form, experts.dtype, experts.source), stack.flipped
         ctx.product, ctx.ends = product, experts.source.ends(offs)
         return stack.grouped(product, x, offs, ctx.ends, backwards=False)

@@ -1,8 +1,8 @@
 """The best matrix of a lower rank (Eckart and Young, 1936) and its error; principal components.
 
-The singular values of a product b a are those of a small matrix: b = Qb Rb and a^T = Qa Ra give
-b a = Qb (Rb Ra^T) Qa^T, so that nothing of size (out, in) is formed. For a large full matrix they
-come from a random projection with power iterations (Halko et al., 2011, arXiv:0909.4061).
+A product b a has the singular values of a small matrix: b = Qb Rb and a^T = Qa Ra give b a = Qb (Rb
+Ra^T) Qa^T, without a matrix of size (out, in). For a large full matrix they come from a random
+projection with power iterations (Halko et al., 2011, arXiv:0909.4061).
 
 Shapes: r rank, k rank of the result; out, in sides of the matrix.
 """
@@ -18,16 +18,16 @@ from torch import Tensor
 from peftkit.kernels.device import in_float64
 
 EXACT_SIDE = 256
-"""Up to this smaller side a full matrix is decomposed exactly: it takes milliseconds."""
+"""Largest smaller side of matrices that are decomposed exactly, in milliseconds."""
 OVERSAMPLING = 10
 POWER_ITERATIONS = 4
 
 BLOCK = 1024
-"""Vectors per update of an incremental PCA; a decomposition of fewer costs about the same."""
+"""Vectors per update of an incremental PCA; smaller decompositions cost about the same."""
 CONVERGED = 0.99
-"""Share of the old components that the new ones contain at least, once they have converged."""
+"""Minimum share of the old components in the new ones for convergence."""
 SPARE = 8
-"""Components that an incremental PCA tracks beyond those asked for: a small one may grow."""
+"""Extra components that an incremental PCA tracks, because small components may grow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Truncated:
 
     @property
     def lost(self) -> float:
-        """Squared norm of the error; not below zero where rounding would make it so."""
+        """Squared norm of the error, clamped to zero against rounding."""
         return max(self.total - self.kept, 0.0)
 
 
@@ -58,8 +58,8 @@ def of_product(
 
     Args:
         a: (r, in). b: (out, r).
-        rank: k at most.
-        negligible: Singular values up to this are dropped, as long as one is left.
+        rank: The maximum of k.
+        negligible: Drop singular values up to this, but keep at least one.
     """
     u, s, vh = _svd_of_product(a, b)
     s = s.where(s > negligible, 0.0)
@@ -91,7 +91,7 @@ def of_matrix(
 
     Args:
         matrix: (out, in) float32.
-        seed, iterations: Of the random projection, where one is used.
+        seed, iterations: Settings of the random projection for large matrices.
     """
     total = float(in_float64(matrix).square().sum())
     k = min(rank, *matrix.shape)
@@ -103,7 +103,7 @@ def of_matrix(
     drawn = torch.randn(matrix.shape[1], width, generator=generator)
     basis = matrix @ drawn.to(matrix.device)  # (out, width)
     for _ in range(iterations):
-        # orthonormal each time, or the small singular values drown in rounding
+        # orthonormalise each time: rounding would swamp the small singular values
         basis = torch.linalg.qr(basis)[0]
         basis = matrix @ torch.linalg.qr(matrix.t() @ basis)[0]
     basis = torch.linalg.qr(basis)[0]
@@ -131,11 +131,11 @@ def effective_rank(values: Tensor) -> float:
 class Directions:
     """The principal components of a stream of vectors, by incremental PCA (Ross et al., 2008).
 
-    They are updated block by block, until they have converged.
+    They are updated block by block until they converge.
 
     Args:
-        rank: Number of components that have to converge until `converged`.
-        max_rank: Largest number that `shares` and `basis` return.
+        rank: Number of components whose convergence sets `converged`.
+        max_rank: Maximum number of components in `shares` and `basis`.
 
     Attributes:
         scaled: (k, in): components times singular values, largest first.
@@ -165,7 +165,7 @@ class Directions:
         x = x - mean
         self.variance += _sum_of_squares(x)
         if self.num_seen:
-            # each part has a mean of its own: their distance is one more vector
+            # the means of old and new vectors differ: their distance is one more vector
             gap, total = mean - self.mean, self.num_seen + len(x)
             between = math.sqrt(self.num_seen * len(x) / total) * gap
             self.variance += _sum_of_squares(between)
@@ -173,7 +173,7 @@ class Directions:
             rows = torch.cat([self.scaled, x, between[None]])
         else:
             rows = x
-        # one iteration: the blocks to come mend what it leaves, at half the time
+        # one iteration takes half the time, and later blocks correct its error
         best = of_matrix(rows, self.max_rank + SPARE, iterations=1)
         self.scaled = best.a * best.a.norm(dim=1, keepdim=True)  # a has the singular values' roots
         self.mean, self.num_seen = mean, self.num_seen + len(x)

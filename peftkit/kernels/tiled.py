@@ -1,11 +1,11 @@
-"""Tiled feed-forward layers: computed for a tile of tokens at a time.
+"""Tiled feed-forward layers, computed for a tile of tokens at a time.
 
-Only the input is saved. The backward pass recomputes a tile of tokens and goes back through it
-before the next one, so that the wide arrays inside (five in a gated feed-forward layer, each 3 to 4
+Only the input is saved. The backward pass recomputes a tile of tokens and backpropagates through it
+before the next tile. The wide intermediate arrays (five in a gated feed-forward layer, each 3 to 4
 times as wide as its input) exist for one tile only (Rajbhandari et al., 2025, arXiv:2506.13996).
 
-A separate node saves the input before anything is computed: a recomputed block ends there, and
-these layers run twice in all, as they do without tiles.
+A separate node saves the input before any computation: the recompute of a block stops there, and
+these layers run twice in all, as without tiles.
 
 Shapes: B rows, T tokens, H width.
 """
@@ -24,7 +24,7 @@ from peftkit.kernels.device import forked_generators, gpu_of
 from peftkit.kernels.lora import Saved
 
 Run = Callable[[Tensor], Tensor]
-"""(B, t, H) to (B, t, H'), each token by itself."""
+"""(B, t, H) to (B, t, H'), independently for each token."""
 
 
 def tiled(run: Run, x: Tensor, trained: Sequence[Tensor], size: int, *, draws: bool) -> Tensor:
@@ -58,9 +58,11 @@ class _Tiled(torch.autograd.Function):
         ctx.saved, ctx.run, ctx.trained, ctx.size = saved, run, trained, size
         kind = x.device.type
         ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        ctx.generators = _generators(x.device) if draws else []
+        gpu = gpu_of(x.device) if draws else None
+        ctx.generators = [torch.get_rng_state()] if draws else []
+        ctx.generators += [] if gpu is None else [gpu.get_rng(x.device)]
         out = None
-        # graphs of their own, gone at once: hooks that count or offload do not apply to them
+        # these short-lived graphs bypass hooks that count or offload saved tensors
         with torch.enable_grad(), saved_tensors_hooks(_same, _same):
             for start in range(0, x.shape[1], size):
                 part = run(x[:, start : start + size].detach().contiguous()).detach()
@@ -98,12 +100,6 @@ class _Tiled(torch.autograd.Function):
 
 def _sum(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     return part if total is None else total if part is None else total.add_(part)
-
-
-def _generators(device: torch.device) -> list[Tensor]:
-    """Return the states of the generators of the CPU and of the device's GPU."""
-    gpu = gpu_of(device)
-    return [torch.get_rng_state(), *([] if gpu is None else [gpu.get_rng(device)])]
 
 
 @contextmanager

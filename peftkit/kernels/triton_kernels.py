@@ -2,9 +2,9 @@
 
 Gated activations: y = f(g) u, and dg = dy u f'(g), du = dy f(g). Rotations: of the halves of a head
 y1 = x1 c1 - x2 s1 and y2 = x2 c2 + x1 s2; backwards dx1 = dy1 c1 + dy2 s2, dx2 = dy2 c2 - dy1 s1.
-Blocks of GGUF files: the layouts and the formulas are those of gguf_blocks.py, to the bit.
+Blocks of GGUF files: the layouts and formulas equal those in gguf_blocks.py, bit for bit.
 
-Parameters of kernels have no annotations but tl.constexpr: Triton reads them.
+Parameters of kernels have no annotations except tl.constexpr, because Triton interprets them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -105,7 +105,7 @@ def rotary_kernel(
     TOKENS: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    # one axis of the grid: the others have 65,535 programs at most
+    # one axis of the grid: the others are limited to 65,535 programs
     parts = tl.cdiv(length, TOKENS)
     of_head, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     row, head = of_head // heads, of_head % heads
@@ -172,7 +172,7 @@ def _signed(byte):
 
 @triton.jit
 def _half(block, at):
-    """Return the float16 at a byte, which need not be aligned."""
+    """Return the float16 at an unaligned byte."""
     bits = _byte(block, at) | _byte(block, at + 1) << 8
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
@@ -219,7 +219,7 @@ def _of_32(block, i, KIND: tl.constexpr):
 
 @triton.jit
 def _of_256(block, s, i, KIND: tl.constexpr):
-    """Return the values at places i of blocks of 256, which have the scales s."""
+    """Return the values at places i of blocks of 256 with scales s."""
     if KIND == "q6_k":
         low = _byte(block, i // 128 * 64 + i % 64) >> i // 64 % 2 * 4 & 15
         high = _byte(block, 128 + i // 128 * 32 + i % 32) >> i // 32 % 4 * 2 & 3
@@ -263,7 +263,7 @@ def unpack_kernel(
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    # by block, scale of a block, and value of a scale: so a scale is read once for its values
+    # (block, scale, value): a scale is read once for its values
     index = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None, None]
     scale = tl.arange(0, VALUES // WIDTH)[None, :, None]
     place = scale * WIDTH + tl.arange(0, WIDTH)[None, None, :]
@@ -274,7 +274,7 @@ def unpack_kernel(
 
 
 def sizes_of(kind: str, values: int, num_bytes: int) -> dict[str, int]:
-    """Return the sizes of a block, and how many a program takes."""
+    """Return the sizes of a block, and the number of blocks per program."""
     width = 16 if kind in ("q2_k", "q3_k", "q6_k") else 32
     return {"VALUES": values, "BYTES": num_bytes, "WIDTH": width, "BLOCKS": BLOCK // values}
 
@@ -284,6 +284,6 @@ def unpack(out: Tensor, blocks: Tensor, kind: str) -> Tensor:
     number, values = out.shape
     sizes = sizes_of(kind, values, blocks.shape[1])
     grid = (triton.cdiv(number, sizes["BLOCKS"]),)
-    # products and sums are rounded one by one, as llama.cpp's
+    # products and sums are rounded separately, as in llama.cpp
     unpack_kernel[grid](blocks, out, number, KIND=kind, **sizes, enable_fp_fusion=False)
     return out

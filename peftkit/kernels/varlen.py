@@ -1,15 +1,16 @@
 """Attention of packed documents: by their offsets in the row, or in a padded grid.
 
-Layers that work token by token take packed rows without padding, in which a prefix that several
-documents share is stored once. For attention there are two layouts:
+Token-wise layers process packed rows without padding, in which a shared prefix of several documents
+is stored once. Attention has two layouts:
 
-- `Spans`: torch's varlen (flash) kernel reads queries, keys and values in place: no padding, no
-  mask. A document's queries are its own tokens, its keys also the gathered prefix. Causal attention
-  is aligned at the end, so that the first own token attends to the whole prefix and itself.
+- `Spans`: torch's varlen (flash) kernel reads queries, keys and values in place, without padding or
+  mask. A document's queries are its tokens after the prefix, its keys also include the gathered
+  prefix. Causal attention is aligned at the end: the first query attends to the whole prefix and
+  itself.
 - `Grid`: a row for each document, with all of its tokens, padded to the longest.
 
-Shapes: N = B * L tokens in B packed rows (1 for spans), R documents, K keys of all of them, T
-positions of each in a grid, H heads, D head size.
+Shapes: N = B * L tokens in B packed rows (1 for spans), R documents, K keys in all documents, T
+positions per document in a grid, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ import torch
 from torch import Tensor
 
 MAX_HEAD, HEAD_MULTIPLE = 256, 8
-"""Of the flash kernel: sizes of a head."""
+"""Limits of the flash kernel for the head size."""
 
 DTYPES = (torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
-"""Of a GPU that has the kernel."""
+"""Lowest compute capability with the kernel."""
 
 
 class Spans(NamedTuple):
-    """Offsets of documents in a row; the last one is the row's padding.
+    """Offsets of documents in a row; the last document is the row's padding.
 
     Attributes:
         queries, keys: (R + 1,) int32, offsets of each document's queries and keys.
         tokens: (K,) the token of each key; empty if the keys are the tokens in order.
-        first: (N,) each token's first position among the keys; empty likewise.
+        first: (N,) each token's first position among the keys; empty in the same case.
         copies: (C,) the keys that repeat a token; owners: (C,) their tokens.
-        longest: (most queries, most keys, 0): an empty tensor that carries these numbers in its
-            shape, so that reading them does not wait for the GPU.
+        longest: (max queries, max keys, 0): an empty tensor whose shape carries these numbers, to
+            read them without synchronising with the GPU.
     """
 
     queries: Tensor
@@ -56,13 +57,15 @@ def spans_of(documents: Sequence[Sequence[int]], total: int) -> Spans:
     """Return the offsets of documents in a row of `total` tokens.
 
     Args:
-        documents: Indices of each one's tokens, numbered as `peftkit.forward.padding_free` does: a
+        documents: Token indices of each document, numbered as in `peftkit.forward.padding_free`: a
             shared prefix first, then new tokens, ascending by one.
     """
     num_queries, num_keys, tokens, used = [], [], list[int](), 0
-    for document in sorted(documents, key=len, reverse=True):  # as tokens were numbered
+    for document in sorted(
+        documents, key=len, reverse=True
+    ):  # the order in which tokens are numbered
         new = document[-1] + 1 - used
-        if new > 0:  # else it is a prefix of another document
+        if new > 0:  # otherwise it is a prefix of another document
             num_queries.append(new)
             num_keys.append(len(document))
             tokens += document
@@ -79,7 +82,7 @@ def spans_of(documents: Sequence[Sequence[int]], total: int) -> Spans:
         return Spans(queries, keys, empty, empty, empty, empty, longest)
     index = torch.tensor(tokens)
     first = torch.empty(total, dtype=torch.long)
-    first[index.flip(0)] = torch.arange(len(tokens)).flip(0)  # the first has the last word
+    first[index.flip(0)] = torch.arange(len(tokens)).flip(0)  # the first position is written last
     copies = (first[index] != torch.arange(len(tokens))).nonzero().flatten()
     return Spans(queries, keys, index, first, copies, index[copies], longest)
 
@@ -97,7 +100,7 @@ def spans_attention(
     """Return attention within each document of a row (1, H, N, D): (1, N, H, D).
 
     Args:
-        window: Keys that a query attends to, itself the last; None: all. Causal attention only.
+        window: Number of keys per query, including its own; None means all. Causal attention only.
     """
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]
     if len(spans.tokens):
@@ -157,10 +160,10 @@ def is_available(device: torch.device) -> bool:
 
 
 class _Gathered(torch.autograd.Function):
-    """Rows (N, H, D) of tokens as the documents have them, (K, H, D).
+    """Gathers rows (N, H, D) of tokens into the documents' order (K, H, D).
 
-    Its gradient takes a token's first row and adds the copies: torch's own, of an index, sums all
-    rows one by one, which took 6% of a training step on a CPU.
+    Its gradient takes a token's first row and adds the copies. torch's gradient of an index sums
+    all rows one by one, which took 6% of a training step on a CPU.
     """
 
     @staticmethod
@@ -181,11 +184,11 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         first, copies, owners, unused = ctx.saved_tensors
         (grad,) = grads
-        # copies are summed in float32, or float64: one token may have hundreds
+        # copies are summed in at least float32: a token may have hundreds
         wide = torch.promote_types(grad.dtype, torch.float32)
         grad_x = grad.index_select(0, first).to(wide)
         grad_x.index_add_(0, owners, grad.index_select(0, copies).to(wide))
-        if unused is not None:  # by a mask: padding may be infinite
+        if unused is not None:  # masked, not multiplied: padding may be infinite
             grad_x.masked_fill_(unused[:, None, None], 0.0)
         return grad_x.to(grad.dtype), None, None, None, None, None
 
@@ -197,14 +200,14 @@ SIZES = 8
 
 
 class Grid(NamedTuple):
-    """Positions of packed tokens in the grid. The last token belongs to no document: the padding.
+    """Positions of packed tokens in the grid. The last token is padding and in no document.
 
     Attributes:
         tokens: (R, T) indices of tokens, N - 1 for padding; each row ends with padding.
-        places: (B, L) indices into the flattened grid: the first one of a token of several
-            documents, a padded one of a token of no document.
-        copies: (C,) indices into the flattened grid where a token of several documents is again;
-            two are of padding, for torch compiles code of its own for arrays of 0 and of 1.
+        places: (B, L) indices into the flattened grid: the first position of a shared token, a
+            padding position for a token in no document.
+        copies: (C,) indices into the flattened grid where a shared token repeats; two of them are
+            padding, because torch compiles special code for sizes 0 and 1.
         unused: (B * L,) whether a token is in no document.
     """
 
@@ -216,13 +219,13 @@ class Grid(NamedTuple):
 
 def width_of(longest: int) -> int:
     """Return T for a longest document of this many tokens."""
-    return one_of_few(longest + 1, MULTIPLE, SIZES)
+    return rounded_size(longest + 1, MULTIPLE, SIZES)
 
 
-def one_of_few(size: int, multiple: int, number: int) -> int:
+def rounded_size(size: int, multiple: int, number: int) -> int:
     """Round a size up to a multiple, with at most `number` different sizes per power of two.
 
-    oneDNN compiles a matrix product for each size: a millisecond, and 0.6 MB that are never freed.
+    oneDNN compiles a matrix product for each size: a millisecond and 0.6 MB that are never freed.
 
     Args:
         multiple, number: Powers of two.
@@ -235,8 +238,8 @@ def grid_of(documents: Sequence[Sequence[int]], shape: tuple[int, int]) -> Grid:
     """Return the grid of documents.
 
     Args:
-        documents: Indices of each one's tokens; together these are 0, 1, ... without gaps.
-        shape: (B, L), with more tokens than the documents have.
+        documents: Token indices of each document; together these are 0, 1, ... without gaps.
+        shape: (B, L), with more tokens than the documents.
     """
     num_rows, width = len(documents), width_of(max(map(len, documents)))
     total = shape[0] * shape[1]

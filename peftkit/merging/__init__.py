@@ -1,1 +1,1 @@
-"""What is made of adapters: merged models, combinations, comparisons; adapters of tuned models."""
+"""Merged models, combinations and comparisons of adapters; adapters from tuned models."""

@@ -1,24 +1,25 @@
 """Combines several adapters of one base into one, without the base.
 
-D_i = s_i B_i A_i is the update of adapter i and w_i its weight; a weight scales the update, not A
-and B each. The methods, layer by layer:
+D_i = s_i B_i A_i is the update of adapter i and w_i its weight; a weight scales the update, not
+both A and B. The methods, layer by layer:
 
 - cat: sum w_i D_i, exactly, by stacking the factors; the ranks add up.
-- linear: sum w_i D_i, exactly, at the lowest rank that holds it. (The method of this name that
-  adds up the A and the B of adapters makes products of one's B with another's A.)
+- linear: sum w_i D_i, exactly, at its minimal rank. (PEFT's method of this name sums the A and the
+  B of adapters, which adds products of one adapter's B with another's A.)
 - svd: the best rank-R matrix for sum w_i D_i.
 - magnitude_prune: sum w_i trim(D_i), where trim keeps the largest `density` of the entries.
-- ties (Yadav et al., 2023, arXiv:2306.01708): trim(w_i D_i); the sign of each entry's sum is
-  elected; the mean of the entries that have it, over those that are not zero.
+- ties (Yadav et al., 2023, arXiv:2306.01708): trim(w_i D_i); elect the sign of each entry's sum;
+  take the mean of the nonzero entries with this sign.
 - dare_linear, dare_ties (Yu et al., 2023, arXiv:2311.03099): drop(D_i) instead of trim(D_i), which
-  keeps each entry with probability `density` and divides it by that. What is dropped depends on the
-  seed, the layer and the adapter's own tensors: one given twice loses the same twice.
+  keeps each entry with probability `density` and divides it by `density`. The dropped entries
+  depend on the seed, the layer and the adapter's tensors: a repeated adapter drops the same
+  entries.
 
-The last four work on whole matrices and are cut to rank R at the end. The laws: an adapter at
-weight 1 gives itself (under a pruning method at density 1); the same adapter at 1 and at -1 gives
-zero, written as an adapter of rank 1 that changes nothing, with a notice; cat and linear are the
-sum of the updates. A layer that an adapter lacks counts as zero, and has no vote where signs are
-elected. DoRA is refused: its magnitudes need the weights of the base.
+The last four work on full matrices and are truncated to rank R at the end. Invariants: an adapter
+at weight 1 is unchanged (for pruning methods at density 1); the same adapter at 1 and at -1 gives
+zero, written as a rank-1 adapter that changes nothing, with a notice; cat and linear are the sum of
+the updates. A layer that an adapter lacks counts as zero and does not vote in the election of
+signs. DoRA is refused: its magnitudes need the weights of the base.
 
 Shapes: r rank; out, in features of the layer.
 """
@@ -39,8 +40,8 @@ from peftkit.events import Listener, Notice, Progress, Saved, ignore
 from peftkit.formats.card import Card, adapter_usage, write_card
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.folders import check_free, new_adapter_folder
-from peftkit.formats.peft.folder import AdapterFile
-from peftkit.formats.peft.low_rank import LowRank, own_targets, read_low_rank, save_low_rank
+from peftkit.formats.peft.load import AdapterFile
+from peftkit.formats.peft.low_rank import LowRank, read_low_rank, rewritten_targets, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.kernels import svd
 
@@ -48,8 +49,8 @@ EXACT = ("linear", "cat")
 SUMS = (*EXACT, "svd")
 
 ROUNDING = 1e-7
-"""Of float32, in which adapters are stored: smaller singular values, relative to the largest norm
-that went in, are none."""
+"""Relative to the largest input norm, smaller singular values count as zero: adapters are stored in
+float32."""
 
 Weighted = tuple[LowRank, float]
 DENSITY = 0.5
@@ -61,9 +62,9 @@ class Combined:
     """The result of a combination.
 
     Attributes:
-        updates: Module path to what was written.
-        error: Norm of what was cut off by the rank, relative to the exact combination, over all
-            layers; only rounding for linear and cat.
+        updates: Module path to the written update.
+        error: Norm of the truncation error over all layers, relative to the exact combination; only
+            rounding for linear and cat.
     """
 
     folder: Path
@@ -78,7 +79,7 @@ class Combined:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One adapter that goes in."""
+    """An input adapter."""
 
     file: AdapterFile
     updates: Mapping[str, LowRank]
@@ -106,16 +107,16 @@ def combine(
         adapters: Folder and weight of each.
         method: linear, cat, svd, ties, dare_linear, dare_ties or magnitude_prune.
         out: The new folder; nothing appears in it before all of it is written.
-        rank: Of svd and of the pruning methods: at most this for each layer; by default the largest
-            that the layer has in any of the adapters. linear and cat are exact and take none.
-        density: Of the pruning methods: the share of entries to keep, DENSITY by default.
-        seed: Of what DARE drops.
+        rank: Maximum rank per layer for svd and the pruning methods; the default is the layer's
+            largest rank in any of the adapters. linear and cat are exact and take no rank.
+        density: Share of entries that pruning methods keep, DENSITY by default.
+        seed: Seed of DARE's drops.
         force: Replace the adapter in `out`.
 
     Raises:
-        AdapterError: There is no adapter, they do not belong together, or the method is not defined
-            for them.
-        OutputError: `out` is taken or cannot be written.
+        AdapterError: There is no adapter, the adapters have different bases or tasks, or the method
+            does not support them.
+        OutputError: `out` exists or cannot be written.
     """
     _check_settings(adapters, method, rank, density)
     kept_share = (DENSITY if density is None else density) if method in PRUNING else 1.0
@@ -133,7 +134,7 @@ def combine(
             combined.updates,
             staged,
             origin,
-            targets=sorted({t for s in sources for t in own_targets(s.file, s.updates)}),
+            targets=sorted({t for s in sources for t in rewritten_targets(s.file, s.updates)}),
             transposed=any(source.file.fields.get("fan_in_fan_out") for source in sources),
         )
         write_card(_card(sources, settings, combined, origin), staged)
@@ -161,7 +162,7 @@ def _check_settings(
     if rank is not None and method in EXACT:
         raise AdapterError(
             f"{method} takes no rank",
-            found="It is exact, with the rank that this needs.",
+            found="It is exact and chooses the rank that this requires.",
             fix=f"For a rank of {rank} at most: --method svd --rank {rank}",
         )
     if rank is not None and rank < 1:
@@ -180,10 +181,10 @@ def _check_settings(
 
 
 def _origin(sources: Sequence[_Source], on_event: Listener) -> Provenance:
-    """Return the provenance that all sources share; what differs in other things is left open.
+    """Return the provenance that all sources share, without the fields that differ.
 
     Raises:
-        AdapterError: They belong to different bases or tasks.
+        AdapterError: The sources belong to different bases or tasks.
     """
     origins = [source.file.provenance for source in sources]
     named = [o for o in origins if o.fingerprint or o.base or o.hub_id]
@@ -223,14 +224,14 @@ def _origin(sources: Sequence[_Source], on_event: Listener) -> Provenance:
     )
 
 
-def _same_base(one: Provenance, other: Provenance) -> bool:
-    """Compare fingerprints where both have one, or names and revisions as far as known."""
-    if one.fingerprint and other.fingerprint:
-        return one.fingerprint == other.fingerprint
-    names, others = ({o.base, o.hub_id} - {None} for o in (one, other))
+def _same_base(first: Provenance, second: Provenance) -> bool:
+    """Compare fingerprints if both have one, otherwise the known names and revisions."""
+    if first.fingerprint and second.fingerprint:
+        return first.fingerprint == second.fingerprint
+    names, others = ({o.base, o.hub_id} - {None} for o in (first, second))
     if names and others and not names & others:
         return False
-    return not one.revision or not other.revision or one.revision == other.revision
+    return not first.revision or not second.revision or first.revision == second.revision
 
 
 def _described(origin: Provenance) -> str:
@@ -239,7 +240,7 @@ def _described(origin: Provenance) -> str:
 
 
 def _check_layers(sources: Sequence[_Source]) -> None:
-    """Refuse layers that do not fit together, and DoRA."""
+    """Raise AdapterError for DoRA and for layers of different shapes."""
     shapes: dict[str, tuple[str, tuple[int, int]]] = {}
     problems = []
     for source in sources:
@@ -267,10 +268,10 @@ def _combined(
 ) -> Combined:
     paths = list(dict.fromkeys(path for source in sources for path in source.updates))
     blended: dict[str, Blended] = {}
-    for done, path in enumerate(paths, 1):
+    for number, path in enumerate(paths, 1):
         layers = [(s.updates[path], s.weight) for s in sources if path in s.updates]
         blended[path] = blend(path, layers, settings)
-        on_event(Progress("Combining layers", done, len(paths)))
+        on_event(Progress("Combining layers", number, len(paths)))
     lost = sum(layer.lost for layer in blended.values())
     total = sum(layer.total for layer in blended.values())
     updates = {path: layer.update for path, layer in blended.items()}
@@ -278,16 +279,16 @@ def _combined(
 
 
 def _card(
-    sources: Sequence[_Source], settings: Settings, done: Combined, origin: Provenance
+    sources: Sequence[_Source], settings: Settings, combined: Combined, origin: Provenance
 ) -> Card:
-    name, base = done.folder.name, origin.hub_id or origin.base
+    name, base = combined.folder.name, origin.hub_id or origin.base
     parts = ", ".join(f"{source.file.folder.name} x {source.weight:g}" for source in sources)
-    facts = {"adapters": parts, "method": settings.rule, "rank": str(done.rank)}
+    facts = {"adapters": parts, "method": settings.rule, "rank": str(combined.rank)}
     if settings.rule in PRUNING:
         facts["density"] = f"{settings.density:g}"
     if settings.rule not in EXACT:
-        facts["relative error of the rank"] = f"{done.error:.2g}"
-    usage = adapter_usage(base, name, rank=done.rank)
+        facts["relative error of the rank"] = f"{combined.error:.2g}"
+    usage = adapter_usage(base, name, rank=combined.rank)
     return Card(f"{name}: a combination of adapters", base, facts, usage=usage)
 
 
@@ -296,8 +297,9 @@ class Settings:
     """The method of a combination and its settings; see the module.
 
     Attributes:
-        rank: R; None: the largest rank that the layer has in any of the adapters.
-        density: Share of entries kept. seed: Of random drops, and of large decompositions.
+        rank: R; None means the layer's largest rank in any of the adapters.
+        density: Share of entries that are not pruned.
+        seed: Seed of random drops and of large decompositions.
     """
 
     rule: str
@@ -311,7 +313,8 @@ class Blended:
     """The combined update of a layer.
 
     Attributes:
-        lost: Squared norm of what was cut off by the rank. total: That of the exact combination.
+        lost: Squared norm of the truncation error.
+        total: Squared norm of the exact combination.
     """
 
     update: LowRank
@@ -320,11 +323,11 @@ class Blended:
 
 
 def blend(path: str, layers: Sequence[Weighted], settings: Settings) -> Blended:
-    """Combine the updates of one layer; an adapter without it counts as zero and is left out.
+    """Combine the updates of one layer; adapters without it count as zero and are left out.
 
     Args:
-        path: Of the layer; chooses what DARE drops.
-        layers: Plain updates of one shape, at least one.
+        path: Path of the layer, which seeds DARE's drops.
+        layers: One or more plain updates of one shape.
     """
     first = layers[0][0]
     counted = [(update, weight) for update, weight in layers if weight != 0.0]
@@ -346,12 +349,12 @@ def _summed(counted: Sequence[Weighted], rule: str, rank: int) -> svd.Truncated:
     a = torch.cat([update.a.double() for update, _ in counted])  # (sum of r, in)
     b = torch.cat([w * u.scaling * u.b.double() for u, w in counted], dim=1)  # (out, sum of r)
     smallest = min(a.shape[1], b.shape[0])
-    # a rank above the layer's own smaller side adds nothing, and is refused on loading
+    # a rank above the layer's smaller side adds nothing, and loading refuses it
     if rule == "cat" and len(a) <= smallest:
         return svd.Truncated(a.float(), b.float(), 0.0, 0.0)
     parts = (abs(w * u.scaling) * float(svd.singular_values(u.a, u.b)[0]) for u, w in counted)
-    most = min(rank, smallest) if rule == "svd" else None
-    return svd.of_product(a, b, most, negligible=ROUNDING * sum(parts))
+    max_rank = min(rank, smallest) if rule == "svd" else None
+    return svd.of_product(a, b, max_rank, negligible=ROUNDING * sum(parts))
 
 
 def _scaled(update: LowRank, weight: float) -> LowRank:
@@ -362,7 +365,7 @@ def _scaled(update: LowRank, weight: float) -> LowRank:
 
 
 def _pruned(path: str, counted: Sequence[Weighted], settings: Settings) -> Tensor:
-    """Return the full matrix (out, in) of a pruning method, before it is cut to a rank."""
+    """Return the full matrix (out, in) of a pruning method, before truncation."""
     prune, merge = PRUNING[settings.rule]
     pruned = []
     for update, weight in counted:
@@ -374,7 +377,7 @@ def _pruned(path: str, counted: Sequence[Weighted], settings: Settings) -> Tenso
 
 
 def trim(delta: Tensor, density: float, seed: int = 0) -> Tensor:
-    """Keep the largest entries by magnitude, that share of them, and zero the others."""
+    """Keep the share `density` of entries with the largest magnitude, and zero the others."""
     number = max(1, round(density * delta.numel()))
     flat = delta.flatten()
     largest = flat.abs().topk(number, sorted=False).indices
@@ -382,7 +385,7 @@ def trim(delta: Tensor, density: float, seed: int = 0) -> Tensor:
 
 
 def drop(delta: Tensor, density: float, seed: int) -> Tensor:
-    """Keep each entry with probability `density`, divided by it; zero the others."""
+    """Keep each entry with probability `density`, divided by `density`; zero the others."""
     generator = torch.Generator().manual_seed(seed)
     return delta * (torch.rand(delta.shape, generator=generator) < density) / density
 

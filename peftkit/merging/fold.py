@@ -1,6 +1,6 @@
 """Merging a weight: W' = method.merged_weight(W) in float32, for a live module or a tensor.
 
-Shapes: every weight here is (out, in), as the module multiplies; a Conv1D keeps it transposed.
+Shapes: weights are (out, in), as the module multiplies; a Conv1D stores the transpose.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from peftkit.files.tensors import non_finite
 from peftkit.formats.open_adapter import Opened
 from peftkit.methods.base import AdapterModule, Method
 from peftkit.model.places import is_conv1d, is_linear
-from peftkit.quant.layers import weight_of
+from peftkit.quant.weights import weight_of
 
 
 @dataclass(slots=True)
@@ -39,17 +39,17 @@ class Tally:
     update: float = 0.0
     """Sum of squares of the update."""
     rounding: float = 0.0
-    """Sum of squares of what was lost when the new weights were stored."""
+    """Sum of squares of the rounding errors of the stored weights."""
     num_changed: int = 0
     """Number of values that differ after storing."""
     instead: str = ""
-    """What to do where the new weights cannot be stored; "": give another dtype."""
+    """Advice if the new weights cannot be stored; "" means to choose another dtype."""
 
     def add(self, before: Tensor, exact: Tensor, stored: Tensor) -> None:
-        """Add one weight: before, exactly merged, and as stored (in its own dtype).
+        """Add a weight: the original, the exact merge, and the stored merge (in its dtype).
 
         Raises:
-            MergeError: It overflows.
+            MergeError: The stored weight overflows.
         """
         self.num_weights += 1
         self.weight += _squares(before)
@@ -79,7 +79,7 @@ class Tally:
         return math.sqrt(self.rounding / self.update) if self.update else 0.0
 
     def check(self) -> None:
-        """Refuse a merge that leaves the model equal to its base.
+        """Check that the merged model differs from its base.
 
         Raises:
             MergeError: The update is zero, or is lost in rounding.
@@ -94,7 +94,7 @@ class Tally:
 
 
 def too_large_values() -> MergeError:
-    """Return the error for an adapter with which its base computes no finite numbers."""
+    """Return the error for an adapter that makes its base compute infinities or NaN."""
     return MergeError(
         "the adapter cannot be merged",
         found="its values are so large that the base computes infinities or NaN with it",
@@ -112,15 +112,15 @@ def merge_into(
     """Merge an adapter into the live weights of its model and remove its modules.
 
     Args:
-        adapter: On a model in 16 or 32 bits; nothing is changed unless all of it can be merged.
-        tally: Counts what was done.
-        dtype: The one the caller will store the weights in; used for `tally` only.
+        adapter: An adapter of a model in 16 or 32 bits; if a weight cannot be merged, none is.
+        tally: Updated with the changes.
+        dtype: The dtype in which the caller stores the weights; used for `tally` only.
 
     Returns:
-        The model, with the classes that transformers gave it and the merged weights.
+        The model with transformers' module classes and the merged weights.
 
     Raises:
-        MergeError: The method has no merged form, or a weight is quantised or is shared.
+        MergeError: The method has no merged form, or a weight is quantised or shared.
     """
     tally = tally or Tally()
     check_all(adapter)
@@ -145,7 +145,7 @@ def _fold(module: AdapterModule, layer: nn.Module, dtype: torch.dtype | None, ta
 
     Args:
         layer: The module's base, or the same layer of another model.
-        dtype: In which they will be stored; by default the layer's own.
+        dtype: Dtype in which they are stored; by default the layer's.
     """
     stored = module.weights(layer)
     for name, source in module.weights(module.base).items():
@@ -159,11 +159,11 @@ def _fold(module: AdapterModule, layer: nn.Module, dtype: torch.dtype | None, ta
 def merged_tensor(
     module: AdapterModule, name: str, tensor: Tensor, *, dtype: torch.dtype, tally: Tally
 ) -> Tensor:
-    """Return a tensor of the base's files, laid out as there, with the adapter merged in.
+    """Return a tensor of the base's files, in their layout, with the adapter merged in.
 
     Args:
-        module: On a base without weights of its own, whose parameter of this name is replaced.
-        dtype: Of the result.
+        module: A module on a skeleton of the base, whose parameter of this name is replaced.
+        dtype: Dtype of the result.
     """
 
     def laid_out(values: Tensor) -> Tensor:
@@ -185,8 +185,8 @@ def merge_dequantized(adapter: Adapter, dtype: torch.dtype, *, tally: Tally) -> 
     """Return a new, unquantised model from a quantised one with an adapter, which is removed.
 
     Args:
-        adapter: On a model whose weights are quantised, some or all.
-        dtype: Of every float tensor of the new model.
+        adapter: An adapter of a model in which some or all weights are quantised.
+        dtype: Dtype of every float tensor of the new model.
         tally: Updated for the adapted weights.
 
     Raises:
@@ -202,7 +202,7 @@ def merge_dequantized(adapter: Adapter, dtype: torch.dtype, *, tally: Tally) -> 
 
 
 def _dequantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Build another model of this class, with dequantised weights."""
+    """Build a model of the same class with dequantised weights."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -226,7 +226,7 @@ def _dequantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def check_all(adapter: Adapter) -> None:
-    """Refuse methods that cannot be merged, and weights that another module shares."""
+    """Raise MergeError for methods that cannot be merged, and for shared weights."""
     check_mergeable(adapter.method)
     shared = shared_parameters(adapter.model)
     for path, module in adapter.modules.items():
@@ -235,7 +235,7 @@ def check_all(adapter: Adapter) -> None:
         if alone and any(id(parameters.get(name)) in shared for name in module.changed):
             raise MergeError(
                 f"cannot merge into {path} alone",
-                found="it shares its weight with another layer (tied embeddings)",
+                found="It shares its weight with another layer (tied embeddings).",
                 fix="Use the adapter unmerged, or leave this layer out of the targets.",
             )
 
@@ -249,7 +249,7 @@ def shared_parameters(model: nn.Module) -> set[int]:
 
 
 def check_mergeable(method: Method) -> None:
-    """Raise MergeError, by name, for a method that changes more than weights."""
+    """Raise MergeError for a method that changes more than weights."""
     if method.unmergeable:
         others = f", or load it with {method.files}" if method.files else ""
         raise MergeError(
@@ -260,16 +260,16 @@ def check_mergeable(method: Method) -> None:
 
 
 def check_original(method: Method, from_quantized: bool) -> None:
-    """Refuse to merge into the original weights what makes up for their loss in quantising.
+    """Check that the method may be merged into the unquantised weights of its base.
 
     Raises:
-        MergeError: The method compensates for a quantisation error that is not there.
+        MergeError: The method compensates for a quantisation error that these do not have.
     """
     if method.fresh_changes and not method.unmergeable and not from_quantized:
         raise MergeError(
             "this adapter cannot be merged into the original weights of its base",
             found=f"Before any training {method.fresh_changes}, and they were not quantised.",
-            fix="Merge with --from-quantized into a folder: into the weights of training.",
+            fix="Merge with --from-quantized into a folder, which uses the weights of training.",
         )
 
 
@@ -287,25 +287,25 @@ def write_in_memory(
     if kind == "none":
         model: Any = merge_into(opened.adapter, tally=tally, dtype=dtype).to(dtype)
     else:
-        on_event(Notice(cost_of(kind)))
+        on_event(Notice(dequantised_note(kind)))
         model = merge_dequantized(opened.adapter, dtype, tally=tally)
     if bad := non_finite(model.state_dict()):
         raise RunError(
             f"cannot write {len(bad)} weights in {dtype}",
-            found=f"they hold NaN, Infinity, or numbers too large for it, as {bad[0]}",
+            found=f"They hold NaN, Infinity, or numbers too large for it, such as {bad[0]}.",
             fix="Write bf16 or fp32.",
         )
     parameters = model.parameters()
     disk.check_space(folder, sum(p.numel() * p.element_size() for p in parameters))
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
+        with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bar
             model.save_pretrained(folder, max_shard_size="5GB")
         opened.base.processor.save_pretrained(folder)
     except (OSError, SafetensorError) as problem:
         free = disk.free_bytes(folder)
         reason = f"{problem}\n{free:,} bytes are free on the disk."
         raise RunError(f"cannot write {folder}", found=reason) from problem
-    for path in folder.iterdir():  # the library writes them for their owner alone
+    for path in folder.iterdir():  # safetensors writes files that only their owner can read
         path.chmod((folder / "config.json").stat().st_mode)
 
 
@@ -317,9 +317,9 @@ def precision_note(kind: str) -> str:
     )
 
 
-def cost_of(kind: str) -> str:
+def dequantised_note(kind: str) -> str:
     """Return a note for the user on what merging into quantised weights costs."""
     return (
-        f"Merged into the {kind} weights of the base, dequantised: that is what the adapter was "
-        "trained over. The model takes 16 bits for each weight or more, and keeps their rounding."
+        f"Merged into the dequantised {kind} weights of the base, over which the adapter was "
+        "trained. The model takes at least 16 bits for each weight and keeps their rounding."
     )

@@ -1,8 +1,8 @@
 """Merging into a GGUF file: the same file, with the blocks of the changed weights quantised anew.
 
-Types and sizes stay, so that all else, the header too, is copied bit for bit. The package gguf
-quantises to Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and MXFP4. A file in K or IQ types is refused: only
-llama.cpp's own programs quantise to these.
+Types and sizes stay the same; the header and all other tensors are copied bit for bit. The package
+gguf quantises to Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and MXFP4. Files in K or IQ types are refused,
+because only llama.cpp's programs quantise to these.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from peftkit.base.gguf_file import Blocks, blocks_of, parsed_once, quantized, so
 from peftkit.base.load import load_base
 from peftkit.base.locate import locate
 from peftkit.base.new_tokens import new_tokens_of
-from peftkit.base.purpose import rope_notice
+from peftkit.base.rope import rope_notice
 from peftkit.base.skeleton import skeleton
 from peftkit.errors import MergeError, OutputError, first_few
 from peftkit.events import Listener, Notice, Saved, Stage, Table
 from peftkit.files import disk
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.formats.peft.folder import AdapterFile
+from peftkit.formats.peft.load import AdapterFile
 from peftkit.kernels.gguf_blocks import unpack_gguf
 from peftkit.merging.fold import Tally, check_all, precision_note
 from peftkit.merging.verify import Merged, agreement, facts_of, logits_on, reference_of
@@ -56,26 +56,26 @@ def merge_into_gguf(
     overwrite: bool,
     on_event: Listener,
 ) -> Merged:
-    """Write the GGUF file of an adapter's base again, with the adapter in it; see `merge`."""
+    """Write a copy of the base's GGUF file with the adapter merged in; see `merge`."""
     name, revision = file.base_or(base)
     location, out = locate(name, revision), Path(out).expanduser()
     if not location.gguf or location.convert_to is not None:
         raise MergeError(
             f"cannot merge into {out}",
-            found=f"the base {name} is no GGUF file",
+            found=f"The base {name} is not a GGUF file.",
             fix="Merge into a folder; llama.cpp's convert_hf_to_gguf.py makes a GGUF file of it.",
         )
     _check_free(out, location.gguf_path, overwrite)
     if tokens := new_tokens_of(file.folder, name, revision):
         found = f"The file's tokenizer lacks tokens of the adapter: {first_few(tokens, 5, ', ')}."
         raise MergeError(f"cannot merge into {out}", found=found, fix=_WITH_TOKENS)
-    how: dict[str, Any] = {"quantize": "none", "dtype": "fp32", "device": "cpu"}
-    opened = open_adapter(file.folder, base, **how, force=force, on_event=on_event)
+    settings: dict[str, Any] = {"quantize": "none", "dtype": "fp32", "device": "cpu"}
+    opened = open_adapter(file.folder, base, **settings, force=force, on_event=on_event)
     check_all(opened.adapter)
     reference = reference_of(opened, prompts) if verify else None
     scaling = file.provenance.loading.get("rope_scaling")
     tally = Tally(instead=_INSTEAD)
-    with _beside(out, location.gguf_path.stat().st_size) as written:
+    with _replacing(out, location.gguf_path.stat().st_size) as written:
         on_event(Stage(f"Writing {out}"))
         shutil.copyfile(location.gguf_path, written)
         with parsed_once(location):
@@ -88,13 +88,13 @@ def merge_into_gguf(
             on_event(Stage("Comparing the merged file with base and adapter"))
             effect = agreement(reference.adapted, reference.bare)
             purpose = replace(opened.task.purpose, rope_scaling=scaling)
-            merged = load_base(str(written), **how, purpose=purpose)
+            merged = load_base(str(written), **settings, purpose=purpose)
             agreed = agreement(logits_on(merged, prompts), reference.adapted)
             del merged
     kind = str(file.provenance.loading.get("quantize", "none"))
     result = Merged(out, name, tally, effect, agreed, "" if kind == "none" else kind)
     on_event(Table("The merged file", ("", ""), tuple(facts_of(result).items())))
-    on_event(Notice(_told(tally)))
+    on_event(Notice(_rounding_note(tally)))
     if result.other_precision:
         on_event(Notice(precision_note(kind)))
     if scaling:
@@ -111,12 +111,14 @@ def merge_into_gguf(
     return result
 
 
-def _told(tally: Tally) -> str:
+def _rounding_note(tally: Tally) -> str:
     lost = tally.relative_rounding
-    told = f"Quantising anew lost {lost:.2f} of the update"
+    note = f"Quantising anew lost {lost:.2f} of the update"
     if lost < 0.5:
-        return f"{told}."
-    return f"{told}: the file computes noticeably otherwise than base and adapter. {_INSTEAD}"
+        return f"{note}."
+    return (
+        f"{note}: the outputs of the file differ noticeably from those with the adapter. {_INSTEAD}"
+    )
 
 
 def _check_free(out: Path, source: Path, overwrite: bool) -> None:
@@ -129,12 +131,12 @@ def _check_free(out: Path, source: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def _beside(out: Path, num_bytes: int) -> Iterator[Path]:
-    """Yield a file in a folder beside `out`, where it is moved when the block succeeds."""
+def _replacing(out: Path, num_bytes: int) -> Iterator[Path]:
+    """Yield a temporary file next to `out`, which replaces `out` when the block succeeds."""
     folder = disk.writable_folder(out.absolute().parent)
     disk.check_space(folder, num_bytes)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=f".{out.stem}-") as own:
-        path = Path(own, out.name)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=f".{out.stem}-") as temporary:
+        path = Path(temporary, out.name)
         yield path
         disk.fsync_file(path)
         os.replace(path, out)
@@ -146,10 +148,10 @@ def write_changes(adapter: Adapter, blocks: Mapping[str, Blocks], path: Path, ta
     """Write the blocks of all changed weights into a copy of the base's file.
 
     Args:
-        blocks: Of the base's file, by the names of weights.
+        blocks: Blocks of the base's file by weight name.
 
     Raises:
-        MergeError: A weight is in no blocks, or in a type that nothing here writes.
+        MergeError: A weight is not in blocks, or in a type that the package gguf cannot write.
     """
     changes = [
         (f"{place}.{name}", module, name)
@@ -159,22 +161,22 @@ def write_changes(adapter: Adapter, blocks: Mapping[str, Blocks], path: Path, ta
     _check([full for full, *_ in changes], blocks)
     with open(path, "r+b") as out:
         for full, module, name in changes:
-            each, before = blocks[full], module.weights(module.base)[name].float()
+            weight, before = blocks[full], module.weights(module.base)[name].float()
             exact = module.merged_weight(before, name)
-            pairs = zip(each.parts_of(before), each.parts_of(exact), strict=True)
+            pairs = zip(weight.parts_of(before), weight.parts_of(exact), strict=True)
             for (tensor, old), (_, new) in pairs:
                 packed = quantized(new, tensor)
                 out.seek(int(tensor.data_offset))
                 out.write(packed.numpy())  # type: ignore[arg-type]
-                tally.add(old, new, unpack_gguf(packed, each.form.kind, new.shape, torch.float32))
+                tally.add(old, new, unpack_gguf(packed, weight.form.kind, new.shape, torch.float32))
 
 
 def _check(names: Sequence[str], blocks: Mapping[str, Blocks]) -> None:
     message = "cannot merge into the types of the base's file"
     if others := [name for name in names if name not in blocks]:
-        found = f"{others[0]} is not in blocks that are kept"
+        found = f"{others[0]} is not stored in supported blocks"
         raise MergeError(message, found=found, fix=_INSTEAD)
     changed = [blocks[name] for name in names]
-    if kinds := Counter(each.form.kind for each in changed if not each.can_be_written):
+    if kinds := Counter(weight.form.kind for weight in changed if not weight.can_be_written):
         names = ", ".join(f"{number} in {kind.upper()}" for kind, number in kinds.items())
         raise MergeError(message, found=f"the package gguf cannot quantise: {names}", fix=_INSTEAD)

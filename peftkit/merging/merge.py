@@ -1,9 +1,9 @@
 """Merging an adapter into its base, which gives an ordinary model.
 
-By default into the original 16- or 32-bit weights: W' = method.merged_weight(W) in float32, one
-tensor at a time over the base's files (over_files.py). Where these cannot be merged into, the model
-is merged in memory (fold.py). Either way the result is loaded again and compared with
-base and adapter on a few prompts.
+The default target is the original 16- or 32-bit weights: W' = method.merged_weight(W) in float32,
+one tensor at a time over the base's files (over_files.py). If the files do not allow this, the
+model is merged in memory (fold.py). Either way the result is loaded and compared with base and
+adapter on a few prompts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from peftkit.base.purpose import CAUSAL_LM, Purpose
 from peftkit.base.request import DTYPES, fits_device
 from peftkit.base.skeleton import read_config, skeleton, weight_bytes
 from peftkit.config.schema import from_dict
-from peftkit.data.encode import Style
+from peftkit.data.style import Style
 from peftkit.errors import MergeError, OutputError, first_few
 from peftkit.events import Listener, Notice, Saved, Stage, Table, ignore
 from peftkit.execution.environment import free_now
@@ -36,12 +36,12 @@ from peftkit.files.disk import new_folder
 from peftkit.formats.card import Card, write_card
 from peftkit.formats.find_adapter import adapter_folder
 from peftkit.formats.open_adapter import Opened, open_adapter, task_of
-from peftkit.formats.peft.folder import AdapterFile, read_adapter
+from peftkit.formats.peft.load import AdapterFile, read_adapter
 from peftkit.merging.fold import (
     Tally,
     check_mergeable,
     check_original,
-    cost_of,
+    dequantised_note,
     precision_note,
     write_in_memory,
 )
@@ -60,7 +60,7 @@ from peftkit.settings import BaseConfig
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 PACKING_FIELDS = ("quantize", "double_quant", "quantize_towers", "quantize_embeddings")
-"""Of what an adapter records of its base's loading: which weights are packed, and how."""
+"""Recorded loading settings that determine which weights are packed, and their format."""
 FROM_QUANTIZED = (
     "With --from-quantized the merged model keeps the rounding that the adapter was trained over."
 )
@@ -82,26 +82,26 @@ def merge(
     """Merge an adapter folder into its base and write an ordinary model folder, or a GGUF file.
 
     Args:
-        adapter: A folder made by peftkit or by PEFT.
-        out: The new folder; nothing appears in it before all of it is written and verified. Of a
-            base that is a GGUF file also FILE.gguf: a file of the same types.
-        base: Where the base is, if elsewhere than recorded.
-        dtype: Of all weights written; None keeps each weight's own.
+        adapter: An adapter folder of peftkit or PEFT.
+        out: The new folder, which appears after everything is written and verified. If the base is
+            a GGUF file, also FILE.gguf: a file of the same types.
+        base: The base's location, if it is not the recorded one.
+        dtype: Dtype of all written weights; None keeps each weight's dtype.
         from_quantized: Merge into the dequantised weights that the adapter was trained over. This
-            is done without asking where the base's own files are quantised (AWQ, FP8 and others);
-            its original is named by `base`.
-        verify: Load base and adapter, then the result, and compare them. This is the only step that
-            needs memory for the model. Without it shapes are checked, but not whether the weights
-            are those that the adapter was trained on.
-        prompts: Inputs of that comparison.
-        force: Accept a base whose weights are not those that the adapter was trained on.
+            is the default for pre-quantised bases (AWQ, FP8 and others), whose unquantised original
+            can be given as `base`.
+        verify: Load base and adapter, then the result, and compare them. Only this step needs
+            memory for the model. Without it shapes are checked, but not whether the adapter was
+            trained on these weights.
+        prompts: Inputs of the comparison.
+        force: Accept a base with other weights than in training.
         overwrite: Write into a folder that is not empty; a model there is replaced.
 
     Raises:
-        AdapterError: No adapter there, or it belongs to another base.
-        MergeError: Method, base or dtype do not allow it, or the merged model would be its base.
-        OutputError: The folder is taken or cannot be written.
-        RunError: The disk is full, or the merged model does not compute what it should.
+        AdapterError: There is no adapter, or it belongs to another base.
+        MergeError: Method, base or dtype do not allow it, or the merged model would equal its base.
+        OutputError: The folder is not empty or cannot be written.
+        RunError: The disk is full, or the merged model differs from base and adapter.
     """
     file = read_adapter(adapter_folder(adapter))
     check_mergeable(file.method)
@@ -132,7 +132,9 @@ def merge(
     with new_model_folder(out, overwrite, (file.folder, Path(name))) as folder:
         changes = reference = effect = agreed = None
         adds_tokens = bool(new_tokens_of(file.folder, name, revision))
-        if files is not None and same_config and not adds_tokens:  # else its tokenizer is another
+        if (
+            files is not None and same_config and not adds_tokens
+        ):  # the file may have another tokenizer
             empty = skeleton(name, revision=revision, purpose=purpose)
             changes = changes_of(file, files, empty, stored, tally)
         if files is not None and changes is not None:
@@ -152,7 +154,7 @@ def merge(
         if reference is not None:
             on_event(Stage("Comparing the merged model with base and adapter"))
             effect = agreement(reference.adapted, reference.bare)
-            release_memory()  # an adapted model is in cycles: two of them may be too much
+            release_memory()  # reference cycles keep an adapted model alive: two may not fit
             agreed = verified(folder, purpose, reference, tally, prompts, effect)
         config = skeleton(str(folder), purpose=purpose).config
         task_of(file).write_beside(folder, config, local_folder(name, revision))
@@ -174,38 +176,38 @@ def merge(
 def _open_to_merge(
     load: Callable[..., Opened], files: Shards | None, from_quantized: bool, is_quantized: bool
 ) -> tuple[Opened, torch.dtype]:
-    """Load base and adapter to merge; return them, and the dtype of most of the base's weights.
+    """Load base and adapter for a merge; return them and the dtype of most base weights.
 
     Args:
-        load: Makes them. files: The base's, if they are on this machine.
-        from_quantized: Into the base as it was loaded for training.
-        is_quantized: The base is quantised: on request, or in its files.
+        load: Loads them. files: The base's files, if they are on this machine.
+        from_quantized: Merge into the base as loaded for training.
+        is_quantized: Whether the base is quantised, on request or in its files.
 
     Raises:
         MergeError: The base is quantised without `from_quantized`; or the reverse.
     """
-    # quantised weights as they were trained over; others in float32, to round only once
+    # quantised weights as in training; others in float32, to round only once
     how = {} if from_quantized else {"quantize": "none", "dtype": "fp32", "device": "cpu"}
     opened = load(**how)
     _check_kind(opened, is_quantized)
     usual = compute_dtype(opened.base.model) if from_quantized else _usual_dtype(files)
     if not free_now(opened.base.device).on_gpu:
-        opened.base.model.float()  # also what comes out of quantised weights
+        opened.base.model.float()  # also the dtype of dequantised weights
     return opened, usual
 
 
 def _device_for_both(
     file: AdapterFile, base: str | None, stored: torch.dtype | None, on_event: Listener
 ) -> torch.device | None:
-    """Return the device that holds a quantised base beside the model of its dequantised weights.
+    """Return the device for a quantised base together with its dequantised model.
 
-    None: the default device, of which a GPU must have room for both.
+    None means the default device; a GPU must have room for both.
 
     Args:
-        stored: The dtype of that model; None: 16 bits.
+        stored: The dtype of the dequantised model; None means 16 bits.
     """
-    here = free_now()
-    if not here.on_gpu:
+    memory = free_now()
+    if not memory.on_gpu:
         return None
     name, revision = file.base_or(base)
     loading, purpose = file.provenance.loading, task_of(file).purpose
@@ -215,13 +217,13 @@ def _device_for_both(
     packed = weight_bytes(read_config(name, revision, purpose), settings, purpose, dtype)
     empty = skeleton(name, revision=revision, purpose=purpose)
     dequantised = sum(parameter.numel() * dtype.itemsize for parameter in empty.parameters())
-    if fits_device(packed + dequantised, here.usable):
+    if fits_device(packed + dequantised, memory.usable):
         return None
     on_event(
         Notice(
-            f"Merged on the CPU: the quantised base and its dequantised weights take "
-            f"{(packed + dequantised) / 1e9:.2f} GB together; {here.usable / 1e9:.2f} GB are free "
-            "on the GPU."
+            "Merged on the CPU: the quantised base and its dequantised weights take "
+            f"{(packed + dequantised) / 1e9:.2f} GB together; the GPU has "
+            f"{memory.usable / 1e9:.2f} GB free."
         )
     )
     return torch.device("cpu")
@@ -246,7 +248,7 @@ def _check_kind(opened: Opened, from_quantized: bool) -> None:
         )
     raise MergeError(
         f"the base {opened.base.name} has no 16-bit weights to merge into",
-        found=f"its weights are stored in {kind}",
+        found=f"Its weights are stored in {kind}.",
         fix="Name its original with --base MODEL. Or merge with --from-quantized: the model then "
         "takes 16 bits for each weight or more, and keeps the rounding of the quantised ones.",
     )
@@ -257,7 +259,7 @@ def new_model_folder(out: Path, overwrite: bool, sources: Sequence[Path]) -> Ite
     """Yield an empty folder; its files move to `out` when the block succeeds.
 
     Raises:
-        OutputError: `out` is not empty, is what is read from, or cannot be written.
+        OutputError: `out` is not empty, is a source folder, or cannot be written.
     """
     message = f"cannot write the merged model to {out}"
     if any(out.resolve() == source.resolve() for source in sources):
@@ -274,13 +276,13 @@ def new_model_folder(out: Path, overwrite: bool, sources: Sequence[Path]) -> Ite
 
 
 def _quantized_as(file: AdapterFile) -> str:
-    """Return how an adapter's base was quantised in training; "none" if it was not."""
+    """Return the quantisation of an adapter's base in training; "none" without any."""
     loading = file.provenance.loading
     return str(loading.get("stored") or loading.get("quantize", "none"))
 
 
 def _prompt_note(file: AdapterFile) -> str:
-    """Return how a model that completes prompts is prompted without a chat template, or ""."""
+    """Return a note on prompting a causal model without a chat template, or ""."""
     return prompt_note(_style(file)) if task_of(file).generates else ""
 
 
@@ -301,7 +303,7 @@ def _card(
 ) -> Card:
     notes = [f"The adapter {file.folder.name} ({file.method.type}), merged into its base."]
     if from_quantized:
-        notes.append(cost_of(_quantized_as(file)))
+        notes.append(dequantised_note(_quantized_as(file)))
     elif merged.other_precision:
         notes.append(precision_note(merged.other_precision))
     notes += filter(None, (_prompt_note(file), frames(file.provenance.prompt_style)))

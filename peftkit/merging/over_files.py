@@ -1,7 +1,7 @@
 """Merging over a base's safetensors files, one tensor at a time, without building the model.
 
-The folder is as transformers saves it: model.safetensors, or model-0000x-of-0000y.safetensors with
-an index that says which tensor is where. Memory holds a tensor or two.
+The folder has transformers' layout: model.safetensors, or model-0000x-of-0000y.safetensors with an
+index from tensors to files. Memory holds a tensor or two.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from peftkit.files.tensors import (
     open_tensors,
     write_tensor_stream,
 )
-from peftkit.formats.peft.folder import AdapterFile, load_adapter
+from peftkit.formats.peft.load import AdapterFile, load_adapter
 from peftkit.kernels.device import keep_freed_memory
 from peftkit.merging.fold import Tally, check_all, merged_tensor
 from peftkit.methods.table import method_from_peft
@@ -47,15 +47,15 @@ FLOATS = {
 }
 
 Changes = Mapping[str, Callable[[Tensor], Tensor]]
-"""Name of a tensor in the files -> what merges it."""
+"""Name of a tensor in the files -> function that merges it."""
 
-# Weights, and files about this very repository: all others are copied unchanged.
+# Weights, and files that describe the source repository; all others are copied unchanged.
 _NOT_COPIED = (
     *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot"),
     *(".safetensors.index.json", ".bin.index.json", ".md", ".lock"),
 )
-# The dtype in a config, also of sub-models; not parsed, because real configs hold what JSON does
-# not (Infinity), and all other bytes stay unchanged.
+# The dtype in a config, also of sub-models. The config is not parsed: real configs hold values that
+# JSON does not allow (Infinity), and all other bytes stay unchanged.
 _DTYPE = re.compile(rb'("(?:torch_)?dtype"\s*:\s*")\w+(")')
 
 
@@ -67,7 +67,7 @@ class Shards:
     headers: Mapping[str, Header]
     """File name to header."""
     index_metadata: Mapping[str, Any] | None
-    """The metadata of the index; None where there is none."""
+    """The metadata of the index; None without an index."""
 
     @property
     def entries(self) -> dict[str, Entry]:
@@ -79,7 +79,7 @@ def files_of(base: str, revision: str | None) -> Shards | None:
     """Return the base's weight files if all of them are on this machine.
 
     Raises:
-        BaseError: There is no such base, or its files are damaged.
+        BaseError: The base does not exist, or its files are damaged.
     """
     folder = local_folder(base, revision)
     if folder is None:
@@ -93,7 +93,7 @@ def files_of(base: str, revision: str | None) -> Shards | None:
 
 
 def find_shards(folder: Path) -> Shards | None:
-    """Return a model folder's weight files, or None where it has no safetensors.
+    """Return a model folder's weight files, or None if it has no safetensors.
 
     Raises:
         BaseError: A file is missing or damaged.
@@ -103,14 +103,14 @@ def find_shards(folder: Path) -> Shards | None:
     if not (folder / INDEX).exists():
         return None
     index = disk.read_json(folder / INDEX, max_bytes=MAX_INDEX_BYTES, error=BaseError)
-    where, metadata = index.get("weight_map"), index.get("metadata", {})
+    file_of, metadata = index.get("weight_map"), index.get("metadata", {})
     message = f"cannot read the weights of {folder}"
-    if not isinstance(where, dict) or not isinstance(metadata, dict) or not where:
+    if not isinstance(file_of, dict) or not isinstance(metadata, dict) or not file_of:
         raise BaseError(message, found=f"{INDEX} has no weight_map")
-    strange = [f for f in where.values() if not isinstance(f, str) or Path(f).name != f]
-    if strange:
-        raise BaseError(message, found=f"{INDEX} names the file {shown(strange[0])}")
-    headers = {name: _header(folder / name) for name in sorted(set(where.values()))}
+    invalid = [f for f in file_of.values() if not isinstance(f, str) or Path(f).name != f]
+    if invalid:
+        raise BaseError(message, found=f"{INDEX} names the file {shown(invalid[0])}")
+    headers = {name: _header(folder / name) for name in sorted(set(file_of.values()))}
     return Shards(folder, headers, metadata)
 
 
@@ -122,20 +122,20 @@ def _header(path: Path) -> Header:
 def changes_of(
     file: AdapterFile, shards: Shards, model: nn.Module, dtype: torch.dtype | None, tally: Tally
 ) -> Changes | None:
-    """Return what merges each changed tensor; None if merging needs the model in memory.
+    """Return the merge function of each changed tensor; None if merging needs the model in memory.
 
     Args:
-        model: The base without weights; it is filled with zeros here.
-        dtype: In which the weights will be stored; None: each in its own.
+        model: The base without weights; it is filled with zeros.
+        dtype: Dtype of the stored weights; None keeps each weight's dtype.
         tally: Updated while the tensors are merged.
 
     Raises:
         AdapterError: The adapter does not fit the base.
-        MergeError: One of its weights cannot be merged.
+        MergeError: A weight cannot be merged.
     """
     method = method_from_peft(file.fields)
     if method.train_fully or method.token_rows:
-        return None  # the config, or the vocabulary, is another one too
+        return None  # the config or the vocabulary changes too
     if getattr(method, "init", "") in ("pissa", "olora"):
         return None  # its initial value is computed from the base
     adapter = load_adapter(hollow(model), file.folder)
@@ -164,21 +164,22 @@ def write_over_files(
     dtype: torch.dtype | None = None,
     on_event: Listener = ignore,
 ) -> None:
-    """Write a model's folder again, some of its weights changed; all others bit for bit.
+    """Write a copy of a model folder with some weights changed and all others bit for bit.
 
     Args:
-        shards: What to write.
+        shards: The source files.
         out: An existing folder.
-        dtype: Convert every float tensor to this; None keeps each tensor's own.
+        dtype: Convert every float tensor to this dtype; None keeps each tensor's dtype.
 
     Raises:
-        RunError: A changed tensor is not finite in its dtype; or the disk is full.
+        RunError: A changed tensor is not finite in its dtype, or the disk is full.
         BaseError: A tensor to be changed is not a float tensor.
     """
     keep_freed_memory()
     specs = {
         name: [
-            TensorSpec(n, _new_dtype(e.dtype, dtype), e.shape) for n, e in header.tensors.items()
+            TensorSpec(n, DTYPE_NAMES[dtype] if dtype and e.dtype in FLOATS else e.dtype, e.shape)
+            for n, e in header.tensors.items()
         ]
         for name, header in shards.headers.items()
     }
@@ -193,10 +194,6 @@ def write_over_files(
         where = {tensor: name for name, h in shards.headers.items() for tensor in h.tensors}
         disk.write_json({"metadata": metadata, "weight_map": where}, out / INDEX)
     _copy_companions(shards.folder, out, dtype)
-
-
-def _new_dtype(name: str, dtype: torch.dtype | None) -> str:
-    return DTYPE_NAMES[dtype] if dtype and name in FLOATS else name
 
 
 def _rewritten(path: Path, specs: list[TensorSpec], changes: Changes) -> Iterator[Tensor]:
@@ -220,16 +217,16 @@ def _rewritten(path: Path, specs: list[TensorSpec], changes: Changes) -> Iterato
             if not is_finite(tensor):
                 raise RunError(
                     f"cannot write {spec.name} in {spec.dtype}",
-                    found="it holds NaN, Infinity, or numbers too large for that dtype",
-                    fix="Write bf16 or fp32; if it is the base's own, the base is damaged.",
+                    found="It holds NaN, Infinity, or numbers too large for this dtype.",
+                    fix="Write bf16 or fp32; if the base's dtype is the same, the base is damaged.",
                 )
             yield tensor
 
 
 def _copy_companions(folder: Path, out: Path, dtype: torch.dtype | None) -> None:
-    """Copy all that is no weight: tokenizer, generation config, and config.json with its new dtype.
+    """Copy all other files: tokenizer, generation config, and config.json with its new dtype.
 
-    config.json comes last: a folder without it is loaded by nothing.
+    config.json is written last, since no library loads a folder without it.
     """
     for path in sorted(folder.iterdir()):
         if not path.is_file() or path.name.startswith(".") or path.name == CONFIG:

@@ -8,16 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from peftkit.data.chat import own_template, shortened, with_system
-from peftkit.data.encode import ALPACA, ALPACA_INPUT, Style
+from peftkit.data.chat_template import own_template, shortened, with_system
+from peftkit.data.style import ALPACA, ALPACA_INPUT, Style
 from peftkit.errors import BaseError
 from peftkit.files import disk
 
 TEMPLATE = "chat_template.jinja"
 OTHER_TEMPLATES = ("chat_template.json", "additional_chat_templates")
-"""A file and a folder that transformers reads too; some of its classes prefer them."""
+"""A file and a folder that transformers also reads; some of its classes prefer them."""
 CONFIGS = ("tokenizer_config.json", "processor_config.json")
-"""May hold a template under "chat_template", which llama.cpp's converter prefers."""
+"""Files that may hold a "chat_template", which llama.cpp's converter prefers."""
 MAX_CONFIG_BYTES = 64 << 20
 
 
@@ -25,7 +25,7 @@ def write_template(style: Style | None, folder: Path) -> None:
     """Write the chat template of training into a model's folder, replacing the base's.
 
     Args:
-        style: The adapter's; without a template or a system prompt of its own nothing changes.
+        style: The adapter's prompt style; without a template or system prompt nothing changes.
 
     Raises:
         BaseError: A config of the tokenizer is damaged.
@@ -50,23 +50,23 @@ def write_template(style: Style | None, folder: Path) -> None:
 
 
 def _template_in(folder: Path) -> str:
-    """Return the chat template that a model's folder has, "" if none."""
+    """Return the chat template in a model's folder, or ""."""
     if (folder / TEMPLATE).is_file():
         return (folder / TEMPLATE).read_text(encoding="utf-8")
     path = folder / CONFIGS[0]
     if not path.is_file():
         return ""
     templates = _read(path).get("chat_template")
-    if isinstance(templates, list):  # several, by name
+    if isinstance(templates, list):  # a list of named templates
         templates = {one["name"]: one["template"] for one in templates}
     return own_template(SimpleNamespace(chat_template=templates))
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return a tokenizer's config, which may hold a number beyond 64 bits for "no limit".
+    """Return a tokenizer's config, in which "no limit" may be a number beyond 64 bits.
 
     Raises:
-        BaseError: It is no JSON object, or very large.
+        BaseError: It is not a JSON object, or it is too large.
     """
     try:
         with disk.open_regular(path, error=BaseError) as file:
@@ -79,22 +79,22 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def prompt_note(style: Style | None) -> str:
-    """Return what a merged model's prompts need that its chat template does not show, or ""."""
+    """Return a note on prompt requirements that the chat template does not express, or ""."""
     if style is None or style.kind == "chat":
         if style is None or not style.system:
             return ""
         return (
-            "Its chat template begins a conversation without a system turn with the one that all "
-            f"rows of the training had: {shortened(style.system)}."
+            "If a conversation has no system turn, its chat template adds the one from training: "
+            f"{shortened(style.system)}."
         )
     if style.kind == "alpaca":
         return (
-            "Trained on Alpaca's prompts (style alpaca), which no file of a model can hold: put "
-            "each question into the frame below, and complete that text (/v1/completions of a "
+            "Trained on Alpaca's prompts (style alpaca), which model files cannot express: insert "
+            "each question into the frame below, and complete this text (/v1/completions of a "
             "server), without a chat template."
         )
     return (
-        "Trained on prompts as they stand in the rows (style plain): complete the bare text "
+        "Trained on the unformatted prompts of the rows (style plain): complete the bare text "
         "(/v1/completions of a server), without a chat template."
     )
 

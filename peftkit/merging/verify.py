@@ -31,16 +31,16 @@ PROMPTS = (
 )
 """Default prompts: a fact, a question, data, code."""
 LARGEST_DIFFERENCE = 1e-3
-"""Allowed difference of logits in float32, relative to the largest: rounding explains no more."""
+"""Allowed difference of logits in float32, relative to the largest; rounding stays below it."""
 EXACT = 1e-3
-"""Up to this relative rounding error, the merged model must agree within that difference."""
+"""Largest relative rounding error at which logits must agree within LARGEST_DIFFERENCE."""
 STEPS = 8
-"""Of a 16-bit number's precision: what rounding in all layers may do to a logit, at most."""
+"""Allowed rounding error of a logit over all layers, in units of the 16-bit dtype's epsilon."""
 SHARE = 0.5
-"""Of the adapter's own effect, up to which a merged model that is rounded may miss it. One that
-leaves the adapter out misses all of it, one that subtracts it twice as much."""
+"""Allowed error of a rounded merged model, as a share of the adapter's effect. Without the adapter
+the error would be 1, with the adapter subtracted 2."""
 FLOAT32_ROOM = 1.3
-"""Times the weights in float32: what must be free to compute in it."""
+"""Free memory required to compute in float32, as a multiple of the float32 weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Agreement:
         max_difference: Largest absolute difference of a logit.
         largest: Largest absolute logit, as the scale of `max_difference`.
         top1: Share of positions, 0 to 1, with the same most likely token.
-        num_positions: How many were compared.
+        num_positions: Number of compared positions.
     """
 
     max_difference: float
@@ -75,13 +75,13 @@ class Merged:
     """The result of a merge.
 
     Attributes:
-        folder: The new model, which plain transformers loads; or the new GGUF file.
-        base: What it was merged into.
-        tally: How much the weights changed.
-        effect: Compares the base with and without the adapter. agreement: Compares the merged
-            model with base and adapter. Both are None without `verify`.
-        other_precision: How the base was quantised in training, where the merge is into its
-            original weights; else "".
+        folder: The new model, which plain transformers loads, or the new GGUF file.
+        base: The base that the adapter was merged into.
+        tally: The changes of the weights.
+        effect: Comparison of the base with and without the adapter; None without `verify`.
+        agreement: Comparison of the merged model with base and adapter; None without `verify`.
+        other_precision: Quantisation of the base in training if the merge is into its original
+            weights; else "".
     """
 
     folder: Path
@@ -97,14 +97,14 @@ def logits_on(base: Base, prompts: Sequence[str], purpose: Purpose = CAUSAL_LM) 
     """Return the logits (positions, V) on each prompt, float32, on the CPU.
 
     Args:
-        purpose: What the base was loaded for. A classifier of texts has one position, or one for
-            each token; a model of images or audio gets noise instead of prompts.
+        purpose: The purpose of the base. A text classifier has one position, or one per token; a
+            model of images or audio gets noise instead of prompts.
     """
     if purpose != CAUSAL_LM:
         outputs = (_call(base, number, prompt) for number, prompt in enumerate(prompts))
         return [logits.float().cpu().flatten(0, -2) for logits in outputs]
     ids = [base.tokenizer(prompt)["input_ids"] for prompt in prompts]
-    # padded on the right, which no token of a causal model sees: weights are read once
+    # one batch reads the weights once; a causal model ignores padding on the right
     longest = max(map(len, ids))
     batch = torch.tensor([row + [row[-1]] * (longest - len(row)) for row in ids])
     logits = base.model(input_ids=batch.to(base.device), use_cache=False).logits
@@ -137,9 +137,9 @@ def _ids(base: Base, prompt: str) -> Tensor:
     return ids.to(base.device)
 
 
-def agreement(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> Agreement:
+def agreement(logits: Sequence[Tensor], reference: Sequence[Tensor]) -> Agreement:
     """Compare the logits of two models on the same prompts; NaN makes the difference infinite."""
-    a, b = torch.cat(list(ours)), torch.cat(list(reference))  # (positions, V)
+    a, b = torch.cat(list(logits)), torch.cat(list(reference))  # (positions, V)
     difference = float((a - b).abs().max())
     return Agreement(
         max_difference=difference if difference == difference else float("inf"),
@@ -160,15 +160,15 @@ def reference_of(opened: Opened, prompts: Sequence[str]) -> Reference:
 
 
 def precision(model: nn.Module) -> str:
-    """Return the dtype to compare in: float32, where every difference shows, if there is room.
+    """Return the dtype of the comparison: float32, the most sensitive, if there is room.
 
-    A model that a GPU does not hold in 16 bits either is loaded onto the CPU.
+    A model that does not fit on the GPU in 16 bits is loaded onto the CPU.
     """
-    number, main = sum(p.numel() for p in model.parameters()), torch.device("cpu")
-    here = free_now()
-    if here.on_gpu and 2 * number > ROOM * here.usable:
-        here = free_now(main)
-    fits = here.memory is None or FLOAT32_ROOM * 4 * number < here.usable
+    num_values, cpu = sum(p.numel() for p in model.parameters()), torch.device("cpu")
+    memory = free_now()
+    if memory.on_gpu and 2 * num_values > ROOM * memory.usable:
+        memory = free_now(cpu)
+    fits = memory.memory is None or FLOAT32_ROOM * 4 * num_values < memory.usable
     return "fp32" if fits else "auto"
 
 
@@ -180,13 +180,13 @@ def verified(
     prompts: Sequence[str],
     effect: Agreement,
 ) -> Agreement:
-    """Load the merged model as anyone would, and compare.
+    """Load the merged model like any other model, and compare.
 
     Raises:
-        RunError: It does not compute what base and adapter compute.
+        RunError: Its logits do not match the reference.
     """
     computing = next(name for name, kind in DTYPES.items() if kind == reference.dtype)
-    if purpose.head is not None:  # it has one now
+    if purpose.head is not None:  # the merged model has a head
         purpose = replace(purpose, head=replace(purpose.head, fresh=False))
     base = load_base(str(folder), dtype=computing, purpose=purpose, device=reference.device)
     agreed = agreement(logits_on(base, prompts, purpose), reference.adapted)
@@ -196,7 +196,7 @@ def verified(
         limit += STEPS * step * agreed.largest + SHARE * effect.max_difference
     if not agreed.max_difference <= limit:
         raise RunError(
-            "the merged model does not compute what base and adapter compute",
+            "the merged model does not match base and adapter",
             found=f"logits differ by up to {agreed.max_difference:.3g}, more than {limit:.3g}; "
             f"{agreed.top1:.1%} of the next tokens agree",
             fix="Use the adapter unmerged, and report this with the output of: peftkit env",
@@ -205,7 +205,7 @@ def verified(
 
 
 def facts_of(merged: Merged) -> dict[str, str]:
-    """Return the facts of a merge, for a table and a card."""
+    """Return the facts of a merge for a table and a card."""
     tally = merged.tally
     facts = {
         "base": merged.base,

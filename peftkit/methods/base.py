@@ -1,46 +1,44 @@
-"""The base classes of a method: its config, its modules, its format in PEFT's files.
+"""The base classes of a method: its config and its modules.
 
-- `Method`, a frozen config: *where* an adapter sits (`sites`) and *what* it puts there (`wrap`).
-- `AdapterModule`: one wrapped module of the model, what it computes and how it merges.
-- `PeftFormat`: adapter_config.json and the names of tensors.
+- `Method`, a frozen config, selects the weights to adapt (`sites`) and wraps them (`wrap`).
+- `AdapterModule` is one wrapped module of the model: it computes and merges.
+- `PeftFormat` (peft_format.py) defines adapter_config.json and the names of tensors.
 
-Freezing, saving, loading, disabling and merging follow from these, once, for all methods.
-A module of the model has at most one adapter module, which may adapt several of its weights.
+Freezing, saving, loading, disabling and merging are implemented once, for all methods. A module of
+the model has at most one adapter module, which may adapt several of its weights.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from peftkit.config.schema import Config
-from peftkit.errors import AdapterError, TargetError
-from peftkit.files.strict_json import shown
+from peftkit.errors import TargetError
 from peftkit.model.places import FrozenWrapper, find_places, is_linear
 from peftkit.model.roles import ALL_LINEAR
 from peftkit.model.targets import Site, resolve
-from peftkit.quant.layers import weight_of
 
 ADAPTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 InitValues = tuple[Tensor, Tensor | None]
-"""Initial values of a LoRA layer: A (r, in) and B (out, r), where None is zero."""
+"""Initial values of a LoRA layer: A (r, in) and B (out, r); None: zero."""
 
 
 class AdapterModule(FrozenWrapper, ABC):
     """A frozen module plus the small trainable tensors of a method.
 
-    Its own parameters are all that is trained and saved.
+    Only its parameters, without the frozen module's, are trained and saved.
 
     Attributes:
-        changes_ties: True if all modules tied to the base's weight are wrapped too.
+        changes_ties: Whether all modules tied to the base's weight are wrapped too.
         can_group: Whether modules that read one input can be computed together.
-        group: Computes this module together with others; None if it computes by itself.
+        group: Computes this module together with others; None if it computes alone.
     """
 
     changes_ties = False
@@ -57,24 +55,24 @@ class AdapterModule(FrozenWrapper, ABC):
         return next((tensor.device for tensor in tensors), None)
 
     def new_parameter(self, *shape: int, dtype: torch.dtype) -> nn.Parameter:
-        """Return zeros to train, on the base's device."""
+        """Return a trainable parameter of zeros on the base's device."""
         return nn.Parameter(torch.zeros(shape, dtype=dtype, device=self.base_device))
 
     @abstractmethod
     def reset(self, generator: torch.Generator) -> None:
-        """Initialise the trainable tensors; the output stays the base's."""
+        """Initialise the trainable tensors without changing the output."""
 
-    def init_from(self, *start: Tensor | None) -> None:
-        """Initialise the trainable tensors with values that `Method.initializer` computed."""
+    def init_from(self, *values: Tensor | None) -> None:
+        """Initialise the trainable tensors with values from the function `Method.initializer`."""
         raise NotImplementedError
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors to save, by PEFT's names relative to the module's path."""
+        """Return the tensors to save by PEFT's name, relative to the module's path."""
 
     @abstractmethod
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Load tensors named as in `state()`; names and shapes have been checked."""
+        """Load tensors with the names of `state()`; the caller has checked names and shapes."""
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes of `state()`."""
@@ -82,7 +80,7 @@ class AdapterModule(FrozenWrapper, ABC):
 
     @classmethod
     def form_groups(cls, model: nn.Module, *, serves: bool) -> None:
-        """Set `group` of the modules of this class in a model, for generation or for training."""
+        """Set `group` of all modules of this class in a model, for generation or for training."""
 
     @classmethod
     def refresh_groups(cls, model: nn.Module) -> None:
@@ -90,7 +88,7 @@ class AdapterModule(FrozenWrapper, ABC):
 
     @property
     def stacked(self) -> tuple[str, ...]:
-        """Names of the base's stacks of expert weights that are adapted; () of a linear layer."""
+        """Names of the adapted stacks of expert weights; () for a linear layer."""
         return ()
 
     @property
@@ -99,11 +97,13 @@ class AdapterModule(FrozenWrapper, ABC):
         return self.stacked or ("weight",)
 
     def weights(self, base: nn.Module) -> dict[str, Tensor]:
-        """Return views of the weights to merge into, by name, shaped as `merged_weight` takes.
+        """Return views of the weights to merge into by name, with the shapes of `merged_weight`.
 
         Args:
             base: This module's base, or the same layer of another copy of the model.
         """
+        from peftkit.quant.weights import weight_of
+
         return {
             name: weight_of(base) if name == "weight" and is_linear(base) else getattr(base, name)
             for name in self.changed
@@ -113,8 +113,8 @@ class AdapterModule(FrozenWrapper, ABC):
         """Return the weight with the adapter merged in.
 
         Args:
-            weight: The base's own in float32: (out, in), (experts, out, in), or a bias (out,).
-            name: Which of `weights`.
+            weight: Weight of the base in float32: (out, in), (experts, out, in), or a bias (out,).
+            name: Name of the weight in `weights`.
 
         Raises:
             NotImplementedError: The method cannot be merged (`Method.unmergeable`).
@@ -123,25 +123,25 @@ class AdapterModule(FrozenWrapper, ABC):
 
 
 class Method(Config, ABC):
-    """The config of a method, and what it can do."""
+    """The config and the capabilities of a method."""
 
     changes_bias: ClassVar[bool] = False
     """Whether a merge replaces biases too."""
     shared_names: ClassVar[tuple[str, ...]] = ()
     """Names of tensors that belong to the adapter as a whole, not to one module."""
     unmergeable: ClassVar[str] = ""
-    """Why it cannot be merged into the weights; "" if it can."""
+    """The reason why it cannot be merged into the weights; "" if it can."""
     sits_on_stacks: ClassVar[bool] = False
     """Whether it supports stacked experts."""
     acts_on_input: ClassVar[bool] = False
     """Whether it acts on the input only and has no target modules."""
     wraps_linear_layers: ClassVar[bool] = False
-    """Whether it wraps linear layers and reads no weight outside of their blocks: its base may then
-    be sharded over processes."""
+    """Whether it wraps linear layers and reads no weight outside of their blocks; only then may the
+    base be sharded over processes."""
     takes_token_rows: ClassVar[bool] = False
-    """Whether it allows `token_rows`: PEFT has them with LoRA only."""
+    """Whether it allows `token_rows`, which PEFT has for LoRA only."""
     files: ClassVar[str] = "PEFT"
-    """Other tools that read its files; "" if none does."""
+    """Other tools that read its files; "" if there are none."""
 
     type: str
     targets: tuple[str, ...] | str = ALL_LINEAR
@@ -164,7 +164,7 @@ class Method(Config, ABC):
         return [self.targets] if isinstance(self.targets, str) else list(self.targets)
 
     def sites(self, model: nn.Module) -> list[Site]:
-        """Return the weights of a model that the targets name.
+        """Return the sites that the targets select in a model.
 
         Raises:
             TargetError: A target is not in the model.
@@ -172,18 +172,18 @@ class Method(Config, ABC):
         return resolve(model, self.targets, stacks=self.sits_on_stacks)
 
     def for_model(self, model: nn.Module) -> Method:
-        """Return the method with explicit targets: by default, towers are left out."""
+        """Return the method with explicit targets; the default targets omit towers."""
         unnamed = "targets" not in self.model_fields_set and self.targets == ALL_LINEAR
         if unnamed and any(place.set_apart for place in find_places(model)):
             return self.model_copy(update={"targets": (f"language.{ALL_LINEAR}",)})
         return self
 
     def left_out(self, model: nn.Module) -> list[Site]:
-        """Return weights that a group among the targets includes and the method cannot adapt."""
+        """Return weights that a targeted group includes but the method cannot adapt."""
         return []
 
     def candidates(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
-        """Return the path of every module it could adapt, with the module's stacks of experts."""
+        """Return the path of every module that could be adapted, with its stacks of experts."""
         stacks: dict[str, tuple[str, ...]] = {}
         for place in find_places(model):
             if place.is_stack:
@@ -196,17 +196,17 @@ class Method(Config, ABC):
 
     @property
     def fresh_changes(self) -> str:
-        """Why a fresh adapter changes the output; "" if it does not."""
+        """The reason why a fresh adapter changes the output; "" if it does not."""
         return ""
 
     @property
     def initializer(self) -> str:
-        """Name of the function that computes initial values for `attach`; "" if it needs none."""
+        """Name of the function that computes initial values for `attach`, or ""."""
         return ""
 
     @property
     def reads_rows(self) -> str:
-        """The setting whose initial values need training rows; "" if none does."""
+        """The setting whose initial values need training rows, or ""."""
         return ""
 
     def check_quantize(self, quantize: str) -> None:
@@ -225,126 +225,22 @@ class Method(Config, ABC):
         raise TargetError(
             f"{self.type} cannot sit on stacked expert parameters",
             found=f"{sites[0].path}: {', '.join(str(site.parameter) for site in sites)}",
-            fix="Leave the experts out of the targets, or use LoRA.",
+            fix="Remove the experts from the targets, or use LoRA.",
         )
 
     def connect(
         self, model: nn.Module, modules: Mapping[str, AdapterModule]
     ) -> list[RemovableHandle]:
-        """Add hooks to the model, in which the modules are in place.
+        """Add hooks to the model, which already has the modules.
 
         Returns:
-            Handles; `remove()` of each is called when the adapter is taken off.
+            Handles of the hooks, removed when the adapter is detached.
         """
         return []
 
     def share(self, modules: Mapping[str, AdapterModule]) -> None:
-        """Give all modules their shared tensors."""
+        """Set the shared tensors of all modules."""
 
     def shared(self, modules: Mapping[str, AdapterModule]) -> dict[str, Tensor]:
         """Return the shared tensors to save, by name."""
         return {}
-
-
-M = TypeVar("M", bound=Method)
-
-_COMMON = (
-    "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path",
-    "revision", "inference_mode", "runtime_config",
-)  # fmt: skip
-"""Fields of every config that do not change what an adapter computes."""
-MAGNITUDE = "lora_magnitude_vector"
-"""The tensor of a DoRA's row norms."""
-PROMPT = "prompt_embeddings"
-"""Tensor of methods that act on the input."""
-TARGETS = ("target_modules", "exclude_modules")
-LAYERS = ("layers_to_transform", "layers_pattern")
-"""Fields that say which modules are adapted; the tensor names say it too."""
-
-
-class PeftFormat(ABC, Generic[M]):
-    """A method's adapters in PEFT's files: adapter_config.json and named tensors."""
-
-    peft_type: ClassVar[str]
-    """PEFT's name of the method."""
-    method_class: type[M]
-    settings: ClassVar[Mapping[str, str]] = {}
-    """Fields of the method that the config holds unchanged: our name to PEFT's. One that is left
-    out has our default, which is PEFT's too."""
-    known_fields: ClassVar[Collection[str]]
-    """Further fields that are read, or that do not change what the adapter computes."""
-    absent_fields: ClassVar[Collection[str]] = ()
-    """Fields of PEFT's LoRA config that this method's config does not have."""
-    subset_fields: ClassVar[Collection[str]] = ()
-    """Fields that list a subset of the targets; see `subset_of`."""
-    shared_prefix: ClassVar[str] = "base_model."
-    """Prefix of `Method.shared_names` in the tensor file."""
-
-    def describes(self, fields: Mapping[str, Any]) -> bool:
-        """Return whether a config is of this method."""
-        return fields.get("peft_type") == self.peft_type
-
-    def read(self, fields: Mapping[str, Any]) -> M:
-        """Return the method that a config describes.
-
-        Raises:
-            AdapterError: A field is set that would change the output and is not supported; lists
-                all of them.
-        """
-        unsupported = [
-            f"{shown(name)}: {shown(value)}"
-            for name, value in fields.items()
-            if name not in (*_COMMON, *self.known_fields, *self.settings.values())
-            and value not in (None, False, [], {})
-            and (name, value) != ("bias", "none")
-        ]
-        if unsupported:
-            raise AdapterError(
-                f"this {self.peft_type} adapter uses features that peftkit does not read",
-                found="; ".join(sorted(unsupported)),
-                fix="Loading it without them would change its output. Merge it with the tool that "
-                "made it, or save it again without these.",
-            )
-        return self.method(fields)
-
-    def method(self, fields: Mapping[str, Any]) -> M:
-        """Return the method of a config whose fields are all supported."""
-        values = {
-            ours: fields[theirs] for ours, theirs in self.settings.items() if theirs in fields
-        }
-        return self.method_class(**values)
-
-    def fields(
-        self, method: M, model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> dict[str, Any]:
-        """Return the method's own fields of adapter_config.json."""
-        return {theirs: getattr(method, ours) for ours, theirs in self.settings.items()}
-
-    def subset_of(self, module: AdapterModule) -> str:
-        """Return the one of `subset_fields` that lists this module, or ""."""
-        return ""
-
-    def to_file(
-        self, state: Mapping[str, Tensor], model: nn.Module, modules: Mapping[str, AdapterModule]
-    ) -> Mapping[str, Tensor]:
-        """Return the tensors to write, from those of `Adapter.state()`."""
-        return state
-
-    def from_file(
-        self, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
-        """Undo `to_file`: return the config and the tensors as `Adapter.load_state` takes them.
-
-        Raises:
-            AdapterError: The tensors are more than this method computes.
-        """
-        return fields, tensors
-
-    def with_missing(
-        self,
-        fields: Mapping[str, Any],
-        modules: Mapping[str, AdapterModule],
-        tensors: Mapping[str, Tensor],
-    ) -> Mapping[str, Tensor]:
-        """Add to a file's tensors those that PEFT computes from the base when it loads."""
-        return tensors

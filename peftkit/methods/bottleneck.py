@@ -1,16 +1,16 @@
 """Bottleneck adapters: y = h + s U f(D x + a) + b, small networks at the sublayers of a block.
 
-h is the output of a sublayer, before its dropout and before the residual is added. D goes down to a
-few features, f is a nonlinearity, U and b start at zero, so that a fresh adapter changes nothing.
+h is the output of a sublayer, before its dropout and before the residual is added. D projects down
+to a few features, f is a nonlinearity. U and b start at zero: a fresh adapter changes nothing.
 
-- houlsby: x = h, after every attention and feed-forward part (Houlsby et al., 2019,
-  arXiv:1902.00751): two in a block, three where a decoder also attends to an encoder;
-- pfeiffer: x = h, after the feed-forward part alone (Pfeiffer et al., 2020, arXiv:2005.00247);
-- parallel: x is the input of the feed-forward part (He et al., 2021, arXiv:2110.04366).
+- houlsby: x = h, after every attention and feed-forward sublayer (Houlsby et al., 2019,
+  arXiv:1902.00751): two per block, three if a decoder also attends to an encoder;
+- pfeiffer: x = h, after the feed-forward sublayer only (Pfeiffer et al., 2020, arXiv:2005.00247);
+- parallel: x is the input of the feed-forward sublayer (He et al., 2021, arXiv:2110.04366).
 
 A mixture of experts is one sublayer: h is the joint output of its routed and shared experts.
 
-Shapes: n the adapter's width, `...` is any leading shape.
+Shapes: n is the adapter's width, `...` any leading shape.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import AdapterError, TargetError, did_you_mean, first_few
-from peftkit.methods.base import ADAPTER_DTYPES, LAYERS, AdapterModule, Method, PeftFormat
+from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.methods.peft_format import LAYERS, PeftFormat
 from peftkit.model import roles as table
 from peftkit.model.blocks import Sublayer, find_sublayers, width_of
-from peftkit.model.targets import Site, matches, resolve
+from peftkit.model.roles import matches
+from peftkit.model.targets import Site, resolve
 
 ALL = "blocks"
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -45,7 +47,7 @@ class BottleneckModule(AdapterModule):
     """The frozen last module of a sublayer plus a trainable bottleneck.
 
     Args:
-        base: Returns (..., features), or a tuple whose first entry is that.
+        base: Returns (..., features), or a tuple with this tensor first.
 
     Attributes:
         parallel: The bottleneck reads the sublayer's input (see `read`), not the base's output.
@@ -63,7 +65,7 @@ class BottleneckModule(AdapterModule):
         self.down_bias = self.new_parameter(size, dtype=dtype)
         self.up_weight = self.new_parameter(features, size, dtype=dtype)
         self.up_bias = self.new_parameter(features, dtype=dtype)
-        self.input: Tensor | None = None  # from the sublayer's start to its end, never longer
+        self.input: Tensor | None = None  # set only while the sublayer runs
 
     def read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Store the input of a sublayer; a forward pre-hook of the module that reads it."""
@@ -76,8 +78,8 @@ class BottleneckModule(AdapterModule):
             return out
         hidden, rest = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
         x, self.input = (self.input if self.parallel else hidden), None
-        assert x is not None, f"{self.site.path} ran before the part that it ends"
-        # experts may put out (tokens, features) for an input of (batch, time, features)
+        assert x is not None, f"{self.site.path} ran before the input of its sublayer was read"
+        # experts may return (tokens, features) for an input of (batch, time, features)
         hidden = hidden + self.update(x, hidden.dtype).view(hidden.shape)
         return hidden if rest is None else (hidden, *rest)
 
@@ -90,7 +92,9 @@ class BottleneckModule(AdapterModule):
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
-        bound = 1 / math.sqrt(self.down_weight.shape[1])  # as nn.Linear itself, drawn on the CPU
+        bound = 1 / math.sqrt(
+            self.down_weight.shape[1]
+        )  # nn.Linear's initialisation, drawn on the CPU
         drawn = torch.empty(self.down_weight.shape).uniform_(-bound, bound, generator=generator)
         self.down_weight.copy_(drawn)
         for zero in (self.down_bias, self.up_weight, self.up_bias):
@@ -109,17 +113,17 @@ class Bottleneck(Method):
     """Small networks after the sublayers of each block, or parallel to them."""
 
     files: ClassVar[str] = ""
-    unmergeable: ClassVar[str] = "it adds layers with a nonlinearity, which no weight can hold"
+    unmergeable: ClassVar[str] = "it adds nonlinear layers, which no weight can represent"
 
     type: Literal["bottleneck"] = "bottleneck"
     targets: tuple[str, ...] | str = ALL
-    """blocks: all of them; a side: language, vision, audio, encoder, decoder; or names of blocks or
+    """blocks: all blocks; a side: language, vision, audio, encoder, decoder; or names of blocks or
     of the last modules of sublayers, with shell wildcards: [layers.0, layers.1.mlp]."""
     style: Literal["houlsby", "pfeiffer", "parallel"] = "pfeiffer"
     """houlsby: after attention and feed-forward; pfeiffer: after feed-forward only;
     parallel: on the input of feed-forward, added to its output."""
     reduction: int = Field(default=16, ge=1)
-    """Width of the adapter is the model's divided by this; ignored if `size` is given."""
+    """Ratio of the model's width to the adapter's; ignored if `size` is given."""
     size: int | None = Field(default=None, ge=1)
     """Width of the adapter, instead of `reduction`."""
     activation: Literal["relu", "gelu", "silu", "tanh"] = "relu"
@@ -148,7 +152,7 @@ class Bottleneck(Method):
         if self.style == "parallel" and without_reader:
             raise TargetError(
                 f"style parallel is not possible for the sublayer that ends in {without_reader[0]}",
-                found="no module in its block is known to read that sublayer's input",
+                found="No module of its block is recognised as reading the sublayer's input.",
                 fix="Use style pfeiffer or houlsby.",
             )
         return parts
@@ -160,7 +164,7 @@ class Bottleneck(Method):
             setting = f"size {size}" if self.size else f"reduction {self.reduction}"
             raise TargetError(
                 f"bottleneck with {setting} does not fit {site.path}",
-                found=f"it has {features} output features",
+                found=f"It has {features} output features.",
                 fix=f"Use a size from 1 to {features}.",
             )
         return BottleneckModule(base, site, size, self)
@@ -177,7 +181,7 @@ class Bottleneck(Method):
 
 
 class BottleneckFormat(PeftFormat[Bottleneck]):
-    """A file format of our own, laid out like PEFT's, which has no such method."""
+    """peftkit's file format in the layout of PEFT's, which has no such method."""
 
     peft_type: ClassVar[str] = "BOTTLENECK"
     method_class = Bottleneck
@@ -197,20 +201,16 @@ class BottleneckFormat(PeftFormat[Bottleneck]):
 
 
 def _chosen(model: nn.Module, parts: list[Sublayer], target: str) -> set[str]:
-    """Return the last modules of the sublayers that a target names."""
+    """Return the last modules of the sublayers that match a target."""
     if target == ALL:
         return {part.path for part in parts}
     if target in table.QUALIFIERS:
-        paths = _on_side(model, target)
+        try:
+            paths = [site.path for site in resolve(model, f"{target}.{table.ALL_LINEAR}")]
+        except TargetError:  # the model has no such side
+            return set()
         return {p.path for p in parts if any(path.startswith(f"{p.block}.") for path in paths)}
     return {part.path for part in parts if any(matches(n, target) for n in (part.path, part.block))}
-
-
-def _on_side(model: nn.Module, side: str) -> list[str]:
-    try:
-        return [site.path for site in resolve(model, f"{side}.{table.ALL_LINEAR}")]
-    except TargetError:  # it has no such side
-        return []
 
 
 def _no_match(model: nn.Module, parts: list[Sublayer], failed: list[str]) -> TargetError:
@@ -218,7 +218,7 @@ def _no_match(model: nn.Module, parts: list[Sublayer], failed: list[str]) -> Tar
     if not blocks:
         return TargetError(
             f"{name} has no blocks with a feed-forward part for bottleneck adapters.",
-            fix="Use a method that sits on linear layers, such as lora.",
+            fix="Use a method for linear layers, such as lora.",
         )
     hint = did_you_mean(failed[0], [ALL, *table.QUALIFIERS]) if failed else ""
     return TargetError(

@@ -1,15 +1,15 @@
 """Initial values of LoRA from data or from other weights: EVA, LoftQ, the ranks of a resumed run.
 
 EVA (Paischer et al., 2024, arXiv:2410.07170): rows of A are the first principal components of the
-layer's inputs on the training data, B is zero, and ranks are given to the layers whose next
-component explains the largest share of their input's variance. A layer's scaling does not change
-with its rank. Unlike in the paper each targeted layer keeps a rank of at least one.
+layer's inputs on the training data, B is zero, and ranks go to the layers whose next component
+explains the largest share of their input's variance. A layer's scaling does not change with its
+rank. Unlike the paper, every targeted layer keeps a rank of at least one.
 
-LoftQ (Li et al., 2023, arXiv:2310.08659): B A is initialised with the quantisation error. s B A is
-the best matrix of rank r for W - Q, where W is the original weight, Q the quantised one and s the
-scaling: the model starts nearer to the unquantised one. The paper then quantises W - s B A and
-repeats this T times. Here T is always 1: otherwise the base would no longer match its name and
-fingerprint, and the adapter would fit no other base.
+LoftQ (Li et al., 2023, arXiv:2310.08659): B A is initialised from the quantisation error. s B A is
+the best rank-r matrix for W - Q, where W is the original weight, Q the quantised one and s the
+scaling: the model starts closer to the unquantised one. The paper then quantises W - s B A and
+repeats this T times. Here T is always 1: otherwise the base would not match its name and
+fingerprint, and the adapter would not work on any other base.
 
 Shapes: r rank; out, in features of the layer.
 """
@@ -29,7 +29,7 @@ from peftkit.base.load import Base, load_base
 from peftkit.errors import DataError, TargetError
 from peftkit.events import Listener
 from peftkit.execution.world import World
-from peftkit.formats.peft.folder import read_adapter
+from peftkit.formats.peft.load import read_adapter
 from peftkit.kernels import svd
 from peftkit.kernels.svd import Directions
 from peftkit.methods.base import InitValues, Method
@@ -37,7 +37,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.model.modes import evaluating
 from peftkit.model.places import linear_shape
 from peftkit.model.targets import Site
-from peftkit.quant.layers import weight_of
+from peftkit.quant.weights import weight_of
 from peftkit.settings import BaseConfig, DataConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
@@ -54,17 +54,17 @@ def initial_values(
     checkpoint: Path | None,
     on_event: Listener,
 ) -> tuple[Method, dict[str, InitValues] | None]:
-    """Return the method with its ranks, and initial values that need more than a layer.
+    """Return the method with its ranks, and the initial values that depend on data or weights.
 
     Args:
         base: The bare base.
         settings: The task, whose rows EVA reads.
-        base_config: The base's section of the recipe; LoftQ loads the same weights unquantised.
+        base_config: The recipe's base section, from which LoftQ loads the unquantised weights.
         seed: Seed of the order of rows.
-        checkpoint: Folder that a resumed run loads: its ranks are taken, and no values are made.
+        checkpoint: Folder of a resumed run: its ranks are used, and no values are computed.
 
     Raises:
-        PeftkitError: The weights or rows cannot be read, or are of no use.
+        PeftkitError: The weights or rows cannot be read, or do not suffice.
     """
     assert isinstance(method, LoRA)
     if checkpoint is not None:
@@ -86,13 +86,13 @@ def loftq_starts(model: nn.Module, method: LoRA, original: nn.Module) -> dict[st
     Args:
         model: The bare, quantised base.
         method: Its targets and ranks are used.
-        original: The same model before quantising, on any device; not changed.
+        original: The same model before quantisation, on any device; it is not changed.
 
     Returns:
         The initial values for `attach(model, method, starts=starts)`.
 
     Raises:
-        TargetError: A target is no linear layer, is not in this model, or is not quantised.
+        TargetError: A target is not a linear layer, is not in this model, or is not quantised.
     """
     starts: dict[str, InitValues] = {}
     for site in method.linear_sites(model):
@@ -102,11 +102,11 @@ def loftq_starts(model: nn.Module, method: LoRA, original: nn.Module) -> dict[st
         if not error.any():
             raise TargetError(
                 f"init 'loftq' needs a quantisation error in {site.path}",
-                found="the weight equals the original",
+                found="The weight equals the original.",
                 fix="Quantise the base (base.quantize), or leave this layer out of the targets.",
             )
         rank, scaling = method.scale_of(site)
-        # of a fused layer each role has a pair of its own
+        # a fused layer has a pair for each role
         parts = [error]
         if site.rows:
             parts = [error[rows.to(error.device)] for rows in site.rows.values()]
@@ -127,7 +127,7 @@ def init_from_rows(
     Args:
         model: The bare base.
         task: A task on this model.
-        seed: Seed of the order in which rows are read, one at a time.
+        seed: Seed of the order of rows, which are read one at a time.
 
     Raises:
         TargetError, DataError: As `eva_starts`.
@@ -142,12 +142,12 @@ def as_on_main(
 ) -> tuple[LoRA, dict[str, InitValues]]:
     """Return the ranks and initial values of the main process.
 
-    The processes read the same rows, but sums on different GPUs may differ in the last bit, and
-    different ranks would mean parameters of different shapes.
+    The processes read the same rows, but sums on different GPUs may differ in the last bit, which
+    could give different ranks and thus parameters of different shapes.
 
     Args:
         configured: The method before `init_from_rows`.
-        method, starts: What `init_from_rows` returned on this process.
+        method, starts: The results of `init_from_rows` on this process.
     """
     if world.world_size == 1:
         return method, starts
@@ -166,15 +166,14 @@ def as_on_main(
 
 
 def with_saved_ranks(model: nn.Module, method: LoRA, saved: Method) -> LoRA:
-    """Return the method with the ranks of a saved adapter that will be loaded."""
-    if method.init != "eva" or not isinstance(saved, LoRA):  # another run's: fit refuses it
+    """Return the method with the ranks of a saved adapter that is loaded next."""
+    if method.init != "eva" or not isinstance(saved, LoRA):  # of another run: fit refuses it
         return method
     sites = method.linear_sites(model)
     return with_ranks(method, sites, {site.path: saved.scale_of(site)[0] for site in sites})
 
 
 def _without_padding(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a batch of one row without its padding."""
     mask = batch.get("attention_mask")
     if mask is None:
         return dict(batch)
@@ -200,9 +199,9 @@ def eva_starts(
 
     Args:
         model: The bare base, quantised or not.
-        method: Its targets, and its rank as the average.
-        batches: Without padding, since all positions count; in random order, since reading stops
-            once the directions of all layers have converged.
+        method: Provides the targets and the average rank.
+        batches: Batches without padding, since all positions count, and in random order, since
+            reading stops once the directions of all layers have converged.
         forward: Runs the model on a batch.
 
     Returns:
@@ -210,8 +209,8 @@ def eva_starts(
         `attach(model, method, starts=starts)`.
 
     Raises:
-        TargetError: A target is no linear layer, or not in this model.
-        DataError: The batches are padded, or too few for the ranks.
+        TargetError: A target is not a linear layer, or not in this model.
+        DataError: The batches are padded, or have too few tokens for the ranks.
     """
     sites = method.linear_sites(model)
     ranks = {site.path: method.scale_of(site)[0] for site in sites}
@@ -239,7 +238,7 @@ def eva_starts(
 
 def with_ranks(method: LoRA, sites: Iterable[Site], ranks: Mapping[str, int]) -> LoRA:
     """Return the method with these ranks by path; every layer keeps its scaling."""
-    # longest first: the first pattern that matches a path's end counts, so each path finds its own
+    # longest first: the first pattern that matches the end of a path applies
     ordered = sorted(sites, key=lambda site: len(site.path), reverse=True)
     alphas = {}
     for site in ordered:
@@ -268,11 +267,13 @@ def _read(
             _refuse_padding(batch)
             moved = {n: t.to(device) if isinstance(t, Tensor) else t for n, t in batch.items()}
             if not components:
-                for paths in _readers_of_one(model, list(ranks), moved, forward):
-                    most = max(max_ranks[p] for p in paths)
-                    shared = Directions(max(ranks[p] for p in paths), most)
+                for paths in _grouped_by_input(model, list(ranks), moved, forward):
+                    max_rank = max(max_ranks[p] for p in paths)
+                    shared = Directions(max(ranks[p] for p in paths), max_rank)
                     components |= dict.fromkeys(paths, shared)
-                    handles[paths[0]] = _listen(model, paths[0], shared)
+                    handles[paths[0]] = model.get_submodule(paths[0]).register_forward_pre_hook(
+                        lambda _, args, directions=shared: directions.take(args[0])
+                    )
             forward(model, moved)
             for path in [path for path in handles if components[path].converged]:
                 handles.pop(path).remove()
@@ -287,17 +288,11 @@ def _read(
     return components or {path: Directions(rank, max_ranks[path]) for path, rank in ranks.items()}
 
 
-def _listen(model: nn.Module, path: str, directions: Directions) -> RemovableHandle:
-    return model.get_submodule(path).register_forward_pre_hook(
-        lambda _, args: directions.take(args[0])
-    )
-
-
-def _readers_of_one(
+def _grouped_by_input(
     model: nn.Module, paths: list[str], batch: Mapping[str, Any], forward: Forward
 ) -> list[list[str]]:
     """Return the layers grouped by identical input tensors."""
-    read: dict[str, list[Tensor]] = {path: [] for path in paths}  # held, so that ids are unique
+    read: dict[str, list[Tensor]] = {path: [] for path in paths}  # a reference keeps the ids unique
     handles = [
         model.get_submodule(path).register_forward_pre_hook(
             lambda _, args, path=path: read[path].append(args[0])
@@ -318,9 +313,9 @@ def _readers_of_one(
 def _share_out(
     shares: Mapping[str, list[float]], ranks: Mapping[str, int], max_ranks: Mapping[str, int]
 ) -> dict[str, int]:
-    """Distribute the total rank to the components that explain most; each layer gets one."""
+    """Assign the total rank to the components that explain most; each layer gets at least one."""
     candidates = [(share, path) for path in ranks for share in shares[path][1 : max_ranks[path]]]
-    candidates.sort(key=lambda pair: -pair[0])  # stable: equal ones in the order of the model
+    candidates.sort(key=lambda pair: -pair[0])  # stable: ties in the order of the model
     result = dict.fromkeys(ranks, 1)
     for _, path in candidates[: sum(ranks.values()) - len(ranks)]:
         result[path] += 1
@@ -332,6 +327,6 @@ def _refuse_padding(batch: Mapping[str, Any]) -> None:
     if isinstance(mask, Tensor) and mask.ndim == 2 and not mask.all():
         raise DataError(
             "init 'eva' cannot use padded batches",
-            found="the attention_mask of a batch has zeros",
-            fix="Give batches of one row each.",
+            found="The attention_mask of a batch has zeros.",
+            fix="Pass batches of one row each.",
         )

@@ -13,19 +13,22 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from peftkit.kernels.lora import adapted_row_norms, add_lora
-from peftkit.methods.base import MAGNITUDE, AdapterModule, Method
-from peftkit.methods.lora import LoRA, LoRAFormat, trains_biases
+from peftkit.kernels.lora import add_lora
+from peftkit.kernels.row_norms import adapted_row_norms
+from peftkit.methods.base import AdapterModule, Method
+from peftkit.methods.lora import LoRA
+from peftkit.methods.lora_format import LoRAFormat, trains_biases
 from peftkit.methods.lora_linear import LoRALinear
+from peftkit.methods.peft_format import MAGNITUDE
 from peftkit.model.targets import Site
-from peftkit.quant.layers import weight_of
+from peftkit.quant.weights import weight_of
 
 
 class DoRALinear(LoRALinear):
     """A frozen linear layer with a LoRA on its direction and trained row norms.
 
     Attributes:
-        lora_magnitude: (num_rows,): the trained norms of the adapted output rows.
+        lora_magnitude: (num_rows,) trained norms of the adapted output rows.
         squared_norms: (out,) float32: ||w||^2 of the frozen rows.
     """
 
@@ -42,7 +45,7 @@ class DoRALinear(LoRALinear):
                 squared.copy_(weight_of(base).float().square().sum(1))
 
     def full_magnitude(self) -> Tensor:
-        """Return m of every output row (out,): the frozen norm where nothing is adapted."""
+        """Return m of every output row (out,): the frozen norm if the row is not adapted."""
         rows = self.slice.rows
         if rows is None:
             return self.lora_magnitude
@@ -67,7 +70,7 @@ class DoRALinear(LoRALinear):
     @torch.no_grad()
     def init_from(self, *start: Tensor | None) -> None:
         super().init_from(*start)
-        # by the same formula as in forward, so that the ratio starts at exactly one
+        # by the same formula as in forward, to start with a ratio of exactly one
         norms = self._row_norms(weight_of(self.base), self.squared_norms)
         self.lora_magnitude.copy_(norms if self.slice.rows is None else norms[self.slice.rows])
 
@@ -101,7 +104,9 @@ class DoRA(LoRA):
     """Initialisation of A: default (Kaiming), gaussian, eva (from activations); B is zero."""
 
     def wrap_experts(self, experts: nn.Module, sites: Sequence[Site]) -> AdapterModule:
-        return Method.wrap_experts(self, experts, sites)  # norms of rows there are not made
+        return Method.wrap_experts(
+            self, experts, sites
+        )  # row norms of stacked experts are not supported
 
 
 class DoRAFormat(LoRAFormat):

@@ -1,13 +1,13 @@
 """LoRA on stacks of experts: one low-rank pair for each expert's matrix.
 
-y = x W_e^T + s (x A_e^T) B_e^T for the tokens that are routed to expert e. The model routes: its
-own forward runs over `AdaptedStack`s instead of its weights, and the two low-rank products follow
-each of its products. So every implementation of transformers (eager, grouped_mm, batched_mm), and
-any other that multiplies by its weights, works, and the base is computed bit for bit as before.
+y = x W_e^T + s (x A_e^T) B_e^T for the tokens that are routed to expert e. The model's forward runs
+with `AdaptedStack`s instead of its weights, and the two low-rank products follow each of its
+products. This supports all implementations of transformers (eager, grouped_mm, batched_mm) and any
+other that only multiplies by its weights, and the base is computed bit for bit as before.
 
 On disk this is PEFT's `target_parameters`: A is (E r, in), expert by expert, but B is (out, r E)
 with the experts varying fastest. The first parameter of a module is PEFT's innermost wrapper, so
-its names go through one "base_layer." for each parameter after it.
+its names have one "base_layer." for each later parameter.
 
 Shapes: E experts, r rank, R = r times the roles of a fused stack, S routed tokens.
 """
@@ -23,17 +23,18 @@ from torch import Tensor, nn
 from peftkit.errors import TargetError
 from peftkit.kernels.stacked import AdaptedStack, NoProductError
 from peftkit.methods.base import AdapterModule
-from peftkit.methods.lora_linear import Init, drawn
+from peftkit.methods.lora_init import Init, drawn
 from peftkit.model.places import is_transposed, stacked_shape
-from peftkit.model.targets import RowSlice, Site
+from peftkit.model.row_slice import RowSlice
+from peftkit.model.targets import Site
 
 
 class LoRAStack(nn.Module):
-    """The low-rank pairs of one stack of experts; of a fused stack, those of the targeted rows.
+    """The low-rank pairs of a stack of experts, for the targeted rows if the stack is fused.
 
     Attributes:
         lora_A: (E, R, in).
-        lora_B: (E, num_rows, r): the output rows that are adapted, all of them unless fused.
+        lora_B: (E, num_rows, r) for the adapted output rows, which are all rows unless fused.
     """
 
     def __init__(
@@ -61,17 +62,17 @@ class LoRAStack(nn.Module):
         self.lora_B = nn.Parameter(torch.zeros(self.num_experts, num_rows, rank, **options))
 
     def full_b(self) -> Tensor:
-        """Return B as it is applied: (E, out, R), zero rows where nothing is adapted."""
+        """Return the applied B (E, out, R), with zeros in rows that are not adapted."""
         return self.slice.spread_matrix(self.lora_B)
 
     def over(self, weight: Tensor, *, flipped: bool) -> AdaptedStack:
-        """Return the stack that the model multiplies with instead of its weight."""
+        """Return the adapted stack that replaces the model's weight."""
         b = (self.scaling * self.full_b()).to(weight.dtype)
         a = self.lora_A.to(weight.dtype)
         return AdaptedStack(weight, a, b, flipped=flipped)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes as on disk."""
+        """Return the names and shapes on disk."""
         num_columns = self.lora_A.shape[0] * self.lora_A.shape[1]
         return {
             "lora_A.weight": (num_columns, self.in_features),
@@ -95,7 +96,7 @@ class LoRAStack(nn.Module):
 
 
 class LoRAExperts(AdapterModule):
-    """A module of stacked experts, frozen, with low-rank updates of some of its stacks."""
+    """A frozen module of stacked experts with low-rank updates of some of its stacks."""
 
     def __init__(self, experts: nn.Module, sites: Sequence[Site], stacks: Sequence[LoRAStack]):
         names = (name for site in sites for name in site.roles or (str(site.parameter),))
@@ -120,15 +121,15 @@ class LoRAExperts(AdapterModule):
             name: stack.over(getattr(self.base, name), flipped=self.flipped)
             for name, stack in self.parts().items()
         }
-        try:  # no cast of the class: torch.compile would lose its function
+        try:  # a cast of the class would hide its forward from torch.compile
             return type(self.base).forward(_Lens(self.base, adapted), *args, **kwargs)
         except NoProductError as error:
             raise TargetError(
-                f"lora cannot sit on the experts of {self.site.path}",
+                f"lora does not support the experts of {self.site.path}",
                 found=f"{type(self.base).__name__} uses its weights for more than matrix products: "
                 f"{error}",
-                fix="Choose another with model.set_experts_implementation, or leave the experts "
-                "out of the targets.",
+                fix="Choose another implementation with model.set_experts_implementation, or "
+                "remove the experts from the targets.",
             ) from error
 
     @torch.no_grad()
@@ -138,7 +139,7 @@ class LoRAExperts(AdapterModule):
             stack.lora_B.zero_()
 
     def _depths(self) -> dict[str, tuple[str, LoRAStack]]:
-        """Return each stack with PEFT's prefix of its tensors ("base_layer." per outer wrapper)."""
+        """Return each stack with PEFT's prefix ("base_layer." per outer wrapper)."""
         last = len(self.stacks) - 1
         return {
             name: ("base_layer." * (last - index), stack)
@@ -168,7 +169,7 @@ class LoRAExperts(AdapterModule):
 
 
 class _Lens:
-    """A view of a module in which some of its weights are replaced."""
+    """A view of a module with some of its weights replaced."""
 
     def __init__(self, module: nn.Module, replaced: Mapping[str, AdaptedStack]) -> None:
         self._module = module

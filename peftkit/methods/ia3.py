@@ -1,8 +1,8 @@
 """(IA)^3: y = l * (W x + b), and W (l * x) + b in feed-forward layers  (Liu et al., 2022,
 arXiv:2205.05638).
 
-The paper scales keys, values and the inner activations of the feed-forward part. The last are the
-input of its down projection, so that there the input is scaled. l starts at one.
+The paper scales keys, values and the inner activations of the feed-forward layers. The latter are
+the input of the down projection, so its input is scaled instead of its output. l starts at one.
 
 Shapes: `...` is any leading shape.
 """
@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from peftkit.errors import AdapterError, TargetError
 from peftkit.files.safe_regex import fullmatches
 from peftkit.files.strict_json import shown
-from peftkit.methods.base import ADAPTER_DTYPES, LAYERS, TARGETS, AdapterModule, Method, PeftFormat
+from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
 from peftkit.model.places import linear_shape
-from peftkit.model.targets import RowSlice, Site
+from peftkit.model.row_slice import RowSlice
+from peftkit.model.targets import Site
 
 _FEEDFORWARD = "feedforward_modules"
 _L = "ia3_l"
@@ -31,7 +33,7 @@ class IA3Linear(AdapterModule):
     """A frozen linear layer whose output, or input, is scaled feature by feature.
 
     Attributes:
-        ia3_l: (num_scaled,): the input's features, or the adapted output rows.
+        ia3_l: (num_scaled,) factors of the input's features, or of the adapted output rows.
         scales_input: Whether l is applied before the weight.
     """
 
@@ -46,7 +48,7 @@ class IA3Linear(AdapterModule):
         self.ia3_l = self.new_parameter(self.slice.num_rows, dtype=dtype)
 
     def full_l(self) -> Tensor:
-        """Return l of every feature: one where nothing is adapted."""
+        """Return l of every feature, one if it is not adapted."""
         return self.slice.spread(self.ia3_l, fill=1.0)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -89,7 +91,7 @@ class IA3(Method):
     targets: tuple[str, ...] | str = ("k", "v", "down")
     """Roles (q, k, v, o, gate, up, down, ...), groups (attention, ffn, all-linear), or names."""
     feedforward: tuple[str, ...] | str = Field(default=("down", "cross_down", "expert_down"))
-    """Roles, or ends of module names, whose input is scaled instead of the output; or one regex."""
+    """Roles or name endings of layers whose input is scaled instead of the output; or a regex."""
 
     def wrap(self, base: nn.Module, site: Site) -> IA3Linear:
         feedforward = self._is_feedforward(site)
@@ -97,7 +99,7 @@ class IA3(Method):
             raise TargetError(
                 f"ia3 cannot scale the input of a part of the fused layer {site.path}",
                 found=f"roles {', '.join(site.roles)} of it",
-                fix="Take these out of `feedforward`, or target the whole layer by its name.",
+                fix="Remove them from `feedforward`, or target the whole layer by its name.",
             )
         return IA3Linear(base, site, feedforward=feedforward, dtype=ADAPTER_DTYPES[self.dtype])
 
@@ -106,7 +108,7 @@ class IA3(Method):
             return bool(fullmatches(self.feedforward, [site.path]))
         if site.roles and all(role in self.feedforward for role in site.roles):
             return True
-        # PEFT's own rule, which takes no notice of dots
+        # PEFT's rule, which ignores dots
         return any(site.path.endswith(ending) for ending in self.feedforward)
 
 
@@ -121,10 +123,10 @@ class IA3Format(PeftFormat[IA3]):
     subset_fields: ClassVar[Collection[str]] = (_FEEDFORWARD,)
 
     def method(self, fields: Mapping[str, Any]) -> IA3:
-        named = fields.get(_FEEDFORWARD)
-        if named is not None and not isinstance(named, str | list):
-            raise AdapterError("the adapter's config is not valid", found=shown(named))
-        return IA3(feedforward=named if isinstance(named, str) else tuple(named or ()))
+        targets = fields.get(_FEEDFORWARD)
+        if targets is not None and not isinstance(targets, str | list):
+            raise AdapterError("the adapter's config is not valid", found=shown(targets))
+        return IA3(feedforward=targets if isinstance(targets, str) else tuple(targets or ()))
 
     def fields(
         self, method: IA3, model: nn.Module, modules: Mapping[str, AdapterModule]

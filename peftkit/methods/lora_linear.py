@@ -1,66 +1,55 @@
-"""The LoRA layer, y = W x + s B A x, its initial values, and layers of one input computed together.
+"""The LoRA layer, y = W x + s B A x, and groups of layers that read one input.
 
-The initial values of A and B, by `method.init`:
+A layer computes alone, unless `form_groups` puts it into a `LoRAGroup` with the other layers that
+read the same input (q, k and v; gate and up). The group's first layer to be called computes all of
+them; the others take their output. The input's identity as a tensor is checked at each call. If the
+layers of a group read different inputs, the next `refresh_groups` splits the group.
 
-    default, gaussian   A is drawn, B is zero
-    pissa               the largest part of the weight's SVD (Meng et al., 2024, arXiv:2404.02948)
-    olora               the first columns of its QR (Buyukakyuz, 2024, arXiv:2406.01775)
-    eva, loftq          computed before attach() from data or other weights: data_init.py
+A group holds copies of A and B in the compute dtype. It refreshes them when the version of a
+layer's tensor has changed. Fused optimizers do not change versions: call `refresh_groups` after an
+optimizer step. The base's weights stay in place, packed or not.
 
-A layer computes by itself, unless `form_groups` has put it into a `LoRAGroup` with the others that
-read the same input (q, k and v; gate and up). The first layer of a group that is called computes
-all of them, the others take their output. That they get the same input is checked by the tensor's
-identity: a group whose layers get different ones is split at the next `refresh_groups`.
-
-A group holds copies of A and B in the compute dtype. They follow the layers' own tensors whenever
-a tensor's version says that it has changed; call `refresh_groups` after an optimizer's step, since
-fused optimizers leave no trace in versions. The base's weights stay in place, packed or not.
-
-Shapes: r rank, R = columns of the full B (r, times the roles of a fused layer, times two where the
+Shapes: r rank, R = columns of the full B (r, times the roles of a fused layer, times two if the
 initial values are subtracted), in a group the sum over its layers; out, in features of the layer;
 M rows of input; `...` is any leading shape.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.kernels import svd
 from peftkit.kernels.lora import Layer, add_lora, grouped_lora_linear, low_rank
 from peftkit.methods.base import AdapterModule
+from peftkit.methods.lora_init import SUBTRACTED, Init, drawn, of_weight
 from peftkit.model.places import find_places, linear_shape
-from peftkit.model.targets import RowSlice, Site
-from peftkit.quant.layers import QuantizedLinear, frozen_weight, weight_of
-
-Init = Literal["default", "gaussian", "pissa", "olora", "eva", "loftq"]
-SUBTRACTED = ("pissa", "olora")
-"""Initialisations whose values are subtracted, so that the update starts at zero."""
-DATA_INITS = {"eva": "eva_starts", "loftq": "loftq_starts"}
-"""Initialisations whose values are passed to attach(), and the functions that compute these."""
+from peftkit.model.row_slice import RowSlice
+from peftkit.model.targets import Site
+from peftkit.quant.layers import QuantizedLinear
+from peftkit.quant.weights import frozen_weight, weight_of
 
 SHARING = ({"q", "k", "v"}, {"gate", "up"})
-"""Last parts of roles whose layers read the same input when they are in one module."""
+"""Last segments of roles whose layers read the same input within one module."""
 MAX_MISSES = 2
-"""Changes of input in the middle of a group, in a row, after which its layers are separated."""
+"""Consecutive changes of input within a group after which its layers are separated."""
 
 
 class LoRALinear(AdapterModule):
     """A frozen linear layer plus a trainable low-rank update.
 
-    On a fused projection only the rows of the targeted roles are adapted: each role has its own
-    pair of rank r, and the full B is zero outside them.
+    On a fused projection only the rows of the targeted roles are adapted: each role has a pair of
+    rank r, and the full B is zero in other rows.
 
     Attributes:
         lora_A: (num_roles * r, in).
-        lora_B: (num_rows, r): the adapted output rows, all of them unless fused.
-        initial_A, initial_B: (r, in), (out, r): the subtracted start of PiSSA and OLoRA, or None.
-        group: Computes this layer together with others; None if it computes by itself.
+        lora_B: (num_rows, r) for the adapted output rows: all rows unless fused.
+        initial_A, initial_B: (r, in), (out, r): subtracted initial values of PiSSA and OLoRA, or
+            None.
+        group: Computes this layer together with others; None if the layer computes alone.
     """
 
     initial_A: Tensor | None
@@ -92,11 +81,11 @@ class LoRALinear(AdapterModule):
             self.register_buffer(name, start, persistent=False)
 
     def full_a(self) -> Tensor:
-        """Return A as it is applied and saved: (R, in)."""
+        """Return the applied and saved A, (R, in)."""
         return self.lora_A if self.initial_A is None else torch.cat([self.lora_A, self.initial_A])
 
     def full_b(self) -> Tensor:
-        """Return B as it is applied and saved: (out, R), zero rows where nothing is adapted."""
+        """Return the applied and saved B, (out, R), with zeros in rows that are not adapted."""
         if self.initial_B is not None:
             return torch.cat([self.lora_B, -self.initial_B], dim=1)
         return self.slice.spread_matrix(self.lora_B)
@@ -111,8 +100,8 @@ class LoRALinear(AdapterModule):
         x = self.dropout(x)
         if self.initial_A is None or self.initial_B is None:
             return add_lora(out, x, self.full_a(), self.full_b(), self.scaling)
-        # the same products in the same order on both sides, so that their difference starts at
-        # zero; torch folds a strided x for a trained weight, not for a frozen one
+        # both sides compute the same products in the same order: their difference starts at zero;
+        # contiguous, because torch folds a strided x for trained weights only
         x = x.contiguous()
         trained = low_rank(x, self.lora_A, self.lora_B)
         return out + self.scaling * (trained - low_rank(x, self.initial_A, self.initial_B))
@@ -126,7 +115,7 @@ class LoRALinear(AdapterModule):
 
     @torch.no_grad()
     def subtracted_values(self, *, exact: bool = False) -> tuple[Tensor, Tensor]:
-        """Set and return the initial A and B that are subtracted; see `of_weight`."""
+        """Set and return the subtracted initial values of A and B; see `of_weight`."""
         assert self.initial_A is not None
         assert self.initial_B is not None
         weight = weight_of(self.base).float()
@@ -134,8 +123,8 @@ class LoRALinear(AdapterModule):
         return self.initial_A.copy_(a), self.initial_B.copy_(b)
 
     @torch.no_grad()
-    def init_from(self, *start: Tensor | None) -> None:
-        for trained, value in zip((self.lora_A, self.lora_B), start, strict=True):
+    def init_from(self, *values: Tensor | None) -> None:
+        for trained, value in zip((self.lora_A, self.lora_B), values, strict=True):
             trained.zero_() if value is None else trained.copy_(value)
 
     def state(self) -> dict[str, Tensor]:
@@ -170,7 +159,7 @@ class LoRALinear(AdapterModule):
 
     @classmethod
     def refresh_groups(cls, model: nn.Module) -> None:
-        """Copy A and B to the groups; separate layers that turned out to read several inputs."""
+        """Copy A and B to the groups, and separate groups whose layers read several inputs."""
         groups = []
         for group in dict.fromkeys(layer.group for layer in _layers(model).values()):
             if group is not None and group.has_several_inputs:
@@ -180,49 +169,18 @@ class LoRALinear(AdapterModule):
         _copy_to_groups(groups)
 
 
-def drawn(init: Init, shape: torch.Size, rank: int, generator: torch.Generator) -> Tensor:
-    """Return a random A, drawn on the CPU in float32: the same on every device."""
-    if init == "gaussian":
-        return torch.empty(shape).normal_(std=1 / rank, generator=generator)
-    bound = 1 / math.sqrt(shape[-1])  # kaiming_uniform_(a=sqrt(5)), as nn.Linear itself
-    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-
-
-def of_weight(
-    init: Init, weight: Tensor, rank: int, scaling: float, *, exact: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return the initial A (r, in) and B (out, r) of a weight (out, in), float32.
-
-    Args:
-        exact: Decompose the whole weight, as PEFT does, for PEFT files without the initial values.
-            Otherwise use a faster randomised SVD or QR of r columns: any values that are subtracted
-            again give the same function, and these are nearly the best.
-    """
-    if init == "pissa" and exact:
-        u, s, vh = torch.linalg.svd(weight, full_matrices=False)
-        root = (s[:rank] / scaling).sqrt()
-        return root[:, None] * vh[:rank], u[:, :rank] * root
-    if init == "pissa":
-        largest = svd.of_matrix(weight, rank)
-        return largest.a / math.sqrt(scaling), largest.b / math.sqrt(scaling)
-    if exact:
-        q, upper = torch.linalg.qr(weight)
-        return upper[:rank], q[:, :rank]
-    q, _ = torch.linalg.qr(weight[:, :rank])  # Q's columns depend on those of the weight before
-    return q.t() @ weight, q
-
-
 class LoRAGroup:
     """LoRA layers of one input, computed together.
 
     Args:
-        serves: For generation: A and B are not cast for each token. Otherwise for training.
+        serves: Whether the group is for generation, without casts of A and B for each token;
+            otherwise for training.
 
     Attributes:
         ranks: Rows of each layer's A.
-        dtype: Compute dtype of the base, or autocast's.
-        lora_a: (R, in): s A of all layers. lora_b: B (out, r) of each.
-        scales: (R,): s of each row of A.
+        dtype: Compute dtype of the base or of autocast.
+        lora_a: (R, in), s A of all layers. lora_b: B (out, r) of each layer.
+        scales: (R,), s for each row of A.
     """
 
     def __init__(self, layers: Sequence[LoRALinear], *, serves: bool = False) -> None:
@@ -231,13 +189,12 @@ class LoRAGroup:
         self.ranks = tuple(layer.lora_A.shape[0] for layer in layers)
         device = layers[0].lora_A.device
         self.dtype = _autocast_dtype(layers[0].lora_A) or _compute_dtype(layers[0].base)
-        like: Any = {"dtype": self.dtype, "device": device}
-        self.lora_a = torch.zeros(sum(self.ranks), layers[0].in_features, **like)
-        shapes = zip(layers, self.ranks, strict=True)
-        self.lora_b = [torch.zeros(layer.out_features, rank, **like) for layer, rank in shapes]
+        options: Any = {"dtype": self.dtype, "device": device}
+        self.lora_a = torch.zeros(sum(self.ranks), layers[0].in_features, **options)
+        pairs = list(zip(layers, self.ranks, strict=True))
+        self.lora_b = [torch.zeros(layer.out_features, rank, **options) for layer, rank in pairs]
         scalings = [layer.scaling for layer in layers]
-        rows = zip(scalings, self.ranks, strict=True)
-        scales = [scaling for scaling, rank in rows for _ in range(rank)]
+        scales = [layer.scaling for layer, rank in pairs for _ in range(rank)]
         self.scales = torch.tensor(scales, device=device)
         self.copies = [*self.lora_a.split(self.ranks), *self.lora_b]
         self.factors = [*scalings, *[1.0] * len(layers)]
@@ -249,7 +206,7 @@ class LoRAGroup:
             layer.group = self
 
     def takes(self, x: Tensor) -> bool:
-        """Return whether the layers are computed together for this input, in this mode."""
+        """Return whether the group computes its layers for this input in the current mode."""
         trains, autocast = self.layers[0].training, _autocast_dtype(x)
         if trains == self.serves or torch.is_grad_enabled() == self.serves:
             return False
@@ -276,15 +233,15 @@ class LoRAGroup:
         return self._misses >= MAX_MISSES and len(self.layers) > 1
 
     def forget(self) -> None:
-        """Drop outputs that were computed with other A and B."""
+        """Drop outputs that were computed with previous values of A and B."""
         self._input, self._outputs = None, {}
 
     def versions(self) -> list[int]:
-        """Return how often each A and B was changed in place."""
+        """Return torch's version, a count of changes in place, of each A and B."""
         return [tensor._version for layer in self.layers for tensor in (layer.lora_A, layer.lora_B)]
 
     def masters(self) -> list[Tensor]:
-        """Return the tensors that are trained: A of each layer, then its full B."""
+        """Return the trained tensors: A of each layer, then the full B of each layer."""
         return [*(layer.lora_A for layer in self.layers), *(m.full_b() for m in self.layers)]
 
     def _computed(self, x: Tensor) -> list[Tensor]:
@@ -292,8 +249,8 @@ class LoRAGroup:
         outputs: Iterable[Tensor]
         if self.serves:
             hiddens = functional.linear(flat, self.lora_a).split(self.ranks, 1)
-            each = zip(bases, hiddens, self.lora_b, strict=True)
-            outputs = [torch.addmm(base(flat), hidden, b.t()) for base, hidden, b in each]
+            products = zip(bases, hiddens, self.lora_b, strict=True)
+            outputs = [torch.addmm(base(flat), hidden, b.t()) for base, hidden, b in products]
         else:
             dropped = None if isinstance(self.dropout, nn.Identity) else self.dropout(flat)
             layers, frozen = _base_tensors(bases)
@@ -311,34 +268,36 @@ class LoRAGroup:
 
 
 def _layers(model: nn.Module) -> dict[str, LoRALinear]:
-    """Return the layers of a model that can be in groups, by path."""
+    """Return a model's layers that can be grouped, by path."""
     modules = model.named_modules()
     return {path: m for path, m in modules if isinstance(m, LoRALinear) and m.can_group}
 
 
 def _sets_of_one_input(model: nn.Module) -> list[list[LoRALinear]]:
-    """Return layers in sets of one input, by role and parent, and of one dtype and width."""
+    """Return layers in sets of one parent, input, dtype, device and width."""
     layers = _layers(model)
     if not layers:
         return []
     roles = {place.path: place.roles for place in find_places(model)}
     sets: dict[Any, list[LoRALinear]] = {}
     for path, layer in layers.items():
-        if layer.initial_A is not None or not _has_known_weight(layer.base):
+        base = layer.base
+        has_weight = isinstance(base, QuantizedLinear) or frozen_weight(base) is not None
+        if layer.initial_A is not None or not has_weight:
             continue
         context, _, kind = roles.get(path, ("",))[0].rpartition("_")
         shared = next((",".join(sorted(kinds)) for kinds in SHARING if kind in kinds), "")
         parent = path.rpartition(".")[0] if shared else path
-        alike = _compute_dtype(layer.base), layer.lora_A.device, layer.in_features
-        sets.setdefault((parent, context, shared, alike), []).append(layer)
+        form = _compute_dtype(base), layer.lora_A.device, layer.in_features
+        sets.setdefault((parent, context, shared, form), []).append(layer)
     return list(sets.values())
 
 
 @torch.no_grad()
 def _copy_to_groups(groups: Sequence[LoRAGroup]) -> None:
-    """Copy A and B of all layers to their groups, in a handful of kernels.
+    """Copy A and B of all layers to their groups with a few kernels.
 
-    The copies' versions do not change, so that two forward passes may precede one backward pass.
+    The versions of the copies do not change: two forward passes may precede one backward pass.
     """
     if not groups:
         return
@@ -354,17 +313,13 @@ def _copy_to_groups(groups: Sequence[LoRAGroup]) -> None:
         group.forget()
 
 
-def _has_known_weight(base: nn.Module) -> bool:
-    return isinstance(base, QuantizedLinear) or frozen_weight(base) is not None
-
-
 def _compute_dtype(base: nn.Module) -> torch.dtype:
     weight = frozen_weight(base)
     return cast(QuantizedLinear, base).packing.dtype if weight is None else weight.dtype
 
 
 def _base_tensors(bases: Sequence[nn.Module]) -> tuple[tuple[Layer, ...], list[Tensor]]:
-    """Return how frozen layers are stored, and their tensors."""
+    """Return the storage form of frozen layers, and their tensors."""
     layers: list[Layer] = []
     frozen: list[Tensor] = []
     for base in bases:
@@ -383,6 +338,6 @@ def _base_tensors(bases: Sequence[nn.Module]) -> tuple[tuple[Layer, ...], list[T
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return autocast's dtype on x's device; None where autocast is off."""
+    """Return autocast's dtype for x's device; None if autocast is off."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -1,10 +1,10 @@
-"""Trained copies of parts of the base: modules in full, such as heads; rows of tokens.
+"""Trained copies of parts of the base: whole modules, such as heads, and rows of tokens.
 
-The rows of an embedding or head replace the base's: y = E'[ids], and W' h for a head, where E' and
-W' differ from the frozen tables in these rows only. If the head is tied to the embedding, both use
-the same rows. The table is not copied and gets no gradient. In files they are PEFT's
+Trained rows replace rows of the embedding, y = E'[ids], or of the head, W' h, where E' and W'
+differ from the frozen tables in these rows only. If the head is tied to the embedding, both use the
+same rows. The table is not copied and gets no gradient. In files the rows are PEFT's
 `trainable_token_indices`: the tensor "token_adapter.trainable_tokens_delta" holds the rows
-themselves, in the order in which the tokens are named.
+themselves, in the order of the tokens in the config.
 
 Shapes: n tokens with trained rows, H width, V vocabulary; `...` is any leading shape.
 """
@@ -27,14 +27,14 @@ NAME = "token_adapter.trainable_tokens_delta"
 
 
 class TunedModule(AdapterModule):
-    """A frozen module that computes with trained copies of some of its own parameters.
+    """A frozen module that computes with trained copies of some of its parameters.
 
-    Other attributes are the base's, as models also use the parts of a head.
+    Other attributes are the base's, because models also access the submodules of a head.
 
     Args:
-        names: Parameters of the base itself, not of its submodules.
+        names: Names of the base's direct parameters, not of its submodules'.
         prefix: Prefix of these names in PEFT's files.
-        copies: Existing copies by the id of the original, for tied parameters; new ones are added.
+        copies: Copies by id of the original, shared by tied parameters; new copies are added.
 
     Attributes:
         trained: The copies, in the order of `names`.
@@ -78,7 +78,7 @@ class TunedModule(AdapterModule):
 
     @property
     def weight(self) -> Tensor:
-        """The weight in use, for models that read it instead of calling the module."""
+        """The active weight, for models that read it instead of calling the module."""
         return self._used("weight")
 
     @property
@@ -121,7 +121,7 @@ class TunedModule(AdapterModule):
 def trained_copies(
     model: nn.Module, method: Method
 ) -> tuple[list[str], dict[str, AdapterModule], dict[str, AdapterModule]]:
-    """Return the paths that `method.train_fully` names, their wrappers, and those of token rows.
+    """Return the paths in `method.train_fully`, and the wrappers of these and of token rows.
 
     Raises:
         TargetError: As `named_modules`, `wrap_fully` and `token_modules`.
@@ -139,7 +139,7 @@ def wrap_fully(model: nn.Module, path: str, dtype: torch.dtype) -> dict[str, Ada
     Submodules keep their paths, and gradient checkpointing may recompute them.
 
     Raises:
-        TargetError: It has no parameters, or quantised ones.
+        TargetError: The module has no parameters, or quantised ones.
     """
     module = model.get_submodule(path)
     packed = [name for name, p in module.named_parameters() if not p.is_floating_point()]
@@ -160,10 +160,10 @@ def wrap_fully(model: nn.Module, path: str, dtype: torch.dtype) -> dict[str, Ada
 
 
 def named_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return the paths of the modules that `names` match: whole paths, or ends from a dot on.
+    """Return the paths of the modules that match `names`: whole paths, or endings after a dot.
 
     Raises:
-        TargetError: A name matches nothing in the model.
+        TargetError: A name matches no module.
     """
     paths = [path for path, _ in model.named_modules() if path]
     matches = {name: [p for p in paths if f".{p}".endswith(f".{name}")] for name in names}
@@ -173,7 +173,7 @@ def named_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
         raise TargetError(
             f"no module is called {', '.join(map(repr, missing))} in {type(model).__name__}.",
             found=did_you_mean(missing[0], leaves),
-            fix="Name modules as peftkit inspect MODEL lists them.",
+            fix="Use names that peftkit inspect MODEL lists.",
         )
     chosen = {path for hits in matches.values() for path in hits}
     inner = {p for p in chosen if any(p.startswith(f"{other}.") for other in chosen)}
@@ -228,12 +228,12 @@ class TokenRows(AdapterModule):
             return
         raise TargetError(
             f"cannot train rows of {self.site.path}",
-            found=f"{type(self.base).__name__} does more than look up and scale its rows",
+            found=f"{type(self.base).__name__} does more than look up and scale its rows.",
             fix=f"Train the whole of it: train_fully: [{self.site.path}]",
         )
 
     def _embedded(self, index: Tensor) -> Tensor:
-        """Return the trained rows (..., H) by index into the tokens, scaled as the base does."""
+        """Return the trained rows (..., H) by index into the tokens, with the base's scaling."""
         rows = functional.embedding(index, self.rows.to(self.original.dtype))
         scale = getattr(self.base, "embed_scale", None)
         if scale is None:
@@ -294,7 +294,7 @@ def find_rows(model: nn.Module, method: Method) -> dict[str, Rows]:
     if not method.takes_token_rows:
         raise TargetError(
             f"token_rows are not for an adapter of type '{method.type}'",
-            found="PEFT supports them with LoRA only, and would ignore them",
+            found="PEFT supports them with LoRA only, and would ignore them.",
             fix="Use lora or dora; or train the whole table: train_fully: [embed_tokens]",
         )
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -305,8 +305,8 @@ def find_rows(model: nn.Module, method: Method) -> dict[str, Rows]:
         if owner in rows:
             if rows[owner].tokens != tokens:
                 raise TargetError(
-                    f"{owner} is tied to {rows[owner].owner}: both have the same rows",
-                    fix="Name the tokens once, or the same ones for both.",
+                    f"{owner} is tied to {rows[owner].owner}: both have the same rows.",
+                    fix="List the tokens once, or the same tokens for both.",
                 )
             continue
         rows[owner] = Rows(tokens, owner)
@@ -333,7 +333,7 @@ def token_modules(
         if any(f"{path}.".startswith(f"{other}.") for other in taken):
             raise TargetError(
                 f"{path} is trained in full, and its rows cannot be trained too",
-                fix="Leave it out of train_fully, or leave token_rows out.",
+                fix="Remove it from train_fully, or remove token_rows.",
             )
         modules[path] = TokenRows(
             model.get_submodule(path),
@@ -355,9 +355,9 @@ def _tokens_by_module(
         path, *others = named_modules(model, [name])
         if others:
             raise TargetError(
-                f"token_rows: '{name}' names {1 + len(others)} modules",
+                f"token_rows: '{name}' matches {1 + len(others)} modules",
                 found=", ".join([path, *others][:4]),
-                fix="Give the whole path of one; those that are tied to it have the same rows.",
+                fix="Use the full path of one module; modules tied to it have the same rows.",
             )
         tokens_of[path] = tuple(tokens)
     return tokens_of
@@ -368,7 +368,7 @@ def _table(module: nn.Module, path: str) -> Tensor:
     if weight is None or not (isinstance(module, nn.Embedding) or is_linear(module)):
         raise TargetError(
             f"cannot train rows of {path}",
-            found=f"{type(module).__name__} is neither an embedding nor a head in 16 bits or more",
+            found=f"{type(module).__name__} is neither an embedding nor a head in 16 bits or more.",
             fix="Use token_rows for the token embedding or the head.",
         )
     return weight
@@ -379,6 +379,6 @@ def _check_tokens(tokens: tuple[int, ...], num_rows: int, path: str) -> None:
     if invalid or not tokens:
         raise TargetError(
             f"cannot train the rows {', '.join(map(str, invalid)) or 'of no token'} of {path}",
-            found=f"it has rows 0 to {num_rows - 1}; each can be named once",
-            fix="Name ids of tokens; new tokens have to be added to the model first.",
+            found=f"It has rows 0 to {num_rows - 1}; each can be listed once.",
+            fix="Use token ids of the model; new tokens must be added to it first.",
         )

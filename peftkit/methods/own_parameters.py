@@ -3,9 +3,9 @@
 LayerNorm tuning: the scales (and shifts) of normalisation layers (Zhao et al., 2023,
 arXiv:2312.11420). BitFit: the biases (Ben Zaken et al., 2021, arXiv:2106.10199).
 
-For BitFit PEFT has no method, but its LoRA can train biases too (`bias: all`). An adapter is saved
-as a LoRA of rank 1 on one layer, with A and B zero, plus the biases: PEFT loads that and computes
-the same. Only such files are read back; one whose A and B are not zero is more than BitFit.
+PEFT has no method for BitFit, but its LoRA can train biases too (`bias: all`). An adapter is saved
+as a rank-1 LoRA on one layer, with A and B zero, plus the biases: PEFT loads it and computes the
+same. Only such files are read; a file with nonzero A and B is more than BitFit.
 
 Shapes: in, out features of a layer.
 """
@@ -19,18 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.errors import AdapterError, TargetError, did_you_mean
-from peftkit.methods.base import (
-    ADAPTER_DTYPES,
-    LAYERS,
-    TARGETS,
-    AdapterModule,
-    Method,
-    PeftFormat,
-)
-from peftkit.methods.lora import IGNORED, SCALES, trains_biases
+from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.methods.lora_format import IGNORED, SCALES, trains_biases
 from peftkit.methods.modules_to_save import TunedModule
+from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
 from peftkit.model.places import find_places, is_conv1d, is_linear, linear_shape, walk
-from peftkit.model.targets import Site, matches, resolve
+from peftkit.model.roles import matches
+from peftkit.model.targets import Site, resolve
 
 NORMS = "norms"
 
@@ -42,7 +37,7 @@ class LNTuning(Method):
 
     type: Literal["ln_tuning"] = "ln_tuning"
     targets: tuple[str, ...] | str = NORMS
-    """norms: every normalisation layer; or the ends of module names, with shell wildcards."""
+    """norms: every normalisation layer; or endings of module names, with shell wildcards."""
 
     def sites(self, model: nn.Module) -> list[Site]:
         norms = self.candidates(model)
@@ -58,7 +53,7 @@ class LNTuning(Method):
                 found=f"There are: {', '.join(leaves)}. "
                 + did_you_mean(failed[0] if failed else "", [NORMS, *leaves])
                 if leaves
-                else "There is none in it with a scale that could be trained.",
+                else "No normalisation layer of the model has a trainable scale.",
                 fix=f"Use '{NORMS}' for all of them." if leaves else "Use another method: lora.",
             )
         chosen = {path for paths in paths_of.values() for path in paths}
@@ -83,13 +78,13 @@ class LNTuningFormat(PeftFormat[LNTuning]):
 
 
 def is_norm(module: nn.Module) -> bool:
-    """True for a normalisation layer with a trainable scale, judged by its class name."""
+    """Return whether a module is a normalisation layer with a scale, by its class name."""
     weight = module._parameters.get("weight")
     return weight is not None and weight.ndim == 1 and "norm" in type(module).__name__.lower()
 
 
 def has_name(path: str, target: str) -> bool:
-    """Return whether a target names the norm at a path."""
+    """Return whether a target matches the norm at a path."""
     return target == NORMS or matches(path, target)
 
 
@@ -106,7 +101,7 @@ class BitFit(Method):
     type: Literal["bitfit"] = "bitfit"
     targets: tuple[str, ...] | str = ALL
     """all: the bias of every linear and normalisation layer, except output heads; or roles, groups,
-    norms, or the ends of module names."""
+    norms, or endings of module names."""
 
     def sites(self, model: nn.Module) -> list[Site]:
         biased = self.candidates(model)
@@ -135,10 +130,10 @@ class BitFit(Method):
 
 
 def _targeted(model: nn.Module, target: str, biased: Mapping[str, Any]) -> set[str]:
-    """Return which of the layers with a bias a target names.
+    """Return the layers with a bias that match a target.
 
     Raises:
-        TargetError: It matches nothing, or a part of a fused layer.
+        TargetError: The target matches nothing, or one role of a fused layer.
     """
     if target == ALL:
         heads = {place.path for place in find_places(model) if place.roles == ("head",)}
@@ -154,14 +149,14 @@ def _targeted(model: nn.Module, target: str, biased: Mapping[str, Any]) -> set[s
         if site.rows is not None and site.path in biased:
             raise TargetError(
                 f"the bias of {site.path} can only be trained as a whole",
-                found=f"'{target}' is a part of this fused layer",
-                fix="Name the layer by its module name, or use targets: all.",
+                found=f"'{target}' is one role of this fused layer.",
+                fix="Target the layer by its module name, or use targets: all.",
             )
     return norms | (biased.keys() & {site.path for site in sites})
 
 
 class Carrier(NamedTuple):
-    """The linear layer that carries the empty LoRA in the file; it need not have a bias."""
+    """The linear layer that carries the empty LoRA in the file; its bias is optional."""
 
     path: str
     in_features: int
@@ -220,7 +215,7 @@ class BitFitFormat(PeftFormat[BitFit]):
             for name, tensor in tensors.items()
             if name not in pairs
         }
-        # its targets are those of the empty LoRA
+        # its targets belong to the empty LoRA
         return {**fields, "target_modules": None}, plain
 
 

@@ -1,10 +1,10 @@
-"""Prefix tuning: V trained keys and values before those of the input, in each layer
-(Li & Liang, 2021, arXiv:2101.00190), through the model's own key-value cache.
+"""Prefix tuning: V trained keys and values at the start of each layer's key-value cache
+(Li & Liang, 2021, arXiv:2101.00190).
 
-Encoder-decoders have them in the decoder's self-attention. The prefix is trained directly, without
-the paper's reparameterisation network; PEFT saves only the result of that network.
+In encoder-decoders they are in the decoder's self-attention. The prefix is trained directly,
+without the paper's reparameterisation network, of which PEFT only saves the output.
 
-Shapes: B rows, V virtual tokens, L layers, K key-value heads, D size of one head.
+Shapes: B rows, V virtual tokens, L layers, K key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Prefix(VirtualTokens):
     """The virtual tokens' keys and values, (V, 2 * L * K * D): keys before values, by layer.
 
     Attributes:
-        stride: Layer l has the (l * stride mod L)-th pair. PEFT takes every second one of an
-            encoder-decoder, and begins again at the end.
+        stride: Layer l uses pair l * stride mod L. In encoder-decoders PEFT takes every second pair
+            and wraps around.
     """
 
     def __init__(
@@ -60,7 +60,10 @@ class Prefix(VirtualTokens):
     ) -> None:
         layers, heads, size = self.shape = site.shape
         super().__init__(base, site, num_virtual, (num_virtual, 2 * layers * heads * size), dtype)
-        self.init, self.stack = init, (site.stack,)  # in a tuple: it is no part of this module
+        self.init, self.stack = (
+            init,
+            (site.stack,),
+        )  # in a tuple, so that torch does not register it as a submodule
         self.stride = 2 if site.stack.config.is_encoder_decoder else 1
 
     @torch.no_grad()
@@ -85,7 +88,7 @@ class Prefix(VirtualTokens):
 
 
 class PrefixTuning(VirtualMethod):
-    """Trained keys and values before those of the input, in each layer."""
+    """Trained keys and values at the start of each layer's key-value cache."""
 
     in_decoder: ClassVar[bool] = True
 
@@ -148,14 +151,14 @@ def _shape(stack: Any, method_type: str) -> tuple[int, int, int]:
     """Return the number of layers, and of key-value heads and their size in each.
 
     Raises:
-        TargetError: The layers keep no keys and values, or of different shapes.
+        TargetError: The layers have no key-value cache, or caches of different shapes.
     """
     pairs: list[Pair] = []
     reason = "It takes no past keys and values."
     if "past_key_values" in arguments(stack):
         try:
             pairs = keys_and_values(stack, _one_token(stack))
-        except Exception as error:  # each model refuses such a cache in its own way
+        except Exception as error:  # models raise different errors for an unsupported cache
             reason = f"Its cache is of another kind: {error}"
     shapes = {tuple(states.shape) for pair in pairs for states in pair}
     num_layers = stack.config.get_text_config(decoder=True).num_hidden_layers
@@ -168,7 +171,7 @@ def _shape(stack: Any, method_type: str) -> tuple[int, int, int]:
     raise TargetError(
         f"{method_type} needs layers with a key-value cache of one size",
         found=f"{type(stack).__name__}: {reason}",
-        fix="Use prompt_tuning, or a method that sits on layers, such as lora.",
+        fix="Use prompt_tuning, or a method for linear layers, such as lora.",
     )
 
 
@@ -176,8 +179,8 @@ class _Hooks(StackInputs):
     """Pass the stack a cache that begins with the prefix.
 
     Attributes:
-        recomputed: The blocks of the current call use gradient checkpointing.
-        only_used: The stack passes its blocks a cache only if use_cache is True.
+        recomputed: Whether the blocks of the current call use gradient checkpointing.
+        only_used: Whether the stack passes its blocks a cache only if use_cache is True.
     """
 
     module: Prefix
@@ -197,11 +200,12 @@ class _Hooks(StackInputs):
         past = num_past(cache)
         self.lengthen(inputs, past)
         if not past:
-            self.recomputed = _is_recomputed(stack)
+            modules = stack.modules() if stack.training else ()
+            self.recomputed = any(getattr(m, "gradient_checkpointing", False) for m in modules)
             if self.recomputed:
                 _pass_cache_to_blocks(stack, True)
-            given = inputs.get("input_ids")
-            num_rows = len(given if given is not None else inputs["inputs_embeds"])
+            ids = inputs.get("input_ids")
+            num_rows = len(ids if ids is not None else inputs["inputs_embeds"])
             inputs |= self._cache_with_prefix(stack, cache, inputs.get("use_cache"), num_rows)
         return (), inputs
 
@@ -239,17 +243,11 @@ class _Hooks(StackInputs):
         return type(output)(**{k: v for k, v in output.items() if k != "past_key_values"})
 
 
-def _is_recomputed(stack: nn.Module) -> bool:
-    """Return whether blocks are recomputed in the backward pass."""
-    if not stack.training:
-        return False
-    return any(getattr(module, "gradient_checkpointing", False) for module in stack.modules())
-
-
 def _pass_cache_to_blocks(stack: Any, allowed: bool) -> None:
-    """Pass recomputed blocks the cache, or stop doing so.
+    """Pass the cache to recomputed blocks, or stop passing it.
 
-    transformers withholds it, because a cache would be written twice; this one is read-only.
+    transformers withholds a cache from them, because they would write it twice; this one is
+    read-only.
 
     Raises:
         AdapterError: The blocks do not support this.
@@ -258,7 +256,7 @@ def _pass_cache_to_blocks(stack: Any, allowed: bool) -> None:
     if not blocks:
         raise AdapterError(
             "prefix tuning is not possible with gradient checkpointing here",
-            found=f"The blocks of {type(stack).__name__} would leave the prefix out.",
+            found=f"The blocks of {type(stack).__name__} would ignore the prefix.",
             fix="Set train.gradient_checkpointing: false.",
         )
     for block in blocks:
@@ -270,7 +268,7 @@ def keys_and_values(stack: Any, ids: Tensor, *, use_cache: bool = True) -> list[
     """Return each layer's keys and values for some tokens (B, V): (B, K, V, D) each.
 
     Args:
-        use_cache: Passed to the stack; with False some stacks pass no cache to their blocks.
+        use_cache: Passed to the stack; if False, some stacks pass no cache to their blocks.
     """
     recorded, cache = read_cache(stack, [])
     with evaluating(stack):
@@ -281,7 +279,7 @@ def keys_and_values(stack: Any, ids: Tensor, *, use_cache: bool = True) -> list[
 class ReadCache(DynamicCache):
     """A read-only cache: returns the prefix with the new keys and values, and stores nothing.
 
-    So a block can be recomputed in the backward pass, and no memory is held after a step.
+    Blocks can therefore be recomputed in the backward pass, and no memory is held after a step.
 
     Attributes:
         last_pairs: Keys and values of the last call, by layer.
@@ -297,17 +295,17 @@ class ReadCache(DynamicCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Pair:
         self.last_pairs[layer_idx] = key_states, value_states
-        held: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        if held is None or not held.is_initialized:
+        stored: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if stored is None or not stored.is_initialized:
             return key_states, value_states
         return (
-            torch.cat([held.keys, key_states], dim=-2),
-            torch.cat([held.values, value_states], dim=-2),
+            torch.cat([stored.keys, key_states], dim=-2),
+            torch.cat([stored.values, value_states], dim=-2),
         )
 
 
 class _NeverUpdated(dict[int, bool]):
-    """EncoderDecoderCache.is_updated of a read-only cache: never set."""
+    """The `is_updated` of a read-only EncoderDecoderCache, which is never set."""
 
     def __setitem__(self, key: int, value: bool) -> None:
         return None

@@ -1,8 +1,8 @@
-"""Prompt tuning: V trained embeddings before those of the input
+"""Prompt tuning: V trained embeddings before the input's
 (Lester et al., 2021, arXiv:2104.08691).
 
-They are inserted after the embedding layer and before everything else.
-Encoder-decoders have them before the encoder's input.
+They are inserted directly after the embedding layer, in encoder-decoders before the encoder's
+input.
 
 Shapes: B rows, T tokens, V virtual tokens, H hidden size.
 """
@@ -29,7 +29,7 @@ from peftkit.methods.virtual import (
 from peftkit.model.targets import Site
 
 _INITS = {"sampled": "SAMPLE_VOCAB", "random": "RANDOM"}
-"""Our names to PEFT's."""
+"""peftkit's names -> PEFT's."""
 
 
 class Prompt(VirtualTokens):
@@ -53,7 +53,7 @@ class Prompt(VirtualTokens):
 
 
 class PromptTuning(VirtualMethod):
-    """Trained embeddings before those of the input."""
+    """Trained embeddings before the input's."""
 
     in_decoder: ClassVar[bool] = False
 
@@ -61,15 +61,15 @@ class PromptTuning(VirtualMethod):
     init: Literal["sampled", "random"] = "sampled"
     """sampled: embeddings of random tokens; random: normal with variance 1."""
     num_transformer_submodules: Literal[1, 2] = 1
-    """2: as PEFT saves it for encoder-decoders, with a second half of rows that is not used."""
+    """Copies of the rows: 2 for encoder-decoders, where PEFT saves an unused second half."""
 
     def find_stack(self, model: nn.Module) -> tuple[str, nn.Module]:
         path, stack = super().find_stack(model)
         if "inputs_embeds" not in arguments(stack):
             raise TargetError(
                 f"{self.type} cannot put embeddings before the input of {type(stack).__name__}",
-                found="It takes ids of tokens only.",
-                fix="Use a method that sits on layers, such as lora.",
+                found="It accepts token ids only.",
+                fix="Use a method for linear layers, such as lora.",
             )
         return path, stack
 
@@ -134,8 +134,8 @@ class _Hooks(StackInputs):
     """Prepend the prompt to a stack's input; remove its positions from the output.
 
     Attributes:
-        cut: Whether to remove them, since the head expects the real tokens only.
-        prepended: Virtual tokens added in the current call.
+        cut: Whether to remove them, because the head expects the real tokens only.
+        prepended: Number of virtual tokens added in the current call.
     """
 
     def __init__(self, stack: nn.Module, module: VirtualTokens, *, cut: bool) -> None:
@@ -151,7 +151,7 @@ class _Hooks(StackInputs):
         inputs = self.named(args, kwargs)
         past = num_past(inputs.get("past_key_values"))
         self.lengthen(inputs, past)
-        if not past:  # else they are in the cache
+        if not past:  # otherwise they are in the cache
             self._prepend(inputs)
         return (), inputs
 
@@ -182,7 +182,7 @@ class _Hooks(StackInputs):
         return output
 
     def _without(self, part: Any) -> Any:
-        """Return hidden states, of one layer or all, without the virtual tokens."""
+        """Return hidden states of one layer, or of all, without the virtual tokens."""
         if isinstance(part, tuple):
             return tuple(self._without(each) for each in part)
         if isinstance(part, Tensor) and part.ndim == 3:
@@ -192,7 +192,7 @@ class _Hooks(StackInputs):
     def across(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Extend the decoder's mask of the encoder's tokens by the virtual ones."""
+        """Extend the decoder's mask over the encoder's output by the virtual tokens."""
         mask = kwargs.get("encoder_attention_mask")
         if not self.module.enabled or mask is None or mask.ndim != 2:
             return None
@@ -201,9 +201,9 @@ class _Hooks(StackInputs):
 
 
 def _pools_the_first(model: nn.Module) -> bool:
-    """Return whether the model pools its first position, which is then a virtual token.
+    """Return whether the model pools its first position, which is a virtual token here.
 
-    BERT's pooler does so inside the stack; PEFT does so for all classifiers of this kind.
+    BERT's pooler does this inside the stack; PEFT does it for all classifiers of this kind.
     """
     name, config = type(model).__name__, model.config
     causal = "past_key_values" in arguments(model)

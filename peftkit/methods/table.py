@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator
 
 from peftkit.config.lazy import LazyTable
 from peftkit.errors import AdapterError, ConfigError, did_you_mean
 from peftkit.files.strict_json import shown
-from peftkit.methods.base import Method, PeftFormat
+from peftkit.methods.base import Method
+
+if TYPE_CHECKING:
+    from peftkit.methods.peft_format import PeftFormat
 
 METHODS = LazyTable[Method](
     {
@@ -26,9 +29,9 @@ METHODS = LazyTable[Method](
     }
 )
 
-FORMATS = LazyTable[PeftFormat[Any]](
+FORMATS: LazyTable[PeftFormat[Any]] = LazyTable(
     {
-        "lora": "peftkit.methods.lora:LoRAFormat",
+        "lora": "peftkit.methods.lora_format:LoRAFormat",
         "dora": "peftkit.methods.dora:DoRAFormat",
         "ia3": "peftkit.methods.ia3:IA3Format",
         "vera": "peftkit.methods.vera:VeRAFormat",

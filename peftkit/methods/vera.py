@@ -1,9 +1,9 @@
 """VeRA: y = W x + b * B (d * (A x))  (Kopiczko et al., 2023, arXiv:2310.11454).
 
-A and B are random, frozen, and one pair for the whole model, of which each layer takes the first
-columns of A and the first rows of B; only the vectors d and b are trained. b starts at zero.
+A and B are random, frozen and shared by all layers, each of which uses the first columns of A and
+the first rows of B. Only the vectors d and b are trained; b starts at zero.
 
-Shapes: r rank; widest in and out are those of the widest adapted layers; `...` is any leading
+Shapes: r rank; widest in and out: the largest sizes among the adapted layers; `...` is any leading
 shape.
 """
 
@@ -18,9 +18,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.methods.base import ADAPTER_DTYPES, LAYERS, TARGETS, AdapterModule, Method, PeftFormat
+from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.methods.peft_format import LAYERS, TARGETS, PeftFormat
 from peftkit.model.places import linear_shape
-from peftkit.model.targets import RowSlice, Site
+from peftkit.model.row_slice import RowSlice
+from peftkit.model.targets import Site
 
 _B, _D = "vera_lambda_b", "vera_lambda_d"
 
@@ -45,8 +47,8 @@ class VeRALinear(AdapterModule):
     """A frozen linear layer plus a random update with trained scales.
 
     Attributes:
-        vera_lambda_d: (r,). vera_lambda_b: (num_rows,): the adapted output rows.
-        projections: Given by `VeRA.share`.
+        vera_lambda_d: (r,). vera_lambda_b: (num_rows,), for the adapted output rows.
+        projections: The shared matrices, set by `VeRA.share`.
     """
 
     projections: Projections
@@ -66,14 +68,14 @@ class VeRALinear(AdapterModule):
         return shared.vera_A[:, : self.in_features], shared.vera_B[: self.out_features]
 
     def full_b(self) -> Tensor:
-        """Return b of every output row: zero where nothing is adapted."""
+        """Return b of every output row, zero if it is not adapted."""
         return self.slice.spread(self.vera_lambda_b)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = self.base(x, *args, **kwargs)
         if not self.enabled:
             return out
-        a, b = (part.to(out.dtype) for part in self.slices())
+        a, b = (matrix.to(out.dtype) for matrix in self.slices())
         hidden = functional.linear(self.dropout(x).to(out.dtype), a)  # (..., r)
         update = functional.linear(hidden * self.vera_lambda_d.to(out.dtype), b)  # (..., out)
         return out + update * self.full_b().to(out.dtype)
@@ -105,7 +107,7 @@ class VeRA(Method):
 
     type: Literal["vera"] = "vera"
     rank: int = Field(default=256, ge=1)
-    """Rank r of the random matrices; larger than LoRA's, as it costs only r values per layer."""
+    """Rank r of the random matrices; larger than LoRA's, because it costs r values per layer."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout on the input of A."""
     d_initial: float = Field(default=0.1, gt=0)
@@ -113,7 +115,7 @@ class VeRA(Method):
     projection_seed: int = Field(default=0, ge=0)
     """Seed of the random matrices."""
     save_projection: bool = True
-    """Save the random matrices too: larger files, independent of torch's random generator."""
+    """Save the random matrices too: larger files that do not depend on torch's generator."""
 
     def wrap(self, base: nn.Module, site: Site) -> VeRALinear:
         return VeRALinear(base, site, self)
@@ -136,7 +138,7 @@ class VeRA(Method):
 
 
 def _kaiming(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Draw as torch's kaiming_uniform_ does, on the CPU: a seed means the same on every device."""
+    """Draw like torch's kaiming_uniform_ on the CPU, for the same values on every device."""
     bound = math.sqrt(3.0) * (math.sqrt(2.0) / math.sqrt(shape[1]))
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 

@@ -1,8 +1,8 @@
 """Virtual tokens before the input: the base of prompt tuning and prefix tuning.
 
-Both act on the stack: the part of a model that embeds its tokens and runs its blocks. Everything
-outside it (head, loss, generation) sees the real tokens only: virtual tokens have no logits, labels
-and input ids stay as they are, and pooling at the last token finds it.
+Both act on the stack, the module that embeds the tokens and runs the blocks. Everything outside it
+(head, loss, generation) sees the real tokens only: virtual tokens have no logits, labels and input
+ids do not change, and pooling at the last token works.
 
 Shapes: B rows, T tokens, V virtual tokens, P tokens in the cache (V of them virtual), H hidden
 size.
@@ -21,15 +21,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from peftkit.errors import AdapterError, TargetError
-from peftkit.methods.base import (
-    ADAPTER_DTYPES,
-    LAYERS,
-    PROMPT,
-    AdapterModule,
-    M,
-    Method,
-    PeftFormat,
-)
+from peftkit.methods.base import ADAPTER_DTYPES, AdapterModule, Method
+from peftkit.methods.peft_format import LAYERS, PROMPT, M, PeftFormat
 from peftkit.model.places import embedding_of, find_places, unwrap_adapter
 from peftkit.model.targets import Site
 
@@ -42,7 +35,7 @@ class VirtualTokens(AdapterModule):
 
     Attributes:
         num_virtual: V.
-        trained: One tensor, as PEFT's files hold it: a row for each virtual token.
+        trained: The tensor of PEFT's files, with a row for each virtual token.
     """
 
     def __init__(
@@ -52,7 +45,7 @@ class VirtualTokens(AdapterModule):
         self.num_virtual = num_virtual
         device = next(base.parameters()).device
         tensor = torch.zeros(shape, dtype=ADAPTER_DTYPES[dtype], device=device)
-        # after the base's parameters: transformers takes the first one's dtype for the model's
+        # after the base's parameters: transformers takes the dtype of the first as the model's
         self.trained = nn.ParameterDict({PROMPT: nn.Parameter(tensor)})
 
     @property
@@ -96,7 +89,7 @@ class VirtualMethod(Method):
             raise TargetError(
                 f"{self.type} has no targets to choose",
                 found=f"targets: {', '.join(sorted(self.target_names)) or 'none'}",
-                fix=f"Leave targets out: it acts on the {INPUT}.",
+                fix=f"Remove targets: the method acts on the {INPUT}.",
             )
         return [self.site(path, stack)]
 
@@ -108,10 +101,10 @@ class VirtualMethod(Method):
         return {self.find_stack(model)[0]: ()}
 
     def find_stack(self, model: nn.Module) -> tuple[str, nn.Module]:
-        """Return the path of the embedding of the stack it acts on, and the stack.
+        """Return the path of the embedding of the targeted stack, and the stack.
 
         Raises:
-            TargetError: The model embeds no tokens.
+            TargetError: The model has no token embedding.
         """
         holder: Any = model
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
@@ -121,7 +114,7 @@ class VirtualMethod(Method):
             raise TargetError(
                 f"{self.type} needs a model with token embeddings",
                 found=f"{type(holder).__name__} has none.",
-                fix="Use a method that sits on layers, such as lora.",
+                fix="Use a method for linear layers, such as lora.",
             )
         named = {id(module): path for path, module in model.named_modules()}
         above = path = named[id(embedding)]
@@ -136,7 +129,7 @@ class VirtualMethod(Method):
                 f"{self.type} cannot put tokens before the input of {type(stack).__name__}",
                 found="Its blocks also attend to an image or another text, with masks for "
                 "the real tokens only.",
-                fix="Use a method that sits on layers, such as lora.",
+                fix="Use a method for linear layers, such as lora.",
             )
         return path, stack
 
@@ -191,21 +184,21 @@ class StackInputs:
         self._names = arguments(stack)
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all inputs of the stack by name."""
+        """Return all inputs of the stack as keyword arguments."""
         return {**dict(zip(self._names, args, strict=False)), **kwargs}
 
     def lengthen(self, inputs: dict[str, Any], num_past: int) -> None:
         """Extend the attention mask and shift the positions by the virtual tokens.
 
         Args:
-            inputs: Of the stack; changed in place.
+            inputs: The stack's inputs, changed in place.
             num_past: P, or 0.
 
         Raises:
-            AdapterError: A mask of another kind, or of another length.
+            AdapterError: The mask has another form or another length.
         """
-        num_virtual, given = self.module.num_virtual, inputs.get("input_ids")
-        num_tokens = int((given if given is not None else inputs["inputs_embeds"]).shape[1])
+        num_virtual, ids = self.module.num_virtual, inputs.get("input_ids")
+        num_tokens = int((ids if ids is not None else inputs["inputs_embeds"]).shape[1])
         num_real = num_tokens + max(num_past - num_virtual, 0)
         mask = inputs.get("attention_mask")
         if mask is not None:
@@ -215,7 +208,7 @@ class StackInputs:
             )
         if inputs.get("position_ids") is not None:
             inputs["position_ids"] = inputs["position_ids"] + num_virtual
-        inputs.pop("cache_position", None)  # the stack counts for itself
+        inputs.pop("cache_position", None)  # the stack computes the positions itself
 
     def _check_mask(self, mask: Any, num_real: int) -> None:
         problem = f"the virtual tokens cannot be added to this input of {type(self.stack).__name__}"
@@ -241,10 +234,10 @@ def arguments(module: nn.Module) -> tuple[str, ...]:
 
 
 def num_past(cache: Any) -> int:
-    """Return how many tokens a cache holds; of an encoder-decoder, the decoder's own.
+    """Return the number of tokens in a cache; in an encoder-decoder, of the self-attention cache.
 
     Raises:
-        AdapterError: It is a static cache, sized for the real tokens only.
+        AdapterError: The cache is static, sized for the real tokens only.
     """
     if cache is None:
         return 0
@@ -253,9 +246,9 @@ def num_past(cache: Any) -> int:
         raise AdapterError(
             "virtual tokens need a dynamic cache",
             found=f"{type(decoder_cache).__name__}, whose size is fixed",
-            fix="Leave cache_implementation out.",
+            fix="Remove cache_implementation.",
         )
-    # not cache.get_seq_length(), which asks the first layer: it may have linear attention
+    # cache.get_seq_length() reads the first layer, which may have linear attention
     return max(
         (int(x.get_seq_length()) for x in decoder_cache.layers if hasattr(x, "get_seq_length")),
         default=0,

@@ -1,9 +1,8 @@
 """The transformer blocks of a model, and the attention and feed-forward sublayers of each.
 
-They are found by roles, not by names. The last module of a sublayer is the one whose output is the
-sublayer's, before dropout, norms, scales and the residual: a linear layer (o, cross_o, down) or, in
-a mixture of experts, the module that holds all experts and their router. Cross-attention is a
-sublayer of its own.
+They are found by roles, not by names. The last module of a sublayer returns the sublayer's output
+before dropout, norms, scales and the residual: a linear layer (o, cross_o, down) or, in a mixture
+of experts, the module with all experts and their router. Cross-attention is a separate sublayer.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from peftkit.model.places import (
 )
 
 RECOMPUTABLE = "GradientCheckpointingLayer"
-"""transformers' class of blocks that can be recomputed; by name, as it is not imported here."""
+"""Name of transformers' class of blocks that can be recomputed; it is not imported here."""
 
 STREAMED = "block_stream"
 """Attribute of a model whose blocks' weights are streamed from main memory."""
@@ -43,6 +42,11 @@ NORM_AFTER = r"post_(feed_?forward|ffn|mlp)"
 def is_sharded(model: nn.Module) -> bool:
     """Return whether a model's weights are sharded over processes (base/sharding.py)."""
     return hasattr(model, SHARDED)
+
+
+def is_streamed(model: nn.Module) -> bool:
+    """Return whether a model's blocks are streamed from main memory (base/streaming.py)."""
+    return hasattr(model, STREAMED)
 
 
 def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -101,7 +105,7 @@ class Sublayer:
 def recomputable_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks that transformers can recompute in the backward pass, in order.
 
-    These are the innermost modules of transformers' class for such blocks.
+    These are the innermost instances of transformers' class for such blocks.
     """
     inside = [block for child in model.children() for block in recomputable_blocks(child)]
     if inside or not any(cls.__name__ == RECOMPUTABLE for cls in type(model).__mro__):
@@ -110,9 +114,9 @@ def recomputable_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def feed_forward_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the dense feed-forward modules of blocks, each a whole sublayer and nothing else.
+    """Return the dense feed-forward modules of blocks that are exactly one sublayer.
 
-    Modules that a norm follows in the block are left out: it needs their output.
+    Modules followed by a norm in the block are left out, because the norm needs their output.
     """
     modules = []
     for part in find_sublayers(model):
@@ -127,7 +131,7 @@ def feed_forward_modules(model: nn.Module) -> list[nn.Module]:
 def find_sublayers(model: nn.Module) -> list[Sublayer]:
     """Return the sublayers of all blocks, block by block, towers included.
 
-    Experts and a dense network in one block without a module around both are two sublayers.
+    Experts and a dense network in one block without a common module are two sublayers.
     """
     places, sublayers = find_places(model), []
     for block, _ in blocks(model):
@@ -159,7 +163,7 @@ def _feed_forward(block: str, inside: list[ModelWeight]) -> list[Sublayer]:
         sublayers.append(Sublayer(block, "ffn", sparse, sparse))
     ends = [place for place in dense if place.roles[0].endswith("down")]
     for end in ends:
-        # gate and up both read what the part reads; of two parts, the nearest of its own kind
+        # gate and up both read the sublayer's input; of several, take the nearest of the context
         context = table.split(end.roles[0])[0]
         first = [
             place.path
@@ -172,6 +176,6 @@ def _feed_forward(block: str, inside: list[ModelWeight]) -> list[Sublayer]:
 
 
 def _around(paths: Iterable[str]) -> str:
-    """Return the path of the innermost module that contains all of these paths."""
+    """Return the path of the innermost module that contains all paths."""
     levels = zip(*(path.split(".") for path in paths), strict=False)
     return ".".join(names[0] for names in takewhile(lambda names: len({*names}) == 1, levels))

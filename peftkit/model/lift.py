@@ -1,4 +1,4 @@
-"""Take what is wrapped around a model's frozen modules off for a while, and put it back."""
+"""Remove the wrappers around a model's frozen modules temporarily, and restore them."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ Wrapped = list[tuple[nn.Module, str, FrozenWrapper]]
 
 
 def take_off(model: nn.Module) -> Wrapped:
-    """Put the frozen modules of all wrappers (adapter modules, a bank's layers) in their places.
+    """Replace all wrappers (adapter modules, a bank's layers) by their frozen modules.
 
-    Adapters that act by hooks, as prompts do, stay.
+    Adapters that act through hooks, such as prompts, stay active.
     """
-    taken: Wrapped = []
+    removed: Wrapped = []
     while wrappers := list(_outermost(model)):
         for parent, name, wrapper in wrappers:
             setattr(parent, name, wrapper.base)
-        taken += wrappers
-    return taken
+        removed += wrappers
+    return removed
 
 
 @contextmanager
 def lifted(model: nn.Module) -> Iterator[None]:
-    """Have a model without its wrappers within the context, which may put on others."""
-    taken = take_off(model)
+    """Remove a model's wrappers within the context, which may install others."""
+    removed = take_off(model)
     try:
         yield
     finally:
         take_off(model)
-        for parent, name, wrapper in reversed(taken):
+        for parent, name, wrapper in reversed(removed):
             setattr(parent, name, wrapper)
 
 
 @contextmanager
 def eager(model: nn.Module) -> Iterator[None]:
-    """Run a model's modules as they are within the context, though they are compiled."""
+    """Run a model's compiled modules eagerly within the context."""
     compiled = [(module, module._compiled_call_impl) for module in model.modules()]
     try:
         for module, _ in compiled:
@@ -52,13 +52,13 @@ def eager(model: nn.Module) -> Iterator[None]:
 
 
 def _outermost(module: nn.Module) -> Iterator[tuple[nn.Module, str, FrozenWrapper]]:
-    """Yield the wrappers that are in no other wrapper; each place of a shared module."""
-    seen, waiting = {module}, [module]
+    """Yield the outermost wrappers; a shared module is yielded at each of its places."""
+    visited, waiting = {module}, [module]
     while waiting:
         parent = waiting.pop()
         for name, child in parent.named_children():
             if isinstance(child, FrozenWrapper):
                 yield parent, name, child
-            elif child not in seen:
-                seen.add(child)
+            elif child not in visited:
+                visited.add(child)
                 waiting.append(child)

@@ -1,25 +1,19 @@
-"""The mode of a model: training or evaluation; its adapters on, off, or replaced by a frozen one.
-
-Shapes: r rank; in, out features of a layer; n hidden states of size H.
-"""
+"""The mode of a model: training or evaluation, with or without its adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch import nn
 
 from peftkit.model.places import FrozenWrapper
 
 
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the train or eval mode of every module on leaving."""
+    """Restore the training or evaluation mode of every module on exit."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -29,9 +23,9 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
 
 
 def begin_training(model: nn.Module) -> None:
-    """Put a model into training mode, except frozen batch norms.
+    """Set a model to training mode, except frozen batch norms.
 
-    Adapter files do not hold running statistics, so the base's stay in use.
+    Adapter files do not hold running statistics, so the base's statistics stay in use.
     """
     model.train()
     for module in model.modules():
@@ -41,7 +35,7 @@ def begin_training(model: nn.Module) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run in eval mode and without gradients within the context."""
+    """Use evaluation mode without gradients within the context."""
     with modes_kept(model), torch.no_grad():
         model.eval()
         yield
@@ -59,52 +53,3 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     finally:
         for module, enabled in zip(modules, before, strict=True):
             module.enabled = enabled
-
-
-@dataclass(frozen=True, slots=True)
-class SideAdapter:
-    """A second, frozen LoRA over the same base, such as a reward model's.
-
-    Attributes:
-        updates: Module path to A (r, in) and the scaled B (out, r).
-        head: Tensors of its value head, by the last part of their name.
-        task: The section `task` that it was trained with.
-        style: Its prompt format.
-        key: Hash of its tensors.
-    """
-
-    updates: Mapping[str, tuple[Tensor, Tensor]]
-    head: Mapping[str, Tensor]
-    task: Mapping[str, Any]
-    style: Any
-    key: str
-
-    @contextmanager
-    def on(self, model: nn.Module) -> Iterator[None]:
-        """Use this adapter, and not the attached one, within the context."""
-        first = next(model.parameters())
-        hooks = []
-        try:
-            for path, (a, b) in self.updates.items():
-                pair = a.to(first.device), b.to(first.device)
-                hooks.append(model.get_submodule(path).register_forward_hook(_added(*pair)))
-            with adapters_off(model):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def values(self, hidden: Tensor) -> Tensor:
-        """Return the values (n,) of hidden states (n, H), in fp32."""
-        bias = self.head.get("bias")
-        weight = self.head["weight"].to(hidden.device, hidden.dtype)
-        bias = None if bias is None else bias.to(hidden.device, hidden.dtype)
-        return linear(hidden, weight, bias)[:, 0].float()
-
-
-def _added(a: Tensor, b: Tensor) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-        x = args[0]
-        return out + linear(linear(x, a.to(x.dtype)), b.to(x.dtype))
-
-    return hook

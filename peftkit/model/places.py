@@ -1,9 +1,9 @@
-"""The weights of a model that an adapter could sit on, and their roles.
+"""The weights of a model that can be adapted, and their roles.
 
-Such a place is a linear layer (Conv1D and quantised ones too), a stack of experts, a router or an
-embedding. Its role comes from its name in context (roles.py), its shape and its neighbours. The
-rows that each role of a fused weight owns come from the layout that roles.py has for its class, and
-from the head counts of the live module and its config.
+A place is a linear layer (also Conv1D and quantised layers), a stack of experts, a router or an
+embedding. Its role follows from its name in context (roles.py), its shape and its siblings. The
+rows of each role of a fused weight follow from the layout in roles.py for its class, and from the
+head counts of the module and its config.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def embedding_of(model: nn.Module) -> nn.Module | None:
     """Return the input embedding of a model; None if it embeds no tokens."""
     try:
         embedding = cast(Any, model).get_input_embeddings()
-    except (AttributeError, NotImplementedError):  # models of two towers have none
+    except (AttributeError, NotImplementedError):  # models of two towers
         return None
     return embedding if isinstance(embedding, nn.Module) else None
 
@@ -47,17 +47,18 @@ def input_embedding(model: nn.Module) -> str:
 
 @dataclass(slots=True)
 class ModelWeight:
-    """A weight of the model, and what is known by its name and its neighbours.
+    """A weight of the model with its roles.
 
     Attributes:
         path: Module path in the live tree.
-        parameter: Name of a parameter of that module: a stack of experts, or a router that is no
+        parameter: Name of a parameter of the module: a stack of experts, or a router that is no
             linear layer.
         roles: One role; for a fused weight several, in the order of its rows.
-        side: "vision", "audio" or "projector" by its path, else "".
+        side: "vision", "audio" or "projector" by its path, otherwise "".
         repeats: How often the roles of a fused weight alternate along its rows; 0 if not fused.
         sizes: Rows of each role in one repeat.
-        set_apart: Roles get the side's prefix ("vision_q"), as plain roles mean the language model.
+        set_apart: Whether roles have the side's prefix ("vision_q"), because plain roles mean the
+            language model.
     """
 
     path: str
@@ -71,29 +72,29 @@ class ModelWeight:
 
     @property
     def is_embedding(self) -> bool:
-        """Whether this is an embedding table."""
+        """Whether this is the table of an embedding."""
         return self.roles[0] in ("embed", "pos_embed")
 
     @property
     def is_stack(self) -> bool:
-        """Whether this is a 3-D parameter with a matrix for each expert."""
+        """Whether this is a 3-D parameter with one matrix for each expert."""
         return self.parameter is not None and self.roles[0] not in table.CHOOSING
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The roles as the user writes them."""
+        """The names of the roles in targets."""
         if not self.set_apart:
             return self.roles
         return tuple(r if r in table.UNSIDED else f"{self.side}_{r}" for r in self.roles)
 
     @property
     def block(self) -> str:
-        """The path up to the number of the innermost block; "" outside of blocks."""
+        """The path up to and including the innermost block's number; "" outside of blocks."""
         segments = self.path.split(".")
         return ".".join(segments[: len(segments) - len(table.tail(segments))])
 
     def rows(self, roles: Sequence[str]) -> dict[str, Tensor] | None:
-        """Return the indices of the output rows of some roles of a fused weight, by name."""
+        """Return the output row indices of some roles of a fused weight, by name."""
         if not self.repeats or not roles:
             return None
         owner = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
@@ -106,7 +107,7 @@ class ModelWeight:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes W x + b: nn.Linear, Conv1D, or a quantised form of them."""
+    """Return whether a module computes W x + b: nn.Linear, Conv1D, or a quantised layer."""
     if isinstance(module, nn.Linear) or is_conv1d(module):
         return True
     sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
@@ -132,7 +133,7 @@ def linear_shape(module: nn.Module) -> tuple[int, int]:
         )
     if hasattr(module, "in_features"):
         return cast(int, module.in_features), cast(int, module.out_features)
-    num_in, num_out = _shape(module, "weight")  # Conv1D keeps its weight transposed
+    num_in, num_out = _shape(module, "weight")  # Conv1D stores its weight transposed
     return num_in, num_out
 
 
@@ -154,7 +155,7 @@ def stacked_shape(experts: nn.Module, parameter: str) -> tuple[int, int, int]:
 
 
 def _shape(module: nn.Module, name: str) -> tuple[int, ...]:
-    """Return the shape of a module's weight, () without one; a packed weight stays packed."""
+    """Return the shape of a module's weight without unpacking it; () if there is none."""
     if (weight := module._parameters.get(name)) is not None:
         return tuple(weight.shape)
     packings = cast(Mapping[str, Any], getattr(module, "parametrizations", {}))
@@ -169,7 +170,7 @@ class FrozenWrapper(nn.Module):
 
     Attributes:
         base: The frozen module.
-        enabled: False while adapters are disabled: the output is then the base's, to the bit.
+        enabled: False while adapters are disabled; the output is then bitwise the base's.
     """
 
     def __init__(self, base: nn.Module) -> None:
@@ -179,7 +180,7 @@ class FrozenWrapper(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The base's weight, for models that read the weights of their layers."""
+        """The base's weight, for models that read their layers' weights."""
         return cast(Tensor, self.base.weight)
 
     @property
@@ -199,7 +200,7 @@ def unwrap_adapter(module: nn.Module) -> nn.Module:
 
 
 def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Yield (path, module, parent) of every module once, in order; adapters are unwrapped.
+    """Yield (path, module, parent) of every module in order, without duplicates or adapters.
 
     Raises:
         TargetError: The model carries an adapter of PEFT.
@@ -232,8 +233,9 @@ def find_places(model: nn.Module) -> list[ModelWeight]:
     tied = {id(table) for table in tables if table is not None}
     for path, module, parent in walk(model):
         if is_linear(module):
-            if isinstance(parent, nn.MultiheadAttention) or _is_read_by_mamba(path, parent):
-                continue  # torch, and Mamba, read its weight and never call it
+            is_mamba_dt = path.endswith(".dt_proj") and hasattr(parent, "x_proj")
+            if isinstance(parent, nn.MultiheadAttention) or is_mamba_dt:
+                continue  # torch and Mamba read its weight and never call the layer
             in_head = head is not None and (module is head or parent is head)
             in_head = in_head or id(own_table(module)) in tied
             role = "head" if in_head else _by_siblings(table.linear_role(path), path, parent)
@@ -257,11 +259,8 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
     return None if head is None else unwrap_adapter(head)
 
 
-# ------------------------------------------------------------------- neighbours and shapes
-
-
 def _by_siblings(role: str, path: str, parent: nn.Module) -> str:
-    """Correct a role by the layer's siblings: gate or router, up or gate_up, qkv or kv."""
+    """Correct a role with the layer's siblings: gate or router, up or gate_up, qkv or kv."""
     if role.endswith("qkv") and hasattr(parent, table.OWN_QUERY):
         return role.replace("qkv", "kv")
     if not role.endswith(("gate", "up")):
@@ -281,14 +280,14 @@ def _by_siblings(role: str, path: str, parent: nn.Module) -> str:
 
 
 def own_table(module: nn.Module) -> Tensor | None:
-    """Return the tensor that stores a layer's weight: the same object for tied layers."""
+    """Return the tensor that stores a layer's weight, the same object for tied layers."""
     return module._parameters.get("weight", module._parameters.get("packed"))
 
 
 def _embedding_role(
     path: str, module: nn.Module, parent: nn.Module, embedding: nn.Module | None
 ) -> str:
-    """Return embed or pos_embed for tables of rows and patch convolutions, else ""."""
+    """Return embed or pos_embed for embeddings and patch convolutions, otherwise ""."""
     if not (isinstance(module, nn.Embedding | nn.Conv2d) or hasattr(module, "num_embeddings")):
         return ""
     leaf = path.rpartition(".")[2]
@@ -303,13 +302,8 @@ def _is_bare_router(path: str, module: nn.Module) -> bool:
     return path.rpartition(".")[2] in table.ROUTER_LEAVES and len(_shape(module, "weight")) == 2
 
 
-def _is_read_by_mamba(path: str, parent: nn.Module) -> bool:
-    """Return whether a layer is the dt_proj of a state-space mixer, which is never called."""
-    return path.endswith(".dt_proj") and hasattr(parent, "x_proj")
-
-
 def _stacks(path: str, module: nn.Module) -> dict[str, str]:
-    """Return a module's own 3-D expert parameters, name -> role."""
+    """Return the 3-D expert parameters of a module, name -> role."""
     whole = table.STACKED_MODULES.get(".".join(path.split(".")[-2:]), "")
     context = "shared" if "shared" in path else "expert"
     roles = {name: f"{context}_{kind}" for name, kind in table.STACKED_LEAVES.items()}
@@ -318,7 +312,7 @@ def _stacks(path: str, module: nn.Module) -> dict[str, str]:
 
 
 def _linear(place: ModelWeight, owner: nn.Module, model: nn.Module) -> ModelWeight:
-    """Split a fused linear layer into its roles where the order of its rows is known."""
+    """Split a fused linear layer into its roles if the order of its rows is known."""
     context, kind = table.split(place.roles[0])
     configs = (getattr(owner, "config", None), getattr(model, "config", None))
     shape = linear_shape(place.module)
@@ -329,7 +323,7 @@ def _linear(place: ModelWeight, owner: nn.Module, model: nn.Module) -> ModelWeig
 
 
 def _stack(place: ModelWeight) -> ModelWeight:
-    """Give a stack of experts its roles: gate and up are halves, or alternate (gpt-oss)."""
+    """Set the roles of a stack of experts; gate and up are halves, or alternate (gpt-oss)."""
     context, kind = table.split(place.roles[0])
     if kind == "gate_up":
         _, _, out = stacked_shape(place.module, cast(str, place.parameter))
@@ -349,10 +343,10 @@ def _set_sides_apart(model: nn.Module, places: list[ModelWeight]) -> None:
     places[:] = [p for p in places if p.side != "projector" or not p.is_embedding]
     for place in places:
         place.set_apart = place.side != "" and place.roles != ("head",)
-        if place.set_apart and place.side == "projector":  # whatever is in it, it is one thing
+        if place.set_apart and place.side == "projector":  # one role for all of its layers
             place.roles, place.repeats, place.sizes = ("projector",), 0, ()
 
 
 def num_virtual(model: nn.Module) -> int:
-    """Return how many positions an adapter's virtual tokens take, before every row."""
+    """Return the number of virtual tokens that an adapter puts before every row."""
     return sum(int(getattr(module, "num_virtual", 0)) for module in model.modules())

@@ -1,9 +1,9 @@
-"""Roles of weights by the names of modules: the table, and how a path is looked up in it.
+"""Roles of weights by the names of modules: the table and its lookup.
 
-A role is what a weight does, whatever an architecture calls it:
+A role is the function of a weight, independent of an architecture's names:
 
 - self-attention: q, k, v, o; kv is the joint latent of multi-head latent attention; qkv is a fused
-  projection whose order of rows is not known here, so that only the whole of it can be named
+  projection with unknown row order, which can only be targeted as a whole
 - cross-attention: cross_q, cross_k, cross_v, cross_o, cross_kv, cross_qkv
 - feed-forward: gate, up, down; without a gate, up and down; gate_up is fused in an unknown order
 - mixture of experts: expert_gate, expert_up, expert_down (the routed ones, often stacked into one
@@ -13,18 +13,19 @@ A role is what a weight does, whatever an architecture calls it:
 - outside the blocks: embed, pos_embed, head (LM or classification), projector (from a vision or
   audio tower into the language model), other (poolers, transforms before a head)
 
-Names are read with their context: the segments of the path between the block and the leaf, so that
+Names are read in their context, the segments of the path between the block and the leaf:
 `attn.c_proj` is o and `mlp.c_proj` is down.
 
-The order of the rows of a fused layer comes from the class that owns it, the number and width of
-heads from that module and its config. They must add up to the layer's number of rows; otherwise the
-layer is not split.
+The row order of a fused layer follows from the class of its owner, the number and width of heads
+from the owner and its config. The rows must add up to the layer's; otherwise the layer is not
+split.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 ATTENTION = ("q", "k", "v", "kv", "qkv", "o")
@@ -35,11 +36,11 @@ EXPERTS = tuple(f"expert_{role}" for role in FFN)
 ATTENTION_EXPERTS = ("expert_q", "expert_o")
 FFN_LIKE = FFN + SHARED + EXPERTS
 CHOOSING = ("router", "shared_router", "indexer")
-"""Their output only chooses experts or tokens; often no gradient reaches them."""
+"""Roles whose output only selects experts or tokens; often they get no gradient."""
 NAMED_ONLY = (*CHOOSING, "head")
-"""Linear, yet in no group: they are adapted only when named."""
+"""Linear roles in no group: they are adapted only if targeted explicitly."""
 UNSIDED = ("projector", "other", "head")
-"""Called the same on every side of a model."""
+"""Roles with the same name on every side of a model."""
 OUTSIDE = ("projector", "other", "embed", "pos_embed")
 _EXPERTS = EXPERTS + ATTENTION_EXPERTS
 ROLES = (*ATTENTION, *CROSS_ATTENTION, *FFN, *SHARED, *_EXPERTS, *NAMED_ONLY, *OUTSIDE)
@@ -54,11 +55,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ALL_LINEAR: tuple(role for role in ROLES if role not in (*NAMED_ONLY, "embed", "pos_embed")),
 }
 
-# Sides of a model. The text side of a vision-language model is the plain one.
+# Sides of a model. The text side of a vision-language model has no prefix.
 TOWERS = {"vision": r"vision|visual|image", "audio": r"audio|speech"}
 """Side -> pattern in a segment of the path."""
 EQUAL_TOWERS = "logit_scale"
-"""A parameter of models that compare two towers (CLIP): neither of them is the plain one."""
+"""A parameter of models that compare two towers (CLIP), where neither is the main model."""
 PROJECTOR = (
     "projector|merger|connector|aligner|resampler|perceiver|qformer|abstractor"
     "|language_projection|vision_projection|image_to_text_projection|vision_adapter"
@@ -66,8 +67,8 @@ PROJECTOR = (
 HALVES = ("encoder", "decoder")
 QUALIFIERS = ("language", *TOWERS, *HALVES)
 
-# Context: patterns in the lower-cased segments between the block and the leaf or, where these say
-# nothing, in the name of the numbered list. The first match wins.
+# Context: patterns in the lower-cased segments between the block and the leaf or, if none matches,
+# in the name of the numbered list. The first match wins.
 CONTEXTS = (
     ("indexer", r"indexer"),
     ("shared_router", r"^shared_expert_gate$"),
@@ -94,7 +95,7 @@ ATTENTION_LEAVES: dict[str, str] = {
     **dict.fromkeys(("qkv_linear", "in_proj", "W_pack", "to_qkv"), "qkv"),
 }
 PLAIN_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "query", "key", "value", "qkv_proj")
-"""Leaves in a block that say their role without the word attention around them."""
+"""Leaves in a block that determine their role without an attention context."""
 FFN_LEAVES: dict[str, str] = {
     **dict.fromkeys(("gate_proj", "wi_0", "w1", "c_fc_0", "gate", "linear_gate"), "gate"),
     **dict.fromkeys(("up_proj", "wi", "wi_1", "w3", "c_fc", "c_fc_1", "fc1", "fc_in"), "up"),
@@ -125,7 +126,7 @@ HEAD_LEAF = (
     r"(.*_)?head|embed_out|proj_out|output_projection|(text|visual)_projection|logits_(dense|proj)"
 )
 HEAD_SEGMENTS = ("classifier", "score", "qa_outputs", "classification_head", "lm_heads")
-"""A classification head is a whole module; all that is in it is the head."""
+"""Modules of classification heads; every layer inside has the role head."""
 NOT_BLOCKS = ("head", "pooler", "lm_head", "predictions")
 EMBED_LEAVES = (
     *("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "token_embedding"),
@@ -133,17 +134,17 @@ EMBED_LEAVES = (
 )
 POSITION = r"pos|token_type|relative|wpe"
 
-# Fused projections. The order of the rows does not follow from shapes, so each row of this table
-# was read in (and the main ones proven on) the model's code: a name that is not here is not split.
+# Fused projections. The row order does not follow from shapes: each entry was checked in the
+# model's code, and the main ones in tests. Layers without an entry are not split.
 
 
 class Layout(NamedTuple):
     """The order of the output rows of a fused projection.
 
     Attributes:
-        repeats: How often the sequence of parts repeats along the rows; 0 means once per key-value
-            head, each time with that head's group of query heads.
-        order: The parts.
+        repeats: Repetitions of the sequence of roles along the rows; 0 means once per key-value
+            head, each with the head's group of query heads.
+        order: The roles of one repetition.
     """
 
     repeats: int
@@ -180,12 +181,12 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
     },
 }
 WHOLES = dict.fromkeys(("q", "k", "v"), "qkv") | dict.fromkeys(("gate", "up"), "gate_up")
-"""Role -> the fused one that it may be a part of."""
+"""Role -> the fused role that may contain it."""
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIM = ("head_dim", "head_size", "attention_head_size")
 NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
 OWN_QUERY = "q_attn"
-"""Beside this layer, GPT-2's fused one holds no query."""
+"""If this layer exists, GPT-2's fused projection holds no query."""
 
 
 def tail(segments: Sequence[str]) -> list[str]:
@@ -213,14 +214,14 @@ def linear_role(path: str) -> str:
     segments = path.split(".")
     end = tail(segments)
     in_block = len(end) < len(segments)
-    # a layer in a Sequential, or inside another kind of layer, has the name of that
+    # a layer in a Sequential or inside another layer takes the name of its parent
     leaf = next((s for s in reversed(end) if not s.isdigit() and s != "linear"), end[-1])
     if not in_block or set(_before_numbers(segments)) & set(HEAD_SEGMENTS):
         outside = _role_outside(segments, leaf)
         if outside:
             return outside
     context = _context(end)
-    if in_block and not context:  # ask the name of the numbered list
+    if in_block and not context:  # use the name of the numbered list
         context = _context(segments[len(segments) - len(end) - 2 :][:1])
     if context in CHOOSING:
         return context
@@ -235,7 +236,7 @@ def linear_role(path: str) -> str:
 
 
 def _role_outside(segments: Sequence[str], leaf: str) -> str:
-    """Return head or other for a layer outside of all blocks, "" if it is in an unnumbered one."""
+    """Return head or other for a layer outside all blocks, "" in an unnumbered block."""
     if set(_before_numbers(segments)) & set(HEAD_SEGMENTS):
         return "head"
     if re.fullmatch(HEAD_LEAF, leaf):
@@ -263,18 +264,18 @@ def split_rows(
     in_features: int,
     out_features: int,
 ) -> tuple[int, dict[str, int]] | None:
-    """Return how often the parts of a fused layer repeat along its rows, and role -> rows of each.
+    """Return the repetitions along the rows of a fused layer, and role -> rows in each of them.
 
     Args:
-        kind: The role of the whole: qkv, kv, gate_up; others are not fused.
-        path: Of the layer.
+        kind: The fused role: qkv, kv, gate_up; other roles are not fused.
+        path: Path of the layer.
         owner: The module that holds the layer and uses its output.
-        configs: Of the owner, then of the model; each may be None.
-        in_features, out_features: Of the layer.
+        configs: The owner's config, then the model's; either may be None.
+        in_features, out_features: Sizes of the layer.
     """
     layout = _layout(kind, owner)
     heads = _fact(NUM_HEADS, owner, *configs)
-    totals: dict[str, int] = {}  # role -> rows in all, in the order of one repeat
+    totals: dict[str, int] = {}  # role -> total rows, in the order of one repetition
     repeats = 0
     if kind == "kv" and path.endswith("kv_b_proj"):  # multi-head latent attention
         repeats = heads
@@ -298,7 +299,7 @@ def split_rows(
 
 
 def _layout(kind: str, owner: object) -> Layout | None:
-    """Return the known row order of the class that owns a fused layer, if any."""
+    """Return the row order of a fused layer by its owner's class, or None if unknown."""
     layouts = LAYOUTS.get(kind, {})
     for cls in type(owner).__mro__:
         if cls.__module__.startswith("transformers.models."):
@@ -309,10 +310,25 @@ def _layout(kind: str, owner: object) -> Layout | None:
 
 
 def _facts(names: Sequence[str], *sources: object) -> list[int]:
-    """Return the given attributes that are positive numbers."""
+    """Return the values of the named attributes that are positive integers."""
     values = (getattr(source, name, None) for source in sources for name in names)
     return [value for value in values if isinstance(value, int) and value > 0]
 
 
 def _fact(names: Sequence[str], *sources: object) -> int:
     return next(iter(_facts(names, *sources)), 0)
+
+
+def is_role(word: str) -> bool:
+    """Return whether a word is a role or a group, with or without a tower's prefix."""
+    side, _, role = word.partition("_")
+    return (
+        word in ROLES
+        or word in GROUPS
+        or (side in TOWERS and role in ROLES and role not in UNSIDED)
+    )
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Return whether a shell pattern matches a path, or a suffix of it that begins after a dot."""
+    return fnmatchcase(path, pattern) or fnmatchcase(path, f"*.{pattern}")

@@ -19,12 +19,12 @@ from peftkit.base.pretrained import published_codes
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
 from peftkit.execution.environment import gpu_of_size, this_machine
-from peftkit.execution.plan import ExecutionPlan
+from peftkit.execution.plan import ExecutionPlan, plan_of
 from peftkit.inference.cache import slot_length
 from peftkit.inference.open_engine import bytes_per_token, cache_tokens
-from peftkit.kernels.device import gpu_here
+from peftkit.kernels.device import local_gpu
 from peftkit.planning.memory import CARDS, LINK, STEP, DeviceEstimate, MemoryEstimator, Strategy
-from peftkit.planning.resolve import as_continued, config_of, plan_as_requested
+from peftkit.planning.resolve import as_continued, config_of
 from peftkit.recipe import Recipe, load
 from peftkit.train.optim import STATE_BYTES
 
@@ -190,7 +190,7 @@ def measured_rate(dtype: torch.dtype) -> float:
 
     The best of a moment: other programs take turns with most of the products.
     """
-    here = gpu_here()
+    here = local_gpu()
     device, size = (here[0], 4096) if here else (torch.device("cpu"), 512)
     wait = torch.get_device_module(device).synchronize if here else lambda: None
     a = torch.ones(size, size, dtype=dtype, device=device)
@@ -216,8 +216,11 @@ def _recipe(target: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
 def _execution(estimator: MemoryEstimator, chosen: Strategy) -> ExecutionPlan:
     """Return the plan of a run with a strategy."""
     dtype = str(estimator.steps.dtype).removeprefix("torch.")
-    plan = plan_as_requested(estimator.recipe, estimator.environment, dtype)
-    plan = replace(plan, placement=chosen.placement, activations=chosen.activations)
+    device, num_processes = estimator.environment.kind, estimator.environment.world_size
+    plan = plan_of(
+        estimator.recipe.train, device, num_processes, placement=chosen.placement, dtype=dtype
+    )
+    plan = replace(plan, activations=chosen.activations)
     if chosen.fits or plan.tokens is None:
         return plan if chosen.fits else replace(plan, rows=max(chosen.most_rows, 1))
     return replace(plan, tokens=max(chosen.most_rows, 1) * estimator.length)

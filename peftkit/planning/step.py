@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from peftkit.adapter import Adapter, attach, prepared_for_training
-from peftkit.base.purpose import ClassHead, head_modules
+from peftkit.base.heads import ClassHead
+from peftkit.base.purpose import head_modules
 from peftkit.base.skeleton import on_meta, packed_skeleton, untraced
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.forward.attention import training_attention
@@ -31,7 +32,7 @@ from peftkit.kernels.cross_entropy import ALIGNMENT, rows_of_chunk
 from peftkit.model.modes import begin_training
 from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.planning.counter import GPU_ROUNDING, Counter
-from peftkit.quant.layers import keep_copies
+from peftkit.quant.copies import keep_copies
 from peftkit.recipe import Recipe
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.retrieval.embedding import Pooled, pooled
@@ -60,13 +61,13 @@ class FewChunks(Head):
     skipped = 0
     _room: Tensor | None = None
 
-    def losses(self, rows: Tensor, targets: Tensor, *, alike: bool = False) -> Tensor:
+    def losses(self, rows: Tensor, targets: Tensor, *, equal_weights: bool = False) -> Tensor:
         some = 2 * rows_of_chunk(rows, None, self.vocab_size, self.chunk_bytes)
         self.skipped = max(len(rows) - some, 0)
         self._room = torch.empty_like(rows[some:])  # for the gradients that are not computed
         if rows.requires_grad:
             rows.register_hook(self._leave)
-        losses = super().losses(rows[:some], targets[:some], alike=alike)
+        losses = super().losses(rows[:some], targets[:some], equal_weights=equal_weights)
         return functional.pad(losses, (0, self.skipped))
 
     def _leave(self, gradient: Tensor) -> None:
@@ -76,7 +77,9 @@ class FewChunks(Head):
         """Compute loss and gradient of some rows, and nothing else."""
         width = linear_shape(unwrap_adapter(self.module))[0]
         rows = torch.zeros(num_rows, width, dtype=dtype, requires_grad=True)
-        super().losses(rows, torch.zeros(num_rows, dtype=torch.long), alike=True).sum().backward()
+        super().losses(
+            rows, torch.zeros(num_rows, dtype=torch.long), equal_weights=True
+        ).sum().backward()
 
 
 def loss_of(

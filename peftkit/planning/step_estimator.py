@@ -29,7 +29,8 @@ from peftkit.planning.step import (
     skeleton_of,
     with_method,
 )
-from peftkit.quant.layers import COPY_SHARE, packed_tensors
+from peftkit.quant.copies import COPY_SHARE
+from peftkit.quant.layers import packed_tensors
 from peftkit.recipe import Recipe
 
 CATEGORIES = ("weights", "adapters", "gradients", "activations")
@@ -91,7 +92,8 @@ class StepEstimator:
         self._recipe, self._config = recipe, config
         fast = fast_dtype(torch.device("cpu")) if device == "cpu" else torch.bfloat16
         self.dtype = DTYPES.get(recipe.base.dtype) or fast
-        self._plan = plan_of(recipe.train, device, dtype=str(self.dtype).removeprefix("torch."))
+        dtype = str(self.dtype).removeprefix("torch.")
+        self._plan = plan_of(recipe.train, device, shard="none", dtype=dtype)
         self._steps: dict[int, DatalessStep] = {}
         self._counts: dict[tuple[int, int, int, Activations], StepCount] = {}
         bare = skeleton_of(recipe, config, self.dtype)

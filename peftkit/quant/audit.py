@@ -1,6 +1,6 @@
-"""The audit of a model: how every parameter is stored, and why it is not quantised.
+"""The audit of a model: the storage of every parameter, and the reason if it is not quantised.
 
-It is read from the live modules, not from a config.
+It inspects the live modules, not a config.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from peftkit.quant.layers import Packing, packed_tensors
 MAX_NAMES = 10
 _OUTPUT, _HEAD, _ROUTER, _TIED = "the output layer", "a head", "a router", "tied to an embedding"
 _OUTSIDE = (_OUTPUT, _HEAD, _ROUTER, _TIED)
-"""Reasons of the linear layers that are never quantised."""
+"""Reasons for linear layers that are never quantised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class AuditRow:
     Attributes:
         kind: "linear layers", "stacked experts", "embeddings", ...
         stored: "nf4", "fp4", "int8", or the dtype.
-        why: Why they are not quantised; empty if they are.
-        names: The last parts of their paths, each once, in the order of the model.
-        num_tensors, num_parameters, num_bytes: Packed tensors count with their unpacked number of
-            parameters, and their scales in the bytes; a tied tensor counts once.
+        why: Reason why they are not quantised; empty if they are.
+        names: The distinct last segments of their paths, in the order of the model.
+        num_tensors, num_parameters, num_bytes: Totals. Packed tensors count with their unpacked
+            number of parameters, and their bytes include scales; a tied tensor counts once.
     """
 
     kind: str
@@ -49,11 +49,11 @@ class AuditRow:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What a model's parameters are stored as.
+    """The storage of a model's parameters.
 
     Attributes:
-        rows: Largest kinds first.
-        copy_bytes: Bytes of dequantised copies kept for speed, not in `num_bytes`.
+        rows: A row per kind, largest first.
+        copy_bytes: Bytes of dequantised copies that save time, not in `num_bytes`.
     """
 
     rows: tuple[AuditRow, ...]
@@ -66,7 +66,7 @@ class Audit:
 
     @property
     def num_in_matrices(self) -> int:
-        """Parameters that multiply inside the model: no vectors, embeddings, heads or routers."""
+        """Number of parameters in matrix products: no vectors, embeddings, heads or routers."""
         kinds = ("linear layers", "stacked experts", "other")
         rows = (row for row in self.rows if row.kind in kinds and row.why not in _OUTSIDE)
         return sum(row.num_parameters for row in rows)
@@ -81,7 +81,7 @@ class Audit:
 
     @property
     def quantized_as(self) -> str:
-        """The kind in use ("nf4"), several joined by "+", or "none"."""
+        """The kind in use ("nf4"); several kinds are joined by "+"; "none" without any."""
         return "+".join(sorted({row.stored for row in self.rows if row.is_quantized})) or "none"
 
     def table(self) -> Table:
@@ -106,7 +106,7 @@ class Audit:
             rows.append(("copies kept for speed", "16 or 32 bits", "", "", size, ""))
         columns = ("weights", "stored as", "tensors", "parameters", "size", "not quantised because")
         is_plain = self.quantized_as == "none"
-        width = len(columns) - is_plain  # where nothing is quantised, the reasons tell nothing
+        width = len(columns) - is_plain  # reasons are only useful if some parameters are quantised
         stored = self.rows[0].stored if is_plain and self.rows else self.quantized_as
         summary = (
             f"The base in memory: {self.num_parameters:,} parameters, {stored}, "
@@ -117,7 +117,7 @@ class Audit:
 
 
 def audit(model: nn.Module) -> Audit:
-    """Return how the parameters of a model are stored."""
+    """Return the audit of a model's parameters."""
     groups: dict[tuple[str, str, str], list[tuple[str, int, int]]] = {}
     stacks = {(p.module, p.parameter): p for p in find_places(model) if p.parameter}
     tables = {id(own_table(m)) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -131,7 +131,7 @@ def audit(model: nn.Module) -> Audit:
         if packing.unpacked is not None:
             copy_bytes += packing.unpacked.numel() * packing.unpacked.element_size()
     reasons = exempt(model)
-    if groups:  # else nothing is quantised, wherever it is
+    if groups:  # otherwise nothing is quantised on any side
         for tower in filter(lambda place: place.set_apart, find_places(model)):
             reasons.setdefault(id(tower.module), f"{tower.side} side: base.quantize_towers")
     for path, module, name, tensor in _plain_parameters(model):
@@ -144,7 +144,13 @@ def audit(model: nn.Module) -> Audit:
     rows = [
         AuditRow(
             *group,
-            names=tuple(dict.fromkeys(_name(path) for path, _, _ in facts)),
+            # the last segments that are not numbers
+            names=tuple(
+                dict.fromkeys(
+                    next((name for name in reversed(path.split(".")) if not name.isdigit()), path)
+                    for path, _, _ in facts
+                )
+            ),
             num_tensors=len(facts),
             num_parameters=sum(n for _, n, _ in facts),
             num_bytes=sum(b for _, _, b in facts),
@@ -173,20 +179,20 @@ def exempt(model: nn.Module) -> dict[int, str]:
 
 
 def _plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield (module path, module, name, parameter), each parameter once and no packed ones."""
-    seen = {id(packed) for _, packed, _ in packed_tensors(model)}
+    """Yield (module path, module, name, parameter) once per parameter, without packed ones."""
+    visited = {id(packed) for _, packed, _ in packed_tensors(model)}
     for path, module in model.named_modules():
         for name, tensor in module._parameters.items():
-            if tensor is None or id(tensor) in seen or isinstance(module, Packing):
+            if tensor is None or id(tensor) in visited or isinstance(module, Packing):
                 continue
-            seen.add(id(tensor))
+            visited.add(id(tensor))
             yield path, module, name, tensor
 
 
 def _kind_of(
     module: nn.Module, name: str, tensor: Tensor, place: ModelWeight | None, reason: str
 ) -> tuple[str, str]:
-    """Return the kind of a parameter that is not packed, and the reason why it is not."""
+    """Return the kind of an unpacked parameter, and the reason why it is not packed."""
     if place is not None:
         if place.roles[0].endswith("router"):
             return "routers", _ROUTER
@@ -194,7 +200,7 @@ def _kind_of(
     if "bias" in name.lower():
         return "biases", "small"
     if is_linear(module) and name == "weight":
-        return "linear layers", reason or "not asked for"
+        return "linear layers", reason or "not requested"
     if isinstance(module, nn.Embedding):
         return "embeddings", "looked up, not multiplied"
     if tensor.ndim < 2:
@@ -202,11 +208,6 @@ def _kind_of(
     if isinstance(module, nn.modules.conv._ConvNd):
         return "convolutions", "not in a linear layer"
     return "other", "not in a linear layer"
-
-
-def _name(path: str) -> str:
-    """Return the last part of a path that is not a number."""
-    return next((part for part in reversed(path.split(".")) if not part.isdigit()), path)
 
 
 def _size(num_bytes: int) -> str:

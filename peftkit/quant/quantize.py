@@ -12,17 +12,10 @@ from torch.nn.utils import parametrize
 
 from peftkit.errors import BaseError, first_few
 from peftkit.events import Listener, Progress, ignore
-from peftkit.model.places import embedding_of, find_places, is_conv1d, is_linear
+from peftkit.model.places import find_places, is_conv1d, is_linear
 from peftkit.quant.audit import Audit, audit, exempt
-from peftkit.quant.layers import (
-    FLOATS,
-    Packing,
-    QuantizedEmbedding,
-    QuantizedLinear,
-    adopted,
-    is_foreign,
-    pack,
-)
+from peftkit.quant.layers import FLOATS, Job, Packing, QuantizedLinear, pack
+from peftkit.quant.weights import adopt_bitsandbytes
 from peftkit.settings import BaseConfig
 
 KINDS = ("nf4", "fp4", "int8")
@@ -40,18 +33,18 @@ def quantize_model(
     embeddings: str = "none",
     on_event: Listener = ignore,
 ) -> Audit:
-    """Quantise every linear layer and stack of experts of a model, in place, one at a time.
+    """Quantise every linear layer and stack of experts of a model in place, one at a time.
 
     The output layer, layers tied to an embedding, classification heads, and routers stay
     unquantised. Linear layers become QuantizedLinear. A layer that computes more than x W^T + b
-    keeps its class and reads a dequantised weight, as stacked experts do; it holds that weight from
+    keeps its class and reads a dequantised weight, like stacked experts; it holds this weight from
     forward to backward, unless the block is recomputed.
 
     Args:
         kind: "nf4", "fp4" or "int8".
         double_quant: Quantise the scales of the 4-bit kinds as well.
-        compute_dtype: By default each weight's own.
-        device: Where weights are quantised and stay; the rest of the model is not moved.
+        compute_dtype: By default each weight's dtype.
+        device: Device of the quantised weights; the rest of the model is not moved.
         keep: Paths of further modules that stay unquantised, with their submodules.
         embeddings: The kind for the embedding and the output layer, or "none".
 
@@ -59,19 +52,19 @@ def quantize_model(
         The audit of the quantised model.
 
     Raises:
-        BaseError: A linear layer could not be quantised, or there is none; lists them.
+        BaseError: Linear layers could not be quantised, or there are none; lists them.
     """
     if kind not in KINDS:
         raise BaseError(f"cannot quantise to {kind!r}.", fix=f"Use one of {', '.join(KINDS)}.")
     adopt_bitsandbytes(model, compute_dtype)
     layers = quantizable(model, keep)
-    work = quantizable(model, keep, embeddings=True) if embeddings != "none" else layers
+    jobs = quantizable(model, keep, embeddings=True) if embeddings != "none" else layers
     users: dict[int, list[Job]] = {}
-    for job in work:
+    for job in jobs:
         users.setdefault(id(job[1]._parameters.get(job[2])), []).append(job)
     packings: dict[int, Packing] = {}
     problems = []
-    for done, (path, module, name) in enumerate(work, start=1):
+    for done, (path, module, name) in enumerate(jobs, start=1):
         weight = module._parameters.get(name)
         try:
             if isinstance(module, QuantizedLinear):
@@ -81,27 +74,29 @@ def quantize_model(
                 if weight is None:
                     raise ValueError("its weight is no parameter")
                 if not path:
-                    raise ValueError("it is the whole model; give the model that it is a part of")
-                kind_here = kind if done <= len(layers) else embeddings
+                    raise ValueError("it is the whole model; give the model that contains it")
                 source = weight.t() if stores_transposed(module, name) else weight
                 packed, packing = pack(
-                    source.to(device), kind_here, double_quant=double_quant, dtype=compute_dtype
+                    source.to(device),
+                    kind if done <= len(layers) else embeddings,
+                    double_quant=double_quant,
+                    dtype=compute_dtype,
                 )
                 new = nn.Parameter(packed, requires_grad=False)
                 packings[id(new)] = packing
                 for _, user, leaf in users[id(weight)]:
-                    user._parameters[leaf] = new  # frees it now, whoever still holds the layer
+                    user._parameters[leaf] = new  # frees the weight even if the layer is in use
         except ValueError as error:
             problems.append(f"{path}.{name} of {type(module).__name__}: {error}")
-        on_event(Progress("Quantising the base", done, len(work)))
+        on_event(Progress("Quantising the base", done, len(jobs)))
     if problems or not layers:
         raise not_quantizable(model, kind, problems)
-    install_packed(model, work, packings, device)
+    install_packed(model, jobs, packings, device)
     return audit(model)
 
 
 def not_quantizable(model: nn.Module, kind: str, problems: Sequence[str]) -> BaseError:
-    """Return the error that lists why weights of a model cannot be quantised."""
+    """Return the error that lists the weights that cannot be quantised, with reasons."""
     return BaseError(
         f"cannot quantise {type(model).__name__} to {kind}.",
         found=first_few(problems, MAX_LISTED) or "It has no linear layers.",
@@ -109,14 +104,10 @@ def not_quantizable(model: nn.Module, kind: str, problems: Sequence[str]) -> Bas
     )
 
 
-Job = tuple[str, nn.Module, str]
-"""Module path, module, name of the parameter."""
-
-
 def quantizable(
     model: nn.Module, keep: Collection[str] = (), *, embeddings: bool = False
 ) -> list[Job]:
-    """Return every weight to quantise: linear layers under each of their paths, stacks once.
+    """Return all weights to quantise: linear layers under each of their paths, stacks once.
 
     Args:
         keep: Paths of modules that stay unquantised, with their submodules.
@@ -125,17 +116,21 @@ def quantizable(
     excluded = {id(m) for path in keep for m in model.get_submodule(path).modules()}
     unquantized = excluded | set(exempt(model))
     jobs = [job for job in _quantizable(model) if id(job[1]) not in unquantized]
-    return jobs + (_embedding_jobs(model, excluded) if embeddings else [])
+    if not embeddings:
+        return jobs
+    from peftkit.quant.embedding import embedding_jobs
+
+    return jobs + embedding_jobs(model, excluded)
 
 
 def weights_to_pack(
     settings: BaseConfig, model: nn.Module, head: Sequence[str], *, tables: bool = False
 ) -> dict[Job, str]:
-    """Return the weights of a model that are packed, and the kind of each ("nf4", ...).
+    """Return the weights of a model to pack, with the kind of each ("nf4", ...).
 
     Args:
-        head: Paths of the modules of its head, which stay as they are.
-        tables: The files may hold the token embedding and the output layer packed.
+        head: Paths of the classification head's modules, which stay unquantised.
+        tables: Whether the files may hold the token embedding and the output layer packed.
     """
     packs_towers = settings.quantize_towers or settings.quantize == "none"  # as in the files
     keep = head if packs_towers else (*head, *tower_paths(model))
@@ -146,54 +141,13 @@ def weights_to_pack(
     return jobs
 
 
-def _embedding_jobs(model: nn.Module, excluded: Collection[int]) -> list[Job]:
-    """Return every use of the token embedding's weight and of the output layer's.
-
-    A weight that something else uses too stays as it is.
-    """
-    of_model: Any = model
-    head = of_model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    ends = [module for module in (embedding_of(model), head) if module is not None]
-    weights = {id(module._parameters.get("weight")) for module in ends} - {id(None)}
-    jobs, kept = list[Job](), set[int]()
-    for path, module in model.named_modules(remove_duplicate=False):
-        weight = id(module._parameters.get("weight"))
-        if weight not in weights:
-            continue
-        if _packs_whole(module) and id(module) not in excluded:
-            jobs.append((path, module, "weight"))
-        else:
-            kept.add(weight)
-    return [job for job in jobs if id(job[1]._parameters["weight"]) not in kept]
-
-
-def _packs_whole(module: nn.Module) -> bool:
-    """Return whether a packed layer computes what an embedding or output layer does."""
-    plain = type(module).forward in (nn.Embedding.forward, nn.Linear.forward)
-    return plain or _is_scaled(module)
-
-
-def _is_scaled(module: nn.Module) -> bool:
-    """Return whether an embedding multiplies its rows by a number, as BART's and Gemma's do."""
-    return type(module).__name__.endswith("ScaledWordEmbedding") and hasattr(module, "embed_scale")
-
-
-def _scale_of(module: Any, dtype: torch.dtype) -> float:
-    """Return the factor of an embedding's rows, rounded to their dtype where its class does so."""
-    if not _is_scaled(module):
-        return 1.0
-    if not isinstance(module.embed_scale, Tensor):
-        return float(module.embed_scale)
-    return torch.tensor(module.scalar_embed_scale, dtype=dtype, device="cpu").item()
-
-
 def install_packed(
     model: nn.Module,
     jobs: Iterable[Job],
     packings: Mapping[int, Packing],
     device: torch.device | None,
 ) -> None:
-    """Replace layers whose parameters hold packed data by quantised ones.
+    """Replace layers whose parameters hold packed data by quantised layers.
 
     Args:
         jobs: `quantizable` of the model before its weights were packed.
@@ -209,12 +163,13 @@ def install_packed(
         if packed is None or (packing := packings.get(id(packed))) is None:
             continue
         if isinstance(module, nn.Embedding):
-            scale = _scale_of(module, packing.dtype)
+            from peftkit.quant.embedding import QuantizedEmbedding, embedding_scale
+
+            scale = embedding_scale(module, packing.dtype)
             replaced[module] = QuantizedEmbedding(packed, packing, module.padding_idx, scale)
             model.set_submodule(path, replaced[module].train(module.training))
             continue
-        plain = name == "weight" and _packed_is_plain(module, packed, packing)
-        if not plain:
+        if name != "weight" or not _packed_is_plain(module, packed, packing):
             parametrize.register_parametrization(module, name, packing, unsafe=True)
             continue
         bias = cast("Tensor | None", module.bias)
@@ -225,12 +180,12 @@ def install_packed(
 
 
 def stores_transposed(module: nn.Module, name: str) -> bool:
-    """Return whether a layer stores its weight as (in, out), which is packed as (out, in)."""
+    """Return whether a layer stores its weight transposed, as (in, out)."""
     return name == "weight" and is_conv1d(module) and has_plain_forward(module)
 
 
 def _packed_is_plain(module: nn.Module, packed: Tensor, packing: Packing) -> bool:
-    """Return whether a layer computes x W^T + b: by its class, or else by a test."""
+    """Return whether a layer computes x W^T + b, by its class or a test."""
     if has_plain_forward(module) or is_conv1d(module):
         return has_plain_forward(module)
     unpacked, bias = packing(packed), module._parameters.get("bias")
@@ -243,15 +198,15 @@ def _packed_is_plain(module: nn.Module, packed: Tensor, packing: Packing) -> boo
 
 
 def has_plain_forward(module: nn.Module) -> bool:
-    """Return whether a layer computes x W^T + b, by its class alone."""
+    """Return whether a layer's class computes x W^T + b."""
     plain: list[Any] = [cls for cls in type(module).__mro__ if cls.__name__ == "Conv1D"]
     return any(type(module).forward is cls.forward for cls in (*plain, nn.Linear))
 
 
 def tower_paths(model: nn.Module) -> list[str]:
-    """Return the paths of the linear layers in towers and projectors next to a language model.
+    """Return the paths of the linear layers in a language model's towers and projectors.
 
-    Empty for a model that is a tower itself, or compares two.
+    Empty for a model that is a tower itself, or compares two towers.
     """
     return [place.path for place in find_places(model) if place.set_apart and place.path]
 
@@ -279,23 +234,5 @@ def _is_plain(module: nn.Module) -> bool:
             return False
     if not isinstance(output, Tensor) or output.shape != expected.shape:
         return False
-    # its sums may round in another order
+    # rounding depends on the order of summation
     return bool((output - expected).abs().max() <= 0.02 * expected.abs().max())
-
-
-def adopt_bitsandbytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
-    """Replace bitsandbytes' linear layers by ours over the same packed data; return how many.
-
-    Args:
-        dtype: Compute dtype; by default the one the weight had.
-
-    Raises:
-        BaseError: bitsandbytes has repacked a weight, which can no longer be read.
-    """
-    foreign = [
-        (path, m) for path, m in model.named_modules(remove_duplicate=False) if is_foreign(m)
-    ]
-    layers = {module: adopted(path, module, dtype) for path, module in foreign}
-    for path, module in foreign:
-        model.set_submodule(path, layers[module])
-    return len(layers)

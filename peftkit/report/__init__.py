@@ -1,1 +1,1 @@
-"""Runs reported: one HTML file, and a table of runs."""
+"""Reports of runs: one HTML file, and a table of runs."""

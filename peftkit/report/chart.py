@@ -1,7 +1,7 @@
-"""Charts of curves over steps: what they show, and how they are drawn.
+"""Charts of curves over steps: their contents and their drawing.
 
 A chart is inline SVG: the curves stretch with the page, the text next to them does not. The script
-of the page reads the values under the pointer off the lines.
+of the page reads the values under the pointer from the lines.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from peftkit.report.history import Curve, History, smoothed
 from peftkit.report.html import text
 
 SPANS = 500
-"""A line keeps the minimum and the maximum of so many spans of its points."""
+"""Number of spans of a line, each reduced to its minimum and maximum."""
 WIDTH, HEIGHT = 1000, 300
-"""Units of the drawing, which is stretched."""
+"""Size of the stretched drawing in its units."""
 NUM_COLORS = 8
 MOST_FIGURES = 6
 MAX_DOTS = 60
-"""With more points only the last has a dot."""
+"""Largest number of points with a dot each; with more points only the last has one."""
 TITLES = {
     "loss": "Loss",
     "learning_rate": "Learning rate",
@@ -41,8 +41,8 @@ class Line:
     """A line of a chart.
 
     Attributes:
-        label: What the legend calls it. color: Number of a colour.
-        style: raw: faint, behind the others; points: each point is marked.
+        label: Label in the legend. color: Index of a colour.
+        style: raw: faint, behind the other lines; points: each point is marked.
     """
 
     label: str
@@ -56,7 +56,7 @@ class Chart:
     """Lines over steps.
 
     Attributes:
-        name: Of the curve. seams: Steps at which the run was resumed.
+        name: Name of the curve. seams: Steps at which the run was resumed.
     """
 
     title: str
@@ -66,7 +66,7 @@ class Chart:
 
     @cached_property
     def span(self) -> tuple[float, float]:
-        """Both ends of the y axis, without the lowest and the highest hundredth of raw values."""
+        """Range of the y axis, without the lowest and the highest hundredth of raw values."""
         clean = [value for line in self.lines if line.style != "raw" for _, value in line.points]
         raw = sorted(v for line in self.lines if line.style == "raw" for _, v in line.points)
         inner = raw[len(raw) // 100 : len(raw) - len(raw) // 100]
@@ -83,15 +83,15 @@ class Chart:
         return max(1, *(line.points[-1][0] for line in self.lines if line.points))
 
     def y(self, value: float) -> float:
-        """Return where a value is, from 0 (bottom) to 1; outliers are put on the edge."""
+        """Return the height of a value from 0 (bottom) to 1; outliers are clamped."""
         low, high = self.span
         return min(1.0, max(0.0, (value - low) / (high - low)))
 
     def y_ticks(self) -> list[tuple[float, str]]:
-        """Return round values for the y axis, with as many figures as tell them apart."""
+        """Return round values for the y axis, with enough digits to distinguish them."""
         ticks = round_ticks(*self.span)
-        for more in range(MOST_FIGURES):
-            texts = [metric(self.name, value, more) for value in ticks]
+        for digits in range(MOST_FIGURES):
+            texts = [metric(self.name, value, digits) for value in ticks]
             if len(set(texts)) == len(ticks):
                 break
         return list(zip(ticks, texts, strict=True))
@@ -102,7 +102,7 @@ class Chart:
 
 
 def round_ticks(low: float, high: float, number: int = 4) -> list[float]:
-    """Return about so many round numbers between two others, for an axis."""
+    """Return about `number` round values between `low` and `high`, for an axis."""
     width = high - low
     if not (math.isfinite(width) and width > 0):
         return [low]
@@ -114,7 +114,7 @@ def round_ticks(low: float, high: float, number: int = 4) -> list[float]:
 
 
 def charts(runs: Sequence[History]) -> list[Chart]:
-    """Return the charts of runs: one run in all detail, several overlaid."""
+    """Return the charts of runs: one run in full detail, several overlaid."""
     names = dict.fromkeys(name for run in runs for name in run.curves)
     of_eval, of_task = ([n for n in names if n.startswith(p)] for p in ("eval/", "train/"))
     drawings = []
@@ -132,7 +132,7 @@ def charts(runs: Sequence[History]) -> list[Chart]:
 
 
 def _lines(runs: Sequence[History], name: str) -> Iterator[Line]:
-    """Yield the lines of a curve: smoothed where it is noisy, of one run the raw values too."""
+    """Yield the lines of a curve: smoothed if it is noisy, with the raw values of a single run."""
     is_alone, is_eval = len(runs) == 1, name.startswith("eval/")
     for color, run in enumerate(runs):
         curve = run.curves[name]
@@ -151,22 +151,22 @@ def _lines(runs: Sequence[History], name: str) -> Iterator[Line]:
 
 def points(curve: Curve) -> list[Point]:
     """Return the minimum and the maximum of each of SPANS spans of a curve, and its ends."""
-    every = list(curve.items())
-    if len(every) <= 2 * SPANS:
-        return every
-    size = math.ceil(len(every) / SPANS)
-    spans = [every[start : start + size] for start in range(0, len(every), size)]
+    pairs = list(curve.items())
+    if len(pairs) <= 2 * SPANS:
+        return pairs
+    size = math.ceil(len(pairs) / SPANS)
+    spans = [pairs[start : start + size] for start in range(0, len(pairs), size)]
     ends = {pick(span, key=lambda point: point[1]) for span in spans for pick in (min, max)}
-    return sorted({every[0], *ends, every[-1]})
+    return sorted({pairs[0], *ends, pairs[-1]})
 
 
-def drawn(chart: Chart) -> str:
-    """Return a chart as a figure of HTML."""
+def render_chart(chart: Chart) -> str:
+    """Return a chart as an HTML figure."""
     lines = sorted(chart.lines, key=lambda line: line.style != "raw")
-    y_ticks = [(HEIGHT * (1 - chart.y(value)), shown) for value, shown in chart.y_ticks()]
+    y_ticks = [(HEIGHT * (1 - chart.y(value)), label) for value, label in chart.y_ticks()]
     rules = (f"M0 {y:.2f}H{WIDTH}" for y, _ in y_ticks)
     seams = (f"M{WIDTH * step / chart.last_step:.1f} 0V{HEIGHT}" for step in chart.seams)
-    y_axis = (f'<span style="top:{y / HEIGHT:.2%}">{text(shown)}</span>' for y, shown in y_ticks)
+    y_axis = (f'<span style="top:{y / HEIGHT:.2%}">{text(label)}</span>' for y, label in y_ticks)
     x_axis = (
         f"<span{' class=end' * (step > 0.95 * chart.last_step)} "
         f'style="left:{step / chart.last_step:.2%}">{step:,}</span>'
@@ -198,14 +198,14 @@ def _polyline(chart: Chart, line: Line) -> str:
 
 
 def _dots(chart: Chart, line: Line) -> str:
-    """Return marks of points, as HTML: a stretched drawing would make them ovals."""
+    """Return the marks of points as HTML, since the stretched SVG would distort them."""
     if line.style != "points":
         return ""
-    shown = line.points if len(line.points) <= MAX_DOTS else line.points[-1:]
-    places = (f"left:{step / chart.last_step:.2%};bottom:{chart.y(v):.2%}" for step, v in shown)
+    marked = line.points if len(line.points) <= MAX_DOTS else line.points[-1:]
+    places = (f"left:{step / chart.last_step:.2%};bottom:{chart.y(v):.2%}" for step, v in marked)
     return "".join(f"<i {_kind(line, 'dot', place)}></i>" for place in places)
 
 
 def _kind(line: Line, name: str = "", place: str = "") -> str:
-    """Return the attributes that give an element the style and the colour of a line."""
+    """Return the HTML attributes for the style and colour of a line."""
     return f'class="{name} {line.style}" style="--c:var(--c{line.color % NUM_COLORS});{place}"'

@@ -1,6 +1,6 @@
-"""Runs, read from the files in their folders while they go on or when they are over.
+"""Reads runs from the files in their folders, during training or afterwards.
 
-What a crash left half written is skipped: a torn line costs that line.
+Lines that a crash left incomplete are skipped.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from peftkit.figures import recent_mean
 METRICS, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
 FACTS, TASKS = "run.json", "tasks.json"
 IDLE_SECONDS = 120.0
-"""A run that wrote nothing for so long, and for ten times its usual pause, has stopped."""
+"""A run without output for this time, and for ten times its usual pause, counts as stopped."""
 CURVES = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "peak_bytes")
 MAX_DEPTH = 4
 State = Literal["finished", "running", "stopped", "failed", "not begun"]
 Curve = dict[int, float]
-"""Value by step, in the order of steps."""
+"""Step to value, in the order of steps."""
 
 
 class RunFacts(BaseModel):
-    """run.json: what `peftkit.record` writes as training starts.
+    """run.json, which `peftkit.record` writes at the start of training.
 
     Attributes:
-        tables: Of files of rows (those with a source), of the base and of the adapter.
-        lengths: By split, (lower edge, number of documents) of a histogram of token counts.
-        row: (kind, text) of the spans of one row as the loss sees it. row_source: its file, line.
-        machine: Versions, and what the numbers of the run depend on.
-        command: How to use the adapter; "{folder}" stands for its folder.
+        tables: Tables of data files (with a source), of the base and of the adapter.
+        lengths: Split to (lower edge, number of documents) of a histogram of token counts.
+        row: (kind, text) of the spans of a row in the loss. row_source: Its file and line.
+        machine: Versions and settings that affect the numbers of the run.
+        command: Command that uses the adapter, with "{folder}" in place of its folder.
     """
 
     recipe: dict[str, Any] = {}
@@ -63,15 +63,15 @@ class History:
     """A run, as recorded in its files.
 
     Attributes:
-        name: What the report calls the run.
-        curves: By name: those of CURVES, "eval/METRIC", and "train/FIGURE" for the task's figures.
+        name: Name of the run in the report.
+        curves: Curves by name: CURVES, "eval/METRIC", and "train/FIGURE" for the task's figures.
         seams: Steps at which the run was resumed.
-        notices: (last step before it, text).
-        started: The newest RunStarted line. end: The RunDone or RunStopped line after it, if any.
+        notices: (last step before the notice, text).
+        started: The latest RunStarted line. end: The RunDone or RunStopped line after it, if any.
         samples: Lines of samples.jsonl. scores: Entries of tasks.json.
-        answers: By step, the lines of answers.jsonl with the highest and the lowest reward.
-        epoch: How often the rows were seen, on average.
-        changed: When metrics.jsonl was last written, in seconds since 1970.
+        answers: Step to the lines of answers.jsonl with the highest and the lowest reward.
+        epoch: Average number of passes over the rows.
+        changed: Time of the last write to metrics.jsonl, in seconds since 1970.
     """
 
     folder: Path
@@ -92,7 +92,7 @@ class History:
 
     @property
     def step(self) -> int:
-        """The last step that was done."""
+        """The last completed step."""
         return next(reversed(self.curves["loss"]), 0)
 
     @property
@@ -102,11 +102,11 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """Duration so far; until the run is done with the pauses between its parts."""
+        """Duration so far; pauses between sessions count until the run is done."""
         return self.end.get("seconds") or max(0.0, self.changed - self.began)
 
     def state(self, now: float | None = None) -> State:
-        """Return whether the run goes on, or how it ended."""
+        """Return the state of the run at the time `now`."""
         if not self.started:
             return "not begun"
         if self.end:
@@ -118,7 +118,7 @@ class History:
         return "running" if quiet < max(IDLE_SECONDS, 10 * pause) else "stopped"
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Add an event, as a line of metrics.jsonl."""
+        """Add an event from a line of metrics.jsonl."""
         event, step = line.get("event"), line.get("step")
         if event == "RunStarted":
             self._start(line)
@@ -139,7 +139,7 @@ class History:
                 self.curves[prefix + name][step] = float(value)
 
     def _start(self, line: Mapping[str, Any]) -> None:
-        """Begin anew, or go on from the step that the run is resumed at."""
+        """Start a new history, or continue from the step at which the run is resumed."""
         start = line.get("start_step", 0)
         self.started, self.end = dict(line), {}
         if start == 0:
@@ -156,7 +156,7 @@ def read_history(folder: str | Path) -> History:
     """Read a run's folder.
 
     Raises:
-        DataError: There is no run in it.
+        DataError: The folder holds no run.
     """
     folder = Path(folder)
     if not is_run(folder):
@@ -171,7 +171,7 @@ def read_history(folder: str | Path) -> History:
     for line in _lines(folder / METRICS):
         run.add(line)
     run.changed = (folder / METRICS).stat().st_mtime
-    with suppress(OSError, ValidationError):  # absent, or being written
+    with suppress(OSError, ValidationError):  # missing, or currently written
         run.facts = RunFacts.model_validate_json((folder / FACTS).read_bytes())
     samples = {(s["step"], s["prompt"]): s for s in _lines(folder / SAMPLES) if "step" in s}
     run.samples = list(samples.values())
@@ -182,11 +182,11 @@ def read_history(folder: str | Path) -> History:
 
 
 def read_histories(folders: Sequence[str | Path]) -> list[History]:
-    """Read several runs; each is named by its path below the folder that they share."""
+    """Read several runs, named by their paths relative to the common folder."""
     runs = [read_history(folder) for folder in folders]
     if len(runs) > 1:
         paths = [Path(folder).absolute() for folder in folders]
-        with suppress(ValueError):  # two drives of Windows share none
+        with suppress(ValueError):  # different drives on Windows have none
             top = os.path.commonpath([path.parent for path in paths])
             for run, path in zip(runs, paths, strict=True):
                 run.name = path.relative_to(top).as_posix()
@@ -194,7 +194,7 @@ def read_histories(folders: Sequence[str | Path]) -> list[History]:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a run wrote into a folder."""
+    """Return whether a folder holds a run."""
     return (folder / METRICS).is_file()
 
 
@@ -203,7 +203,7 @@ def _best_and_worst(path: Path) -> dict[int, tuple[dict[str, Any], dict[str, Any
     previous = 0
     for line in _lines(path):
         step, reward = line.get("step", 0), line.get("reward")
-        if step < previous:  # a resumed run makes these answers again
+        if step < previous:  # a resumed run generates these again
             answers = {earlier: pair for earlier, pair in answers.items() if earlier < step}
         previous = step
         if isinstance(reward, int | float):
@@ -230,9 +230,9 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 
 def smoothed(curve: Curve) -> Curve:
-    """Return the mean around each step, over a fiftieth of all steps and at least five.
+    """Return the moving average over a fiftieth of all steps, at least five.
 
-    At both ends the window is cut off, to no less than its half.
+    At both ends the window is truncated, down to half its size.
     """
     number, half = len(curve), max(2, len(curve) // 100)
     sums = [0.0, *accumulate(curve.values())]
@@ -243,12 +243,13 @@ def smoothed(curve: Curve) -> Curve:
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A run in one row of a table.
+    """A run as a row of a table.
 
     Attributes:
-        loss: Of the last steps (`recent_mean`). best_eval_loss, best_step: The minimum, and where.
-        changed: When it last wrote, in seconds since 1970.
-        differs: The settings in which not all runs of the table agree.
+        loss: Mean loss of the last steps (`recent_mean`).
+        best_eval_loss, best_step: Minimum of the eval loss, and its step.
+        changed: Time of the last write, in seconds since 1970.
+        differs: Settings that differ between the runs of the table.
     """
 
     run: str
@@ -265,7 +266,7 @@ class RunRow:
 
 
 def row_of(run: History, differs: dict[str, str] | None = None) -> RunRow:
-    """Return the row of a run."""
+    """Return a run as a row of a table."""
     losses, evals = list(run.curves["loss"].values()), run.curves["eval/loss"]
     best_step = min(evals, key=evals.__getitem__, default=None)
     return RunRow(
@@ -284,33 +285,31 @@ def row_of(run: History, differs: dict[str, str] | None = None) -> RunRow:
 
 
 def list_runs(folder: str | Path = "runs") -> list[RunRow]:
-    """Return the runs at or below a folder, up to four levels deep, the newest first.
+    """Return the runs in a folder, up to four levels deep, the newest first.
 
     Raises:
-        DataError: There is no such folder, or no run in it.
+        DataError: The folder does not exist or holds no run.
     """
     top = Path(folder)
     if not top.is_dir():
-        raise DataError(f"there is no folder '{top}'", fix="Name the folder that your runs are in.")
+        raise DataError(f"there is no folder '{top}'", fix="Use the folder of your runs.")
     depths = [top.glob("*/" * depth + METRICS) for depth in range(MAX_DEPTH + 1)]
     runs = [read_history(path.parent) for paths in depths for path in paths]
     if not runs:
-        raise DataError(
-            f"there are no runs in '{top}'", found=f"No folder in it holds a {METRICS}."
-        )
+        raise DataError(f"there are no runs in '{top}'", found=f"No subfolder holds a {METRICS}.")
     runs.sort(key=lambda run: -run.changed)
     return [row_of(run, settings) for run, settings in zip(runs, differing(runs), strict=True)]
 
 
 def differing(runs: Sequence[History]) -> list[dict[str, str]]:
-    """Return each run's settings in which not all runs agree; runs without a recipe count not."""
+    """Return each run's settings that differ between runs, ignoring runs without a recipe."""
     recipes = [as_texts(run.facts.recipe) for run in runs]
     keys = dict.fromkeys(key for recipe in recipes for key in recipe if key != "train.output_dir")
-    shown = [key for key in keys if len({recipe.get(key) for recipe in recipes if recipe}) > 1]
-    return [{key: recipe[key] for key in shown if key in recipe} for recipe in recipes]
+    varying = [key for key in keys if len({recipe.get(key) for recipe in recipes if recipe}) > 1]
+    return [{key: recipe[key] for key in varying if key in recipe} for recipe in recipes]
 
 
 def as_texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return nested settings as one mapping of texts, names joined by dots."""
+    """Return nested settings as one mapping of strings, with names joined by dots."""
     values = flat(settings).items()
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values}

@@ -1,6 +1,6 @@
-"""The report of one run or of several, as one HTML file that needs nothing else.
+"""The report of one or several runs, as a self-contained HTML file.
 
-`peftkit report` writes it of any run; `LiveReport` writes it anew while a run goes on.
+`peftkit report` writes it for any run; `LiveReport` updates it during a run.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 from peftkit.events import EvalDone, Event, Listener, Notice, RunStopped, Sampled, Saved, StepDone
 from peftkit.figures import count, duration, loss_name, short, size
 from peftkit.files.disk import write_text
-from peftkit.report.chart import charts, drawn
+from peftkit.report.chart import charts, render_chart
 from peftkit.report.history import History, as_texts, differing, read_histories, row_of
 from peftkit.report.html import code, histogram, paragraph, table, text
 
 REPORT = "report.html"
 REFRESH_SECONDS = 30
-"""How often a browser reloads the report of a run that is going on."""
+"""Interval at which a browser reloads the report of an active run."""
 SHARE = 0.02
-"""Part of the run's time that writing its report may take."""
+"""Maximum share of the run's time for writing its report."""
 MAX_SAMPLE_STEPS = 12
 STYLE, SCRIPT = (
     files("peftkit.report").joinpath(name).read_text(encoding="utf-8")
@@ -39,7 +39,7 @@ def write_report(runs: Sequence[str | Path], out: str | Path) -> Path:
     """Write the report of runs as one HTML file, and return its path.
 
     Args:
-        runs: Their folders; the recipes of several are compared.
+        runs: Folders of the runs; the recipes of several runs are compared.
         out: The file to write.
 
     Raises:
@@ -53,11 +53,11 @@ def write_report(runs: Sequence[str | Path], out: str | Path) -> Path:
 class LiveReport:
     """Listener that writes a run's report after evaluations, samples and saves, and at its end.
 
-    A failure costs one Notice and the report, not the run.
+    After a failure it emits one Notice and stops writing the report; the run continues.
 
     Args:
         folder: The folder of the run.
-        on_event: Receives that Notice.
+        on_event: Receives the Notice.
     """
 
     def __init__(
@@ -68,16 +68,19 @@ class LiveReport:
         self._spent, self._began = 0.0, clock()
 
     def on_event(self, event: Event) -> None:
-        """Write the report if the event is worth it."""
+        """Write the report when the run ends, or at a step after a relevant event."""
         if isinstance(event, RunStopped) or (isinstance(event, Saved) and event.kind == "adapter"):
             self._write(event)
         elif isinstance(event, EvalDone | Sampled | Saved):
-            self._is_due = True  # at the next step: metrics.jsonl does not have this event yet
-        elif isinstance(event, StepDone) and self._is_due and self._has_time():
+            self._is_due = (
+                True  # at the next step, since metrics.jsonl does not have this event yet
+            )
+        elif (
+            isinstance(event, StepDone)
+            and self._is_due
+            and self._spent <= SHARE * (self._clock() - self._began)
+        ):
             self._write(event)
-
-    def _has_time(self) -> bool:
-        return self._spent <= SHARE * (self._clock() - self._began)
 
     def _write(self, event: Event) -> None:
         if self._is_broken:
@@ -87,14 +90,14 @@ class LiveReport:
             (run,) = read_histories([self.folder])
             run.add({"event": type(event).__name__, **asdict(event)})
             write_text(page([run]), self.folder / REPORT)
-        except Exception as error:  # whatever it is
+        except Exception as error:  # a report must not stop the run
             self._is_broken = True
             self._report(Notice(f"{REPORT} is no longer written: {error}"))
         self._spent += self._clock() - began
 
 
 def page(runs: Sequence[History]) -> str:
-    """Return the report as HTML, with no script but ours and no request to anywhere."""
+    """Return the report as HTML that runs only peftkit's script and makes no requests."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     body = _one(runs[0]) if len(runs) == 1 else _several(runs)
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
@@ -122,15 +125,16 @@ def page(runs: Sequence[History]) -> str:
 
 
 def _one(run: History) -> str:
-    state = run.state()
+    state, paths = run.state(), run.started.get("paths")
+    computed_by = paragraph(f"Computed by: {paths}.") if paths else ""
     head = f'<h1>{text(run.name)} <span class="state {state.replace(" ", "-")}">{state}</span></h1>'
     sections = [
         ("Curves", _curves([run])),
         ("Tasks", _scores(run)),
         ("Samples", _samples(run)),
-        ("Answers and their rewards", _answers(run)),
+        ("Completions and their rewards", _answers(run)),
         ("Data", _tables(run, of_files=True) + _lengths(run) + _row_of_the_loss(run)),
-        ("Base and adapter", _tables(run, of_files=False) + _paths(run)),
+        ("Base and adapter", _tables(run, of_files=False) + computed_by),
         ("Recipe", code(run.facts.recipe_yaml)),
         ("Machine, versions, hashes", _machine(run)),
         ("Notices", _notices(run)),
@@ -147,26 +151,25 @@ def _several(runs: Sequence[History]) -> str:
         losses = map(short, (row.loss, row.best_eval_loss, row.eval_loss))
         rows.append((row.run, row.state, f"{row.step:,}", *losses, duration(row.seconds)))
     columns = ("run", "state", "steps", loss_name(), "eval loss, best", "eval loss, last", "time")
-    sections = [("What differs", _differences(runs)), ("Curves", _curves(runs))]
+    sections = [("Differences of the recipes", _differences(runs)), ("Curves", _curves(runs))]
     sections += [(run.name, _end(run) + _next_commands(run)) for run in runs]
     return f"<h1>{len(runs)} runs</h1>{table(columns, rows, numbers=True)}{_joined(sections)}"
 
 
 def _joined(sections: Sequence[tuple[str, str]]) -> str:
-    """Return the sections that hold anything, under their titles."""
     return "\n".join(f"<h2>{text(title)}</h2>{part}" for title, part in sections if part)
 
 
 def _differences(runs: Sequence[History]) -> str:
     settings = differing(runs)
-    keys = dict.fromkeys(key for each in settings for key in each)
-    rows = [(key, *(each.get(key, "-") for each in settings)) for key in keys]
+    keys = dict.fromkeys(key for of_run in settings for key in of_run)
+    rows = [(key, *(of_run.get(key, "-") for of_run in settings)) for key in keys]
     compared = table(("setting", *(run.name for run in runs)), rows)
     return compared or paragraph("The recipes are the same.")
 
 
 def _end(run: History) -> str:
-    """Return why the run ended before its last step; nothing if it did not."""
+    """Return a warning if the run ended before its last step; else ""."""
     if run.state() not in ("stopped", "failed"):
         return ""
     reason = run.end.get("text", "nothing was written any more")
@@ -188,16 +191,15 @@ def _tiles(run: History) -> str:
         "peak memory": size(peak) if peak else "",
         "device": run.started.get("device", ""),
     }
-    shown = (
+    elements = (
         f"<div><span>{a}</span><b>{text(b)}</b></div>"
         for a, b in tiles.items()
         if b not in ("", "-")
     )
-    return f'<div class="tiles">{"".join(shown)}</div>'
+    return f'<div class="tiles">{"".join(elements)}</div>'
 
 
 def _rows(run: History) -> str:
-    """Return the number of training rows, and how often they were seen."""
     if "num_rows" not in run.started:
         return ""
     epochs = f", {run.epoch:.2f} epochs" if run.step else ""
@@ -205,7 +207,7 @@ def _rows(run: History) -> str:
 
 
 def _curves(runs: Sequence[History]) -> str:
-    figures = "".join(map(drawn, charts(runs))) or paragraph("No step is done yet.")
+    figures = "".join(map(render_chart, charts(runs))) or paragraph("No step is done yet.")
     seams = ", ".join(f"{step:,}" for step in runs[0].seams) if len(runs) == 1 else ""
     note = paragraph(f"Resumed after step {seams} (dotted lines).") if seams else ""
     return f'<div class="charts">\n{figures}</div>{note}'
@@ -222,7 +224,7 @@ def _cell(value: Any) -> str:
 
 
 def _samples(run: History) -> str:
-    """Return the answers of the model to the same prompts before, during and after training."""
+    """Return completions of the same prompts before, during and after training."""
     steps = _evenly_spaced(sorted({line["step"] for line in run.samples}))
     prompts: dict[str, list[dict[str, Any]]] = {}
     for line in sorted(run.samples, key=lambda line: int(line["step"])):
@@ -240,35 +242,30 @@ def _samples(run: History) -> str:
 
 
 def _answers(run: History) -> str:
-    """Return the best and the worst answer of steps that were trained on answers of the model."""
+    """Return the completions with the highest and the lowest reward of some steps."""
     rows = []
     for step in _evenly_spaced(sorted(run.answers)):
         best, worst = run.answers[step]
         for line in (best, worst) if worst is not best else (best,):
             parts = line.get("parts") or {}
-            named = [f"{name} {_cell(v)}" for name, v in parts.items() if len(parts) > 1]
-            rewards = "\n".join([short(line["reward"]), *named])
-            prompt, answer = str(line.get("prompt", ""))[-300:], str(line.get("completion", ""))
-            rows.append((f"{step:,}", rewards, prompt, answer))
-    columns = ("step", "reward", "prompt", "answer: the best and the worst of the step")
+            by_name = [f"{name} {_cell(v)}" for name, v in parts.items() if len(parts) > 1]
+            rewards = "\n".join([short(line["reward"]), *by_name])
+            prompt, completion = str(line.get("prompt", ""))[-300:], str(line.get("completion", ""))
+            rows.append((f"{step:,}", rewards, prompt, completion))
+    columns = ("step", "reward", "prompt", "best and worst completion of the step")
     return table(columns, rows)
 
 
 def _evenly_spaced(steps: Sequence[int]) -> list[int]:
-    """Return the first and the last step, and some between."""
+    """Return up to MAX_SAMPLE_STEPS evenly spaced steps, with the first and the last."""
     last = len(steps) - 1
     places = {n * last // (MAX_SAMPLE_STEPS - 1) for n in range(MAX_SAMPLE_STEPS)}
     return [steps[place] for place in sorted(places)] if steps else []
 
 
 def _tables(run: History, *, of_files: bool) -> str:
-    tables = [one for one in run.facts.tables if bool(one.source) is of_files]
-    return "".join(f"<h3>{text(one.title)}</h3>{table(one.columns, one.rows)}" for one in tables)
-
-
-def _paths(run: History) -> str:
-    paths = run.started.get("paths")
-    return paragraph(f"Computed by: {paths}.") if paths else ""
+    tables = [t for t in run.facts.tables if bool(t.source) is of_files]
+    return "".join(f"<h3>{text(t.title)}</h3>{table(t.columns, t.rows)}" for t in tables)
 
 
 def _lengths(run: History) -> str:
@@ -282,13 +279,13 @@ def _row_of_the_loss(run: History) -> str:
     spans = run.facts.row
     if not spans:
         return ""
-    shown, note = table(("", "text"), spans), "Its parts, as the task names them."
+    body, note = table(("", "text"), spans), "The fields of the row, by the task's names."
     if {kind for kind, _ in spans if kind} <= {"learnt"}:
-        marked = (f"<mark>{text(part)}</mark>" if kind else text(part) for kind, part in spans)
-        shown = f"<pre>{''.join(marked)}</pre>"
-        note = "The loss is on what is marked; the rest is context."
-    title = text(f"A row as the loss sees it: {run.facts.row_source}")
-    return f"<h3>{title}</h3>{shown}{paragraph(note)}"
+        marked = (f"<mark>{text(span)}</mark>" if kind else text(span) for kind, span in spans)
+        body = f"<pre>{''.join(marked)}</pre>"
+        note = "The loss is computed on the marked text; the rest is context."
+    title = text(f"A training row: {run.facts.row_source}")
+    return f"<h3>{title}</h3>{body}{paragraph(note)}"
 
 
 def _machine(run: History) -> str:
@@ -297,7 +294,7 @@ def _machine(run: History) -> str:
 
 
 def _notices(run: History) -> str:
-    """Return the notices of the run, repeated ones once."""
+    """Return the notices of the run without repetitions."""
     notices = [*((0, notice) for notice in run.facts.notices), *run.notices]
     rows = []
     for notice, same in groupby(notices, key=lambda pair: pair[1]):

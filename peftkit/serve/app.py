@@ -18,7 +18,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from peftkit.data.encode import Style, prompt_ids, stop_ids
+from peftkit.data.generation import prompt_ids, stop_ids
+from peftkit.data.style import Style
 from peftkit.errors import PeftkitError
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.call_style import CallStyle

@@ -14,10 +14,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from peftkit.data.encode import Style, default_style
+from peftkit.data.generation import default_style
+from peftkit.data.style import Style
 from peftkit.errors import AdapterError, did_you_mean
 from peftkit.formats.find_adapter import adapter_folder
-from peftkit.formats.peft.folder import read_adapter
+from peftkit.formats.peft.load import read_adapter
 from peftkit.inference.bank import AdapterBank
 from peftkit.serve.requests import RequestError
 from peftkit.serve.store import Store, new_id

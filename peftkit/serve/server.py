@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from peftkit.base.load import load_base
-from peftkit.base.new_tokens import tell_split_tokens
+from peftkit.base.new_tokens import notify_split_tokens
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, ignore
 from peftkit.formats.serving import check_serving, served_rank, vllm_serve
@@ -104,7 +104,7 @@ def serve_adapters(
             Store(training.folder).close()  # what cannot be is told before minutes of loading
             bank = _bank_to_train(adapters, training, force, on_event)
         folders = {name: bank.file(name).folder for name in bank.names}
-        tell_split_tokens(folders, bank.base.tokenizer, on_event)
+        notify_split_tokens(folders, bank.base.tokenizer, on_event)
         limits = Limits(
             max_batch=max_batch,
             max_waiting=max_waiting or (MAX_WAITING if training is None else MAX_SAMPLES),

@@ -21,7 +21,7 @@ from peftkit.errors import PeftkitError, RunError
 from peftkit.execution import rng
 from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.signals import stop_here
-from peftkit.forward.attention import own_attention
+from peftkit.forward.attention import original_attention
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.call_formats import Call
 from peftkit.inference.calls import Said
@@ -447,7 +447,7 @@ def _paused(model: Any) -> Iterator[None]:
     state = rng.capture(model.device)
     try:
         with (
-            own_attention(model),
+            original_attention(model),
             eager(model),
             evaluating(model),
             torch.autocast(model.device.type, enabled=False),

@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from peftkit.data.chat import choose_template, shortened
-from peftkit.data.encode import STYLES, Style, agreed_style, template_of
-from peftkit.data.pack import LazyRows, View, padded, tokens_of_each, weighted
+from peftkit.data.chat_template import choose_template, shortened
+from peftkit.data.encode import agreed_style
+from peftkit.data.generation import template_of
+from peftkit.data.pack import padded
 from peftkit.data.records import Record, sources_of
 from peftkit.data.rows.cache import encoded
 from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.encoder import RowEncoder
+from peftkit.data.rows.lazy import LazyRows, View, tokens_of_each, weighted
+from peftkit.data.style import STYLES, Style
 from peftkit.errors import DataError
 from peftkit.events import Event, Listener, Notice, Progress, Stage, Table, ignore
 from peftkit.execution.parallel import Parallel, Part
@@ -45,7 +48,7 @@ from peftkit.tasks.rows import (
 )
 
 if TYPE_CHECKING:
-    from peftkit.model.modes import SideAdapter
+    from peftkit.model.side_adapter import SideAdapter
 
 
 @dataclass(frozen=True, slots=True)

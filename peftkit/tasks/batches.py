@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from peftkit.data.pack import num_tokens
+from peftkit.data.rows.lazy import num_tokens
 from peftkit.errors import RunError
-from peftkit.execution.out_of_memory import is_out_of_memory, release_memory
+from peftkit.execution.out_of_memory import attempt, is_out_of_memory
 from peftkit.execution.parallel import Parallel, Part
 
 T = TypeVar("T")
@@ -167,14 +167,12 @@ def batches_that_fit(
         RunError: A row does not fit.
     """
 
-    def attempt(part: Part) -> T | None:
-        try:
-            return compute(part)
-        except Exception as error:
-            ran_out = is_out_of_memory(error) if parallel is None else parallel.ran_out(error)
-            if is_shared or not ran_out:
-                raise
-            return None  # not the error: its traceback holds the activations
+    def can_halve(error: Exception) -> bool:
+        ran_out = is_out_of_memory(error) if parallel is None else parallel.ran_out(error)
+        return ran_out and not is_shared
+
+    def result_of(part: Part) -> T | None:
+        return attempt(lambda: compute(part), can_halve)
 
     def aligned(rest: Sequence[Any]) -> list[tuple[Part, bool]]:
         parts = split(rest, size)
@@ -187,14 +185,13 @@ def batches_that_fit(
         part, is_own = pending[0]
         for coming, _ in pending[1:2]:
             ahead(coming)
-        result = attempt(part)
+        result = result_of(part)
         if result is not None:
             pending.pop(0)
             yield part, result, is_own
             continue
-        release_memory()
         if len(part) == 1:
-            raise too_large(part[0], rows, lambda row: attempt([row]) is not None, fix=fix)
+            raise too_large(part[0], rows, lambda row: result_of([row]) is not None, fix=fix)
         size = len(part) // 2
         on_fewer(size)
         pending = aligned([row for part, is_own in pending if is_own for row in part])

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from peftkit.base.purpose import ClassHead, Processor, Purpose
+from peftkit.base.purpose import Processor, Purpose
 from peftkit.config.schema import Config
-from peftkit.data.encode import Style
+from peftkit.data.style import Style
 from peftkit.events import Listener, ignore
 from peftkit.settings import DataConfig
 
 if TYPE_CHECKING:
+    from peftkit.base.heads import ClassHead
     from peftkit.tasks.base import Task
 
 

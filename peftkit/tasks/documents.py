@@ -23,7 +23,8 @@ from peftkit.errors import ConfigError, RunError
 from peftkit.events import Listener, RolledOut, ScoredAnswer, ignore
 from peftkit.execution import rng
 from peftkit.forward.loss import token_log_probs
-from peftkit.forward.padding_free import check_causal, num_positions
+from peftkit.forward.padding_free import num_positions
+from peftkit.forward.probes import check_causal
 from peftkit.inference.engine import MAX_ROWS
 from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.model.modes import adapters_off, evaluating

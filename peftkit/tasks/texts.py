@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.base.purpose import ClassHead, ProblemType
-from peftkit.data.encode import special_tokens_around, tokens
+from peftkit.base.heads import ClassHead, ProblemType
 from peftkit.data.pack import padded_rows, rounded_up
 from peftkit.data.rows.encoder import tokenizer_key
+from peftkit.data.tokens import special_tokens_around, tokens
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.forward.loss import accepted, unwrapped

@@ -16,34 +16,21 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from peftkit.data.encode import DocumentEncoder, Style
-from peftkit.data.format import FieldNames
-from peftkit.data.pack import (
-    IGNORE,
-    LazyRows,
-    PackedRows,
-    Row,
-    collate,
-    labelled_segments,
-    padded,
-)
+from peftkit.data.encode import DocumentEncoder
+from peftkit.data.field_names import FieldNames
+from peftkit.data.pack import IGNORE, PackedRows, Row, collate, padded
+from peftkit.data.row_text import labelled_segments
 from peftkit.data.rows.columns import StoredRows
+from peftkit.data.rows.lazy import LazyRows
+from peftkit.data.style import Style
 from peftkit.defaults import should_pack
 from peftkit.errors import PeftkitError
 from peftkit.events import Listener, Notice, ignore
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.attention import TrainingAttention, training_attention
 from peftkit.forward.loss import accepted, head_of, perplexity, token_loss, unwrapped
-from peftkit.forward.padding_free import (
-    can_unpad,
-    check_causal,
-    check_packing,
-    faster,
-    laid_out,
-    layout_in,
-    num_positions,
-    unpadded,
-)
+from peftkit.forward.padding_free import faster, laid_out, layout_in, num_positions, unpadded
+from peftkit.forward.probes import can_unpad, check_causal, check_packing
 from peftkit.settings import CHAT, DataConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from peftkit.config.schema import flat
-from peftkit.data.pack import fingerprint
+from peftkit.data.rows.lazy import fingerprint
 from peftkit.errors import CheckpointError, OutputError, did_you_mean
 from peftkit.events import Notice, Saved
 from peftkit.execution import rng
@@ -134,7 +134,8 @@ class Saver:
 
     def _write(self, generators: Mapping[str, Tensor]) -> None:
         trainer, state = self.trainer, self.run.state
-        state.loss_scale, state.good_steps = trainer.scale.factor, trainer.scale.good_steps
+        scale = trainer.fitting.scale
+        state.loss_scale, state.good_steps = scale.factor, scale.good_steps
         epoch, position = self.sampler.position(state.step)
         facts = {
             "epoch": epoch,

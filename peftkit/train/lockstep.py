@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from peftkit.data.pack import num_tokens
+from peftkit.data.rows.lazy import num_tokens
 from peftkit.errors import RunError
 from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.execution.parallel import Parallel, Part

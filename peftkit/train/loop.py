@@ -1,7 +1,7 @@
-"""The training loop: the same weights whatever a batch is cut into, and after any interruption.
+"""The training loop: micro-batches and interruptions do not change the weights.
 
-A step's rows depend on the seed and the step alone (batches.py), its learning rate on the step
-alone (optim.py); what else decides the next step is saved: weights, optimizer, generators, State.
+A step's rows depend only on the seed and the step (batches.py), its learning rate only on the step
+(optim.py). Checkpoints hold everything else: weights, optimizer, generators, State.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from peftkit.inference.evaluate import TextWatch
 
 GIVE_BACK_EVERY = 16
-"""Steps between calls that return a CPU's free memory to the system, or watch a GPU's allocator."""
+"""Steps between calls that return free memory to the system or check a GPU's allocator."""
 
 
 def fit(
@@ -80,15 +80,15 @@ def fit(
         task: Collates rows to batches, and computes their losses.
         config: By default `TrainConfig()`.
         weights: Saves the model's weights; by default its trainable parameters.
-        identity: What else a resumed run must have in common with the saved one, as plain JSON.
+        identity: Further values that a resumed run must share with its checkpoint, as plain JSON.
         resume: Continue from the newest valid checkpoint in config.output_dir.
         overwrite: Delete the checkpoints in config.output_dir.
         allow_changes: Dotted keys of identity, "train" or "rows" that may have changed.
-        on_event: Receives the run's events, on the main process alone.
+        on_event: Receives the run's events, on the main process only.
 
     Raises:
-        PeftkitError: The input is wrong; RunError: the run broke.
-        Interrupted: SIGINT or SIGTERM came; the run is saved.
+        PeftkitError: The input is invalid; RunError: training failed.
+        Interrupted: SIGINT or SIGTERM arrived; the run is saved.
     """
     config = config or TrainConfig()
     folder = config.output_dir
@@ -116,13 +116,10 @@ def train(
     identity: Mapping[str, Any],
     watch: TextWatch | None = None,
 ) -> Result:
-    """Train a run to its end, in a locked folder.
+    """Train a run to its end, in a locked folder; see `fit`.
 
     Args:
-        resume, overwrite, allow_changes: As `fit`.
-        weights: Saves the model's weights; by default its trainable parameters.
-        identity: What a resumed run must have in common with the saved one, as plain JSON.
-        watch: Generates samples and answers during training.
+        watch: Generates samples and completions during training.
     """
     if overwrite:
         delete_checkpoints(run.config.output_dir)
@@ -134,7 +131,7 @@ def train(
 
 
 class Loop:
-    """Steps, evaluations and checkpoints of one run, on one of its processes."""
+    """Steps, evaluations and checkpoints of a run, on one process."""
 
     def __init__(
         self,
@@ -153,21 +150,21 @@ class Loop:
         self.saver = Saver(self.trainer, self.sampler, weights, identity_of(run, identity))
         self._agreed_stop = 0
         self._retries = RetryWatch(self.world.device)
-        self._has_learnt = False
-        self._began = time.perf_counter()  # minus the seconds before a resume
+        self._has_trained = False
+        self._began = time.perf_counter()  # less the seconds before a resume
         self._resumed = (0, 0.0)  # steps and seconds before a resume
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Prepare the model for training, and record events, within the context."""
+        """Prepare the model for training and record events within the context."""
         trainer, model = self.trainer, self.run.model
         try:
             trainer.use(trainer.plan)
             with recording(self.run), modes_kept(model), ExitStack() as stack:
                 begin_training(model)
-                with self.world.autocast():  # whose dtype the copies of adapters have
-                    stack.enter_context(prepared_for_training(model, trainer.requested))
-                with self.run.task.training(model, trainer.requested):
+                with self.world.autocast():  # the dtype of the adapters' copies
+                    stack.enter_context(prepared_for_training(model, trainer.fitting.requested))
+                with self.run.task.training(model, trainer.fitting.requested):
                     yield
         finally:
             trainer.prefetcher.close()
@@ -177,7 +174,7 @@ class Loop:
         """Train to the end.
 
         Args:
-            resume: None to start; else resume, with these changes allowed.
+            resume: Changes that a resumed run allows; None: start from the first step.
         """
         self._start(resume)
         plan_memory_and_compile(self.trainer, self.num_steps)
@@ -185,14 +182,17 @@ class Loop:
         with reporting_a_stop(self.run):
             self.run.say(run_started(self.trainer, self.num_steps))
             if resume is not None:
-                self._after_step()  # a run stopped during an evaluation has yet to do it
+                self._after_step()  # evaluates now if the run was stopped during an evaluation
             else:
-                self._before_steps()
+                if self.config.eval_before and self.run.eval_rows:
+                    self._evaluate()
+                if self.config.sample_every is not None:
+                    self.validation.sample()
             while not self.validation.is_over:
                 self._step()
                 self._after_step()
             result = self._result()
-            if not (self._has_learnt or self.run.state.num_tokens):
+            if not (self._has_trained or self.run.state.num_tokens):
                 self.run.say(Notice(f"Nothing was learnt: {self.run.task.why_nothing}"))
         self.run.say(RunDone(result.step, result.seconds, result.metrics))
         return result
@@ -204,7 +204,7 @@ class Loop:
             gpu.restart(device)
         else:
             keep_freed_memory(large_ones=not self.trainer.blocks.are_streamed)
-        self.world.wait()  # no process writes before all have read the folder
+        self.world.wait()  # all processes read the folder before any writes to it
         if resume is None:
             rng.seed_everything(self.config.seed, self.world.rank)
             self.world.broadcast_parameters(shared_tensors(run.model))
@@ -221,6 +221,7 @@ class Loop:
         self._resumed = (run.state.step, run.state.seconds)
 
     def _give_back(self) -> None:
+        """Return a CPU's free memory to the system; report a GPU that is nearly full."""
         if not self.trainer.plan.on_gpu:
             trim_malloc()
         elif self.run.state.step and (problem := self._retries.report(GIVE_BACK_EVERY)):
@@ -233,7 +234,7 @@ class Loop:
         rate = learning_rate(run.state.step, self.num_steps, self.config)
         began = time.perf_counter()
         try:
-            facts = self._learn(rows, rate)
+            facts = self._take_steps(rows, rate)
         except NonFiniteError as error:
             rank = "" if self.world.is_main else f"rank{self.world.rank}-"
             folder = self.config.output_dir
@@ -244,40 +245,39 @@ class Loop:
         self._record(facts, rate, time.perf_counter() - began)
 
     def _indices(self, step: int) -> list[int]:
-        """Return which rows this process has in a step; none after the last."""
+        """Return the indices of this process's rows in a step; none after the last step."""
         if step >= self.num_steps:
             return []
         return self.sampler.step_indices(step, self.world.rank, self.world.world_size)
 
-    def _learn(self, rows: Sequence[Any], rate: float) -> StepFacts:
+    def _take_steps(self, rows: Sequence[Any], rate: float) -> StepFacts:
         """Take the optimizer steps that the task makes of rows, possibly none."""
-        run, step = self.run, self.run.state.step
+        run, trainer = self.run, self.trainer
         run.figures = {}
-        # of a reward function, say
-        with self._saving_on(PeftkitError), self.trainer.blocks.eagerly():
+        with self._saving_on(PeftkitError), trainer.blocks.eagerly():  # user code may raise
             batches = run.task.before_step(rows, run)
         if not batches:
             signum = self.world.max(run.stop.signum)
             return StepFacts(0.0, run.figures, 0.0, num_tokens=0, stop=signum, notice="")
-        self._has_learnt = True
+        self._has_trained = True
         began = time.perf_counter()
         coming = None
         # if `before_step` makes rows, the next ones do not exist yet
-        if self.trainer.prefetcher.is_ahead and batches[0] is rows:
-            coming = [run.rows[index] for index in self._indices(step + 1)]
+        if trainer.prefetcher.is_ahead and batches[0] is rows:
+            coming = [run.rows[index] for index in self._indices(run.state.step + 1)]
         with self._saving_on(RowTooLarge):
-            facts = self.trainer.step(batches[0], rate, coming)
+            facts = trainer.step(batches[0], rate, coming)
         for batch in batches[1:]:
-            facts = self.trainer.step(batch, rate, coming)
+            facts = trainer.step(batch, rate, coming)
         if run.figures:
             run.figures["learn_seconds"] = time.perf_counter() - began
         return replace(facts, figures={**run.figures, **facts.figures})
 
     @contextmanager
     def _saving_on(self, *errors: type[Exception]) -> Iterator[None]:
-        """Save the completed steps before one of these errors, or a lack of memory, ends the run.
+        """Save the completed steps if one of these errors, or a lack of memory, ends the run.
 
-        Of several processes all have to raise the error, because they save together.
+        Processes save together, so all of them have to raise the error.
         """
         try:
             yield
@@ -302,14 +302,23 @@ class Loop:
             run.say(Notice(f"Step {state.step}: {facts.notice}"))
         if problem := TRITON.report():
             run.say(Notice(problem))
-        run.say(self._step_done(facts, rate, seconds))
-
-    def _before_steps(self) -> None:
-        """Evaluate and sample before the first step, if requested."""
-        if self.config.eval_before and self.run.eval_rows:
-            self._evaluate()
-        if self.config.sample_every is not None:
-            self.validation.sample()
+        first_step, seconds_before = self._resumed
+        elapsed = time.perf_counter() - self._began - seconds_before
+        seconds_left = elapsed / (state.step - first_step) * (self.num_steps - state.step)
+        done = StepDone(
+            step=state.step,
+            num_steps=self.num_steps,
+            epoch=state.step / self.sampler.steps_per_epoch,
+            loss=facts.loss,
+            learning_rate=rate,
+            grad_norm=facts.grad_norm,
+            num_tokens=state.num_tokens,
+            tokens_per_second=facts.num_tokens / seconds,
+            peak_bytes=peak_bytes(self.world.device),
+            seconds_left=seconds_left,
+            figures=facts.figures,
+        )
+        run.say(done)
 
     def _after_step(self) -> None:
         """Evaluate, sample, save and stop, if due."""
@@ -324,7 +333,7 @@ class Loop:
                 self.validation.sample()
         is_best = state.best_step == state.step
         if not (is_best or self._is_due(self.config.save_every) or self._stopping):
-            return  # a signal from here on counts in the next step
+            return  # a later signal stops the next step
         if self.saver.resumed_step != state.step:
             state.seconds = time.perf_counter() - self._began
             self.saver.save()
@@ -343,30 +352,12 @@ class Loop:
 
     @property
     def _stopping(self) -> int:
-        """The signal to stop on, or 0; several processes only stop once they agree."""
+        """The signal to stop on, or 0; several processes stop once they agree."""
         return self.run.stop.signum if self.world.world_size == 1 else self._agreed_stop
 
     def _is_due(self, every: int | None) -> bool:
         step = self.run.state.step
         return self.validation.is_over or (every is not None and step % every == 0)
-
-    def _step_done(self, facts: StepFacts, rate: float, seconds: float) -> StepDone:
-        state = self.run.state
-        step_before, seconds_before = self._resumed
-        per_step = (time.perf_counter() - self._began - seconds_before) / (state.step - step_before)
-        return StepDone(
-            step=state.step,
-            num_steps=self.num_steps,
-            epoch=state.step / self.sampler.steps_per_epoch,
-            loss=facts.loss,
-            learning_rate=rate,
-            grad_norm=facts.grad_norm,
-            num_tokens=state.num_tokens,
-            tokens_per_second=facts.num_tokens / seconds,
-            peak_bytes=peak_bytes(self.world.device),
-            seconds_left=per_step * (self.num_steps - state.step),
-            figures=facts.figures,
-        )
 
     def _result(self) -> Result:
         seconds = time.perf_counter() - self._began

@@ -211,7 +211,7 @@ def run_started(trainer: Trainer, num_steps: int) -> RunStarted:
     run, world = trainer.run, trainer.world
     paths = dict(run.task.paths)
     if world.precision is not None:
-        scaled = ", loss scaled" * trainer.scale.needed
+        scaled = ", loss scaled" * trainer.fitting.scale.needed
         paths["precision"] = f"{world.precision} by autocast{scaled}"
     return RunStarted(
         num_steps=num_steps,

@@ -1,4 +1,4 @@
-"""The start of a run: its output folder, its processes, and its plan."""
+"""Start a run: check and lock its output folder, set up its processes and its plan."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from peftkit.execution.signals import StopRequest
 from peftkit.execution.state import State
 from peftkit.execution.world import World
 from peftkit.files.disk import LOCKS, alone, writable_folder, write_text
-from peftkit.model.blocks import STREAMED, is_sharded
+from peftkit.model.blocks import is_sharded, is_streamed
 from peftkit.settings import TrainConfig
 from peftkit.tasks.base import Run, Task
 from peftkit.train.checkpoint_files import Checkpoints
 from peftkit.train.step import trainable_parameters
 
 HOLDER = "holder"
-"""File that names the process which has the lock of an output folder."""
+"""File with the process id that holds the lock of an output folder."""
 
 
 def prepare_output(
@@ -40,11 +40,11 @@ def prepare_output(
     overwrite: bool = False,
     allow_changes: Sequence[str] = (),
 ) -> None:
-    """Check, before anything heavy, that a run can write its results and overwrites no others.
+    """Check early that a run can write its results and overwrites no other run.
 
     Args:
         resume: Continue from the newest valid checkpoint of the folder.
-        overwrite: Delete its checkpoints and set its adapter aside, once the new run can begin.
+        overwrite: Delete its checkpoints and move its adapter aside, when the new run begins.
         allow_changes: Dotted keys of the identity, "train" or "rows" that may have changed.
 
     Raises:
@@ -66,8 +66,8 @@ def prepare_output(
         raise OutputError(
             f"{output_dir} already holds a run",
             found=", ".join(results[-4:]),
-            fix="Go on with it (--resume), train into another folder (--out DIR), or start "
-            "again in this one (--overwrite).",
+            fix="Resume it (--resume), train into another folder (--out DIR), or start again in "
+            "this one (--overwrite).",
         )
     writable_folder(checkpoints.folder)
 
@@ -77,7 +77,7 @@ def locked(output_dir: Path) -> Iterator[None]:
     """Lock a folder against other runs, on the main process.
 
     Raises:
-        OutputError: Another run has locked it; names its process.
+        OutputError: Another run holds the lock; the message names its process.
     """
     if not is_main_process():
         yield
@@ -105,7 +105,7 @@ def locked(output_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def removed_if_empty(output_dir: Path) -> Iterator[None]:
-    """Remove a folder whose run fails before it has written a file."""
+    """Remove a folder if its run fails before writing a file."""
     try:
         yield
     except BaseException:
@@ -116,7 +116,11 @@ def removed_if_empty(output_dir: Path) -> Iterator[None]:
 
 
 def delete_checkpoints(output_dir: Path) -> None:
-    """Delete the checkpoints of a run; OutputError if that fails."""
+    """Delete the checkpoints of a run.
+
+    Raises:
+        OutputError: A checkpoint cannot be deleted.
+    """
     checkpoints = Checkpoints(output_dir)
     shutil.rmtree(checkpoints.folder, ignore_errors=True)
     if checkpoints.steps():
@@ -139,8 +143,8 @@ def new_run(
     """Return a run before its first step.
 
     Args:
-        on_event: Receives the run's events, on the main process alone.
-        plan: By default that of the loaded model.
+        on_event: Receives the run's events, on the main process only.
+        plan: By default the requested plan, for the loaded model.
         world: The processes that train together; by default all that were launched.
 
     Raises:
@@ -150,10 +154,21 @@ def new_run(
     if not rows:
         raise DataError("there are no rows to train on")
     device = next(iter(trainable_parameters(model).values())).device
-    if world is None or world.device != device:  # a base may be on the CPU for want of memory
+    if world is None or world.device != device:  # the base may be on the CPU to save GPU memory
         world = World(device)
-    parallel = _parallel_of(world, model, task, rows, eval_rows)
-    plan = plan or _plan_over(model, config, world)
+    plan = plan or plan_of(
+        config,
+        device.type,
+        world.world_size,
+        placement="stream" if is_streamed(model) else "device",
+        shard="base" if is_sharded(model) else "none",
+        dtype=ExecutionPlan.for_model(model).dtype,
+    )
+    parallel = Parallel(world)
+    if is_sharded(model):
+        from peftkit.train.lockstep import Lockstep
+
+        parallel = Lockstep(world, task, rows, eval_rows)
     return Run(
         model=model,
         task=task,
@@ -168,33 +183,8 @@ def new_run(
     )
 
 
-def _plan_over(model: Any, config: TrainConfig, world: World) -> ExecutionPlan:
-    """Return the plan of a loaded model, before its rows are measured."""
-    return config.plan(
-        world.device.type,
-        world.world_size,
-        placement="stream" if hasattr(model, STREAMED) else "device",
-        shard="base" if is_sharded(model) else "none",
-        dtype=plan_of(model).dtype,
-        autocast=world.precision or "",
-    )
-
-
-def _parallel_of(world: World, model: nn.Module, task: Task, *rows: Sequence[Any]) -> Parallel:
-    """Return how the processes of a run share rows and forward passes.
-
-    Args:
-        rows: All rows of the run, the same on every process.
-    """
-    if is_sharded(model):
-        from peftkit.train.lockstep import Lockstep
-
-        return Lockstep(world, task, *rows)
-    return Parallel(world)
-
-
 def shared_tensors(model: nn.Module) -> list[Tensor]:
-    """Return trainable parameters and their modules' buffers, such as PiSSA's initial values."""
+    """Return trainable parameters and the buffers of their modules, such as PiSSA's start."""
     tensors: list[Tensor] = []
     for module in model.modules():
         trained = [p for p in module.parameters(recurse=False) if p.requires_grad]

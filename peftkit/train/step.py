@@ -1,4 +1,4 @@
-"""Optimizer steps, with recovery from running out of memory and from loss-scale overflow."""
+"""Optimizer steps that recover from running out of memory and from overflowing gradients."""
 
 from __future__ import annotations
 
@@ -12,33 +12,35 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.adapter import refresh_copies
-from peftkit.data.pack import num_tokens
+from peftkit.data.rows.lazy import num_tokens
 from peftkit.errors import ConfigError, DataError, RunError
 from peftkit.execution import rng
 from peftkit.execution.out_of_memory import (
+    attempt,
     is_compile_error,
     is_out_of_memory,
     one_line,
     release_memory,
 )
-from peftkit.execution.plan import ExecutionPlan, smaller
+from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.state import State, StepFacts
 from peftkit.forward.blocks import Blocks
 from peftkit.tasks.base import Run
 from peftkit.tasks.batches import OnDevice, RowTooLarge, too_large
 from peftkit.train.batches import BatchPrefetcher, on_device
 from peftkit.train.diagnosis import Diagnosis, NonFiniteError, diagnose, sources
-from peftkit.train.optim import LossScale, build_optimizer, complete_gradients, set_learning_rate
+from peftkit.train.fitting import Fitting
+from peftkit.train.optim import build_optimizer, complete_gradients, set_learning_rate
 
 Batch = tuple[Mapping[str, Tensor], bool]
-"""A batch, and whether it counts: padding keeps the processes in lockstep."""
+"""A batch, and whether it counts; padding batches keep processes in lockstep."""
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that require a gradient, by name.
 
     Raises:
-        ConfigError: There are none, or they are in fp16 or on several devices.
+        ConfigError: There are none, or they are in fp16, or on several devices.
     """
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not parameters:
@@ -65,8 +67,7 @@ class Trainer:
 
     Attributes:
         parameters: The model's trainable parameters, by name.
-        requested: The plan as the recipe has it; `run.state.plan` is what fits into memory.
-        modes: Activation modes that the recipe and the model allow, fastest first.
+        fitting: The fallback order; `run.state.plan` is the current plan.
     """
 
     def __init__(self, run: Run) -> None:
@@ -74,34 +75,37 @@ class Trainer:
         self.model, self.task, self.world = run.model, run.task, run.world
         config, plan = run.config, run.state.plan
         self.optimizer = build_optimizer(self.parameters, config)
-        in_fp16 = plan.on_gpu and plan.dtype == "float16"
-        self.scale = LossScale(needed=in_fp16 or self.world.precision == "fp16")
         self.prefetcher = BatchPrefetcher(run.task, self.world.device)
         self.blocks = Blocks(run.model, plan)
-        self.modes = self.blocks.activation_modes(config.gradient_checkpointing)
-        self.requested = replace(plan, activations=self.modes[0])
-        run.state.plan = self.requested
+        in_fp16 = plan.on_gpu and plan.dtype == "float16"
+        self.fitting = Fitting(
+            plan,
+            self.blocks.activation_modes(config.gradient_checkpointing),
+            run.task.num_positions,
+            needs_scale=in_fp16 or self.world.precision == "fp16",
+        )
+        run.state.plan = self.fitting.requested
         self._compile_problem = ""
 
     def load_state(self, state: State, *, is_exact: bool) -> None:
-        """Go on from a saved state.
+        """Continue from a saved state.
 
         Args:
-            is_exact: Whether the settings are unchanged, so that the saved plan applies.
+            is_exact: Whether the settings are unchanged, so the saved plan applies.
         """
-        saved, plan = state.plan, self.requested
+        saved, plan, scale = state.plan, self.fitting.requested, self.fitting.scale
         if is_exact:
             plan = replace(plan, rows=saved.rows, tokens=saved.tokens, compile=saved.compile)
-        if is_exact and saved.activations in self.modes:  # no number depends on them
+        if is_exact and saved.activations in self.fitting.modes:  # numbers do not depend on them
             plan = replace(plan, activations=saved.activations)
         state.measured = state.measured and is_exact
-        self.scale.factor, self.scale.good_steps = state.loss_scale, state.good_steps
+        scale.factor, scale.good_steps = state.loss_scale, state.good_steps
         self.run.state = state
         self.use(plan)
 
     @property
     def plan(self) -> ExecutionPlan:
-        """How rows go through the model now."""
+        """The current plan."""
         return self.run.state.plan
 
     def use(self, plan: ExecutionPlan) -> None:
@@ -123,63 +127,79 @@ class Trainer:
         Raises:
             NonFiniteError: The loss or a gradient is not finite.
             DataError: No process has a target.
-            RunError: Not even one row fits into memory.
+            RunError: A single row does not fit into memory.
         """
-        start, before = rng.capture(self.world.device), self.plan
-        while True:
-            batches = self._collated(rows)
-            if coming is not None and self.prefetcher.is_ahead:  # of this attempt's plan
+        start, before, device = rng.capture(self.world.device), self.plan, self.world.device
+        ran_out = False  # on this process
+
+        def compute() -> tuple[StepFacts, Tensor] | None:
+            nonlocal ran_out
+            passes = self.run.parallel.align(self.run.micro_batches(rows))
+            own = iter(self.prefetcher.batches([part for part, is_own in passes if is_own]))
+            batches = [
+                (next(own) if is_own else self.prefetcher.batches([part])[0], is_own)
+                for part, is_own in passes
+            ]
+            if coming is not None and self.prefetcher.is_ahead:  # with this attempt's plan
                 self.prefetcher.prefetch(self.run.micro_batches(coming))
             targets = sum(self.task.num_targets(batch) for batch, is_own in batches if is_own)
-            # counted over all micro-batches and processes before the first backward pass: the
-            # gradient is that of one mean over targets, not of a mean of means
-            total = self.world.sum(torch.full((), float(targets), device=self.world.device))
+            # Counted over all micro-batches and processes before the first backward pass: the
+            # gradient is the gradient of one mean over targets, not of a mean of means.
+            total = self.world.sum(torch.full((), float(targets), device=device))
             sums = self._gradients(batches, total.clamp(min=1), start)
-            reduced = self._reduce(sums, total, rows)
-            if reduced is None:
-                self._use_less_memory(rows, sums is None, start)
-            else:
-                facts, grad_norm = reduced
-                if math.isfinite(facts.loss) and math.isfinite(facts.grad_norm):
-                    break
-                if not (math.isfinite(facts.loss) and self.scale.overflowed()):
-                    raise NonFiniteError(self._diagnosis(rows, start, facts))
-            release_memory()
-            rng.restore(start, self.world.device)
-        self._update(grad_norm, rate)
-        return replace(facts, notice=self._plan_changes(before))
+            ran_out = sums is None
+            return self._reduce(sums, total, rows)
 
-    def _plan_changes(self, before: ExecutionPlan) -> str:
-        """Return how a step changed the plan, in words; "" if it did not."""
+        def overflows(result: tuple[StepFacts, Tensor]) -> bool:
+            return math.isfinite(result[0].loss) and not math.isfinite(result[0].grad_norm)
+
+        def undo() -> None:
+            release_memory()
+            rng.restore(start, device)
+
+        facts, grad_norm = self.fitting.retry(
+            compute,
+            overflows=overflows,
+            step_down=lambda: self._use_less_memory(rows, ran_out, start),
+            undo=undo,
+        )
+        if not (math.isfinite(facts.loss) and math.isfinite(facts.grad_norm)):
+            raise NonFiniteError(self._diagnosis(rows, start, facts))
+        self._update(grad_norm, rate)
         notice = ""
         if before.compile and not self.plan.compile:
             notice = "Blocks run as they are written from here on, which takes longer. "
             notice += f"{self._compile_problem} "
         if less := self.plan.less_than(before):
             notice += f"Memory ran out. From here on: {less}. Each step learns from the same rows."
-        return notice.strip()
+        return replace(facts, notice=notice.strip())
 
     def _gradients(
         self, batches: Sequence[Batch], total: Tensor, start: rng.State
     ) -> Tensor | None:
         """Run forward and backward passes; return the sums of `Task.loss`, None if memory ran out.
 
-        Blocks that fail to compile run eagerly from then on.
+        If blocks fail to compile, they run eagerly from then on.
         """
-        try:
-            return self._accumulate(batches, total)
-        except Exception as error:
-            problem = ""
+        compile_problem = ""
+
+        def failed(error: Exception) -> bool:
+            nonlocal compile_problem
             if self.blocks.compiled and is_compile_error(error):
-                self._compile_problem = problem = one_line(error)
-            elif not self.run.parallel.ran_out(error):
-                raise
-        # outside of the `except` block, whose traceback holds the activations
-        refresh_copies(self.model)  # they may hold the graph of the attempt
-        release_memory()
+                compile_problem = one_line(error)
+            return bool(compile_problem) or self.run.parallel.ran_out(error)
+
+        sums = attempt(
+            lambda: self._accumulate(batches, total),
+            failed,
+            undo=lambda: refresh_copies(self.model),  # copies may hold the attempt's graph
+        )
+        if sums is not None:
+            return sums
         rng.restore(start, self.world.device)
-        if not problem:
+        if not compile_problem:
             return None
+        self._compile_problem = compile_problem
         self.use(replace(self.plan, compile=False))
         return self._gradients(batches, total, start)
 
@@ -188,9 +208,9 @@ class Trainer:
         total_sums = self._no_sums()
         for batch, is_own in batches:
             sums = self.sums(batch)
-            (sums[0] * (self.scale.factor / total if is_own else 0.0)).backward()
+            (sums[0] * (self.fitting.scale.factor / total if is_own else 0.0)).backward()
             if is_own:
-                total_sums += sums.detach()  # stays on the device: .item() would wait for it
+                total_sums += sums.detach()  # .item() would synchronise with the host
         return total_sums
 
     def _no_sums(self) -> Tensor:
@@ -206,14 +226,6 @@ class Trainer:
         with self.world.autocast():
             return self.task.loss(self.model, OnDevice(batch, self.world.device))
 
-    def _collated(self, rows: Sequence[Any]) -> list[Batch]:
-        passes = self.run.parallel.align(self.run.micro_batches(rows))
-        batches = iter(self.prefetcher.batches([part for part, is_own in passes if is_own]))
-        return [
-            (next(batches) if is_own else self.prefetcher.batches([part])[0], is_own)
-            for part, is_own in passes
-        ]
-
     def _use_less_memory(self, rows: Sequence[Any], ran_out: bool, start: rng.State) -> None:
         """Switch to the next plan in the fallback order, the same on all processes.
 
@@ -221,25 +233,11 @@ class Trainer:
             ran_out: Whether memory ran out on this process.
 
         Raises:
-            RunError: Not even one row fits.
+            RunError: A single row does not fit.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        parts = self.run.micro_batches(rows)
-        sizes = [
-            max(map(len, parts), default=0),
-            max(map(self.task.num_positions, parts), default=0),
-            int(any(map(num_tokens, rows))),
-        ]
-        largest = self.world.gather(torch.tensor(sizes, device=self.world.device)).amax(0)
-        num_rows, tokens, counts_tokens = largest.tolist()
-        plan = smaller(
-            self.plan,
-            self.requested,
-            self.modes,
-            rows=num_rows,
-            tokens=tokens,
-            counts_tokens=bool(counts_tokens),
-        )
+        parts, largest = self.run.micro_batches(rows), self.world.max
+        plan = self.fitting.smaller(self.plan, parts, lambda sizes: [*map(largest, sizes)])
         if plan is not None:
             self.use(plan)
             return
@@ -254,27 +252,27 @@ class Trainer:
             return self._gradients([(batch, True)], one, start) is not None
 
         error = too_large(longest, rows, fits)
-        rng.restore(start, self.world.device)  # the loop saves what was reached
+        rng.restore(start, self.world.device)  # the loop saves the completed steps
         raise error
 
     def _reduce(
         self, sums: Tensor | None, total: Tensor, rows: Sequence[Any]
     ) -> tuple[StepFacts, Tensor] | None:
-        """Sum gradients and figures over all processes; the only wait for the device in a step.
+        """Sum gradients and figures over all processes; the only synchronisation of a step.
 
         Args:
-            sums: Of `Task.loss`; None: memory ran out here.
+            sums: Sums of `Task.loss`; None: memory ran out on this process.
             total: Targets of all processes.
 
         Returns:
-            The step's facts and its gradient norm; None: memory ran out on one of the processes.
+            The step's facts and its gradient norm; None: memory ran out on some process.
         """
         if sums is None:
             self.optimizer.zero_grad(set_to_none=True)
         gradients = complete_gradients(self.parameters)
         self.world.sum_gradients(gradients)
-        if self.scale.factor != 1.0:
-            torch._foreach_mul_(gradients, 1 / self.scale.factor)
+        if (factor := self.fitting.scale.factor) != 1.0:
+            torch._foreach_mul_(gradients, 1 / factor)
         grad_norm = torch.nn.utils.get_total_norm(gradients)
         stop = self.run.stop.signum
         counts = [
@@ -316,13 +314,13 @@ class Trainer:
                 fix="Use train.optimizer: adamw_8bit or paged_adamw_8bit, or a lower rank.",
             ) from None
         refresh_copies(self.model)
-        self.scale.went_well()
+        self.fitting.scale.went_well()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _diagnosis(self, rows: Sequence[Any], start: rng.State, facts: StepFacts) -> Diagnosis:
         rng.restore(start, self.world.device)
         parallel = self.run.parallel
-        with self.blocks.eagerly():  # compiled blocks do not show what is inside of them
+        with self.blocks.eagerly():  # compiled blocks hide their modules
             return diagnose(
                 self.model,
                 self.loss,

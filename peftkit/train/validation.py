@@ -96,7 +96,7 @@ class Evaluator:
         return sums, num_targets
 
     def _split(self, rows: Sequence[Any], size: int) -> list[Part]:
-        tokens, task = self.trainer.requested.tokens, self.task
+        tokens, task = self.trainer.fitting.requested.tokens, self.task
         return split_micro_batches(rows, task.num_positions, size, tokens, task.bucket_key)
 
 

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from peftkit.adapter import attach
+from peftkit.base.heads import ClassHead
 from peftkit.base.load import Base, load_base
-from peftkit.base.purpose import ClassHead, Purpose
+from peftkit.base.purpose import Purpose
 from peftkit.errors import BaseError
 from peftkit.methods.lora import LoRA
 from peftkit.quant.layers import QuantizedLinear
@@ -42,8 +43,8 @@ def classifier(labels: tuple[str, ...] | None, count: int = 3) -> Any:
     ("family", "head"),
     [
         ("bert", ("bert.pooler", "classifier")),  # a model of masked words has no pooler
-        ("distilbert", ("classifier", "pre_classifier")),
-        ("deberta_v2", ("classifier", "pooler")),
+        pytest.param("distilbert", ("classifier", "pre_classifier"), marks=pytest.mark.slow),
+        pytest.param("deberta_v2", ("classifier", "pooler"), marks=pytest.mark.slow),
         ("modernbert", ("classifier", "head")),
         ("llama", ("score",)),
         ("t5", ("classification_head",)),
@@ -59,7 +60,9 @@ def test_head_is_found_made_anew_and_left_in_16_bits(family, head, tmp_path) -> 
             assert not isinstance(module, QuantizedLinear), path
     assert base.audit.quantized_as == "nf4"
     adapter = attach(base.model, LoRA(rank=2, train_fully=base.head))
-    assert not any(path.startswith(head) for path in adapter.own), "all-linear takes the head too"
+    assert not any(path.startswith(head) for path in adapter.method_modules), (
+        "all-linear takes the head too"
+    )
     assert base.model.config.pad_token_id is not None
 
 

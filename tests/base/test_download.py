@@ -25,8 +25,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 1000)
-    monkeypatch.setattr(locate, "hub_answers", lambda: True)
-    monkeypatch.setattr("peftkit.base.pretrained.hub_answers", lambda: True)
+    monkeypatch.setattr(locate, "is_hub_reachable", lambda: True)
+    monkeypatch.setattr("peftkit.base.pretrained.is_hub_reachable", lambda: True)
     monkeypatch.setenv("PEFTKIT_CACHE", str(tmp_path / "ours"))
     with running_hub() as running:
         monkeypatch.setenv("HF_ENDPOINT", running.url)

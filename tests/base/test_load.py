@@ -12,20 +12,15 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from peftkit.base import build
 from peftkit.base.load import load_base
 from peftkit.base.skeleton import skeleton
 from peftkit.errors import BaseError
 from peftkit.events import Event, Notice, Progress, Stage
+from tests.helpers.bases import logits
 from tests.helpers.families import ARCHITECTURES, tiny_tokenizer
-
-
-def logits(model: nn.Module) -> Tensor:
-    ids = torch.arange(24).remainder(23).view(2, 12) + 3
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits
 
 
 @pytest.fixture
@@ -196,9 +191,9 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         lambda f: ARCHITECTURES["t5"]().save_pretrained(f),
         ("not a causal_lm model", "model_type is t5"),
     ),
-    "code": (as_code, ("code of its own, which peftkit does not run",)),
+    "code": (as_code, ("remote code (trust_remote_code), which peftkit does not run",)),
     "an adapter": (lambda f: (f / "adapter_config.json").touch(), ("It is an adapter",)),
-    "no tokenizer": (remove_tokenizer, ("the tokenizer of", "no tokenizer files")),
+    "no tokenizer": (remove_tokenizer, ("the tokenizer of", "no readable tokenizer files")),
     "endless tokenizer": (
         save_tokenizer_without("pad_token", "eos_token"),
         ("no eos_token and no pad_token",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -12,71 +11,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
 from peftkit.base import locate, pretrained
 from peftkit.base.load import load_base, local_folder
 from peftkit.errors import BaseError
 from peftkit.events import Event, Progress, Stage
-from tests.helpers.families import ARCHITECTURES, VOCAB, tiny_tokenizer
+from tests.helpers.bases import logits
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.gguf_files import write_gguf
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need: pip install gguf")
-
-
-def logits(model: nn.Module) -> Tensor:
-    ids = torch.arange(24).remainder(23).view(2, 12) + 3
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits
-
-
-def write_gguf(
-    path: Path,
-    model: transformers.LlamaForCausalLM,
-    packed: Callable[[str, Tensor], tuple[Any, Any]] = lambda name, tensor: (tensor.numpy(), None),
-) -> None:
-    """Write a tiny Llama with its tokenizer as llama.cpp's converter does.
-
-    Args:
-        packed: Returns the data of a tensor and its type in ggml; by default float32.
-    """
-    config, writer = model.config, gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(VOCAB)
-    tokenizer = tiny_tokenizer()
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    words = [tokenizer.convert_ids_to_tokens(index) for index in range(len(tokenizer))]
-    words += [f"<unused{index}>" for index in range(VOCAB - len(words))]
-    special = {word["content"] for word in backend["added_tokens"]}
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(words)
-    writer.add_token_types([3 if word in special else 1 for word in words])
-    writer.add_token_merges([" ".join(merge) for merge in backend["model"]["merges"]])
-    for name in ("bos", "eos", "pad", "unk"):
-        index = tokenizer.convert_tokens_to_ids(getattr(tokenizer, f"{name}_token"))
-        getattr(writer, f"add_{name}_token_id")(index)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-        part = name.split(".")[-2]
-        if part in heads:  # llama.cpp turns the halves of each head into pairs
-            tensor = tensor.view(heads[part], 2, -1, tensor.shape[1]).swapaxes(1, 2)
-            tensor = tensor.reshape(-1, tensor.shape[-1])
-        name = names.get_name(name, (".weight",))
-        data, kind = packed(name, tensor.contiguous())
-        writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +97,7 @@ def test_short_name_is_converted_once_and_is_the_same_model(tiny_known, package,
 
 def test_hub_id_of_a_short_name_is_never_the_converted_copy(tiny_known) -> None:
     load_base("tiny")
-    with pytest.raises(BaseError, match="by its short name: tiny"):
+    with pytest.raises(BaseError, match=r"its short name, .*: tiny"):
         load_base("org/tiny")
     with pytest.raises(BaseError, match="cannot be asked"):
         load_base("tiny", revision="v1")

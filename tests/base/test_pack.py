@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -17,30 +16,17 @@ from peftkit.base.build import build, cast, load_model
 from peftkit.base.fingerprint import fingerprint
 from peftkit.base.load import load_base
 from peftkit.base.locate import Location
-from peftkit.base.purpose import Purpose
 from peftkit.base.request import BaseRequest, request_of
 from peftkit.errors import BaseError
 from peftkit.quant.audit import audit
 from peftkit.quant.quantize import quantize_model, tower_paths
 from peftkit.settings import BaseConfig
+from tests.helpers.bases import purpose_of, state_of
 from tests.helpers.families import ARCHITECTURES
 
 CPU = torch.device("cpu")
-CLASSES = (
-    *("CausalLM", "Seq2SeqLM", "MaskedLM", "SequenceClassification", "TokenClassification"),
-    *("ImageClassification", "ImageTextToText", "SpeechSeq2Seq"),
-)
 FAST = (*("llama", "gpt2", "t5", "vit", "gpt_oss", "deepseek_v3"),)
 """Plain, transposed, tied, shared, fused and stacked weights; the others are in the whole grid."""
-
-
-def purpose_of(config: Any) -> Purpose | None:
-    """Return a purpose whose class loads this config back as what was saved."""
-    for name in CLASSES:
-        mapping = getattr(transformers, f"AutoModelFor{name}")._model_mapping
-        if type(config) in mapping and config.architectures[0] == mapping[type(config)].__name__:
-            return Purpose(name, f"AutoModelFor{name}")
-    return None
 
 
 def whole_then_quantised(request: BaseRequest) -> tuple[nn.Module, str]:
@@ -54,10 +40,6 @@ def whole_then_quantised(request: BaseRequest) -> tuple[nn.Module, str]:
         kind, double_quant, towers = settings.quantize, settings.double_quant, tower_paths(model)
         quantize_model(model, kind, double_quant=double_quant, keep=towers)
     return model, identity
-
-
-def state_of(model: nn.Module) -> dict[str, Any]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 @pytest.mark.parametrize(

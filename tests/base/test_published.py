@@ -33,9 +33,11 @@ from peftkit.formats.serving import served_over
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
 from peftkit.quant.audit import audit
-from peftkit.quant.layers import QuantizedLinear, weight_of
+from peftkit.quant.layers import QuantizedLinear
+from peftkit.quant.weights import weight_of
 from peftkit.settings import BaseConfig
-from tests.base.test_quantized import in_mxfp4
+from tests.helpers.adapters import perturb
+from tests.helpers.bases import in_mxfp4
 from tests.helpers.families import ARCHITECTURES, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -419,9 +421,7 @@ def test_an_adapter_is_merged_into_dequantised_weights_and_it_is_told(tmp_path: 
     base: Base = load_base(str(tmp_path / "base"), dtype="fp32", device="cpu")
     assert base.stored == "awq, 4 bits, groups of 16, with zeros"
     adapter = attach(base.model, LoRA(rank=2))
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
+    perturb(adapter.parameters())
     logits = base.model(input_ids=IDS).logits
     origin = Provenance(
         base=base.name, fingerprint=base.fingerprint, loading={"stored": base.stored}

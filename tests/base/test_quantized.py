@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,10 @@ from peftkit.base.purpose import CAUSAL_LM
 from peftkit.base.request import request_of
 from peftkit.quant.quantize import quantize_model
 from peftkit.settings import BaseConfig
-from tests.base.test_pack import state_of
-from tests.helpers.families import ARCHITECTURES, tiny_tokenizer
+from tests.helpers.bases import in_mxfp4, mark_quantized, state_of, write_changed
+from tests.helpers.families import tiny_tokenizer
 
 CPU = torch.device("cpu")
-
-
-def mark(folder: Path, **settings: Any) -> None:
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | {"quantization_config": settings}
-    path.write_text(json.dumps(config))
-
-
-def change(folder: Path, family: str, replace: Any) -> None:
-    """Write a tiny model's folder with other tensors in place of some of its own."""
-    torch.manual_seed(0)
-    ARCHITECTURES[family]().bfloat16().save_pretrained(folder)
-    path = folder / "model.safetensors"
-    tensors: dict[str, Tensor] = {}
-    for name, value in safetensors.torch.load_file(path).items():
-        tensors |= replace(name, value) or {name: value}
-    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
 
 
 def in_fp8(folder: Path) -> None:
@@ -50,21 +32,10 @@ def in_fp8(folder: Path) -> None:
         scales = torch.rand(value.shape[0] // 16, value.shape[1] // 16) + 0.5
         return {name: value.to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
 
-    change(folder, "llama", replace)
-    mark(folder, quant_method="fp8", weight_block_size=[16, 16], activation_scheme="dynamic")
-
-
-def in_mxfp4(folder: Path) -> None:
-    def replace(name: str, value: Tensor) -> dict[str, Tensor] | None:
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            return None
-        count, width, out = value.shape  # (experts, in, out), packed along in
-        blocks = torch.randint(0, 256, (count, out, width // 32, 16), dtype=torch.uint8)
-        scales = torch.randint(120, 130, (count, out, width // 32), dtype=torch.uint8)
-        return {f"{name}_blocks": blocks, f"{name}_scales": scales}
-
-    change(folder, "gpt_oss", replace)
-    mark(folder, quant_method="mxfp4")
+    write_changed(folder, "llama", replace)
+    mark_quantized(
+        folder, quant_method="fp8", weight_block_size=[16, 16], activation_scheme="dynamic"
+    )
 
 
 @pytest.mark.parametrize("write", [in_fp8, in_mxfp4])

@@ -16,9 +16,10 @@ import transformers
 
 from peftkit.base import store
 from peftkit.base.build import build
+from peftkit.base.heads import ClassHead
 from peftkit.base.load import Base, load_base
 from peftkit.base.locate import Location
-from peftkit.base.purpose import ClassHead, Purpose
+from peftkit.base.purpose import Purpose
 from peftkit.base.request import request_of
 from peftkit.base.stored import pack_base, stored_bases
 from peftkit.config.schema import from_dict
@@ -28,7 +29,7 @@ from peftkit.files import disk
 from peftkit.quant.audit import audit
 from peftkit.settings import BaseConfig
 from peftkit_cli.app import run
-from tests.base.test_pack import purpose_of, state_of
+from tests.helpers.bases import purpose_of, state_of
 from tests.helpers.families import ARCHITECTURES
 
 CPU = torch.device("cpu")

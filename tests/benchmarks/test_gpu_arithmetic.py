@@ -9,16 +9,7 @@ from torch import nn
 from benchmarks import gpu, shapes
 from peftkit.adapter import attach
 from peftkit.methods.lora import LoRA
-
-TINY = {
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 101,
-}
+from tests.helpers.families import TINY
 
 
 @pytest.fixture

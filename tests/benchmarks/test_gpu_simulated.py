@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import gpu, shapes
 from benchmarks.workers import WorkerFailed, ours
-from tests.benchmarks.test_gpu_arithmetic import TINY
+from tests.helpers.families import TINY
 from tests.simulated_gpu.simulation import simulated
 
 SIZES = {**TINY, "vocab_size": 5_003, "num_hidden_layers": 1, "max_position_embeddings": 8192}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import shapes, simulate
-from tests.benchmarks.test_gpu_arithmetic import TINY
+from tests.helpers.families import TINY
 
 LENGTH, LAYERS = 256, 7
 SIZES = {**TINY, "hidden_size": 96, "intermediate_size": 224, "head_dim": 16, "vocab_size": 1009}

@@ -256,7 +256,7 @@ def test_schema_is_a_json_schema_of_the_recipe(peftkit: Run) -> None:
         ("chat.jsonl", '{"text": "a"}\n', "peftkit init --data chat.jsonl"),
         ("own.csv", "a,b\n", "peftkit init --data own.csv"),
         ("axolotl.yaml", "base_model: x\n", "peftkit import-recipe axolotl.yaml --out recipe.yaml"),
-        ("factory.yaml", "model_name_or_path: x\n", "LLaMA-Factory's YAML"),
+        ("factory.yaml", "model_name_or_path: x\n", "the YAML of LLaMA-Factory"),
         ("runs/small/recipe.yaml", "base: {}\n", "peftkit train --from runs/small --out DIR"),
     ],
 )

@@ -12,12 +12,14 @@ from transformers import AutoTokenizer
 
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
-from peftkit.data.encode import default_style
-from peftkit.formats.peft.folder import read_adapter, save_adapter
+from peftkit.data.generation import default_style
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import read_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.bank import open_bank
 from peftkit.inference.generate import generate
 from peftkit.methods.lora import LoRA
+from tests.helpers.adapters import perturb
 from tests.helpers.command_line import Run
 
 ASKED = "what is the lazy?"
@@ -31,9 +33,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[st
     for seed, name in enumerate(("json", "sql")):
         adapter = attach(base.model, LoRA(rank=2, targets=("q", "o", "down")), seed=seed)
         torch.manual_seed(seed)
-        with torch.no_grad():
-            for parameter in adapter.parameters():
-                parameter += 0.3 * torch.randn_like(parameter)
+        perturb(adapter.parameters(), 0.3)
         provenance = Provenance(
             base=base.name,
             fingerprint=base.fingerprint,
@@ -120,9 +120,9 @@ def test_the_conversation_goes_on_with_the_current_ones_answer(
     ("args", "message"),
     [
         ([], "Give one as `peftkit chat ADAPTER`"),
-        (["{json}", "--adapter", "a={json}"], "give one adapter, or several names"),
+        (["{json}", "--adapter", "a={json}"], "both ADAPTER and --adapter are given"),
         (["--adapter", "a="], "a= names no adapter"),
-        (["--adapter", "base={json}"], "'base' is the bare base"),
+        (["--adapter", "base={json}"], "'base' is reserved for the base"),
         (["--adapter", "a={json}", "--adapter", "a={sql}"], "two adapters would be named 'a'"),
         (["--adapter", "a/b={json}"], "a/b="),
         (["--adapter", "a b={json}"], "'a b' is not allowed as the name"),
@@ -150,7 +150,7 @@ def test_tokens_that_a_bank_splits_are_told(
     done = peftkit("chat", "--adapter", one, "--adapter", two["sql"], "--max-new-tokens", "5")
     assert done.code == 0
     told = " ".join(done.err.split())
-    assert "'json' was trained with tokens that its base does not know: <tool>." in told
+    assert "'json' was trained with tokens that its base lacks: <tool>." in told
     assert "'sql' was trained" not in told
     (one / "tokenizer.json").write_text("{")
     typed(monkeypatch, ASKED)

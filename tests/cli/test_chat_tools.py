@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from peftkit.data.chat import CHATML
-from peftkit.data.encode import Style
+from peftkit.data.chat_template import CHATML
+from peftkit.data.style import Style
 from peftkit.errors import ConfigError
 from peftkit.inference.bank import AdapterBank
 from peftkit.methods.lora import LoRA
 from peftkit_cli.chat_tools import ChatTools
 from peftkit_cli.conversation import MAX_TURNS, Conversation
+from tests.helpers.bank import tiny_base, write_adapter
 from tests.helpers.command_line import Run
-from tests.inference.test_bank import a_base, write
 
 CALL = '<tool_call>\n{"name": "double", "arguments": {"number": 21}}\n</tool_call>'
 
@@ -66,8 +66,8 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def bank(llama: Any, tokenizer: Any, tmp_path: Path) -> AdapterBank:
     style = Style("chat", CHATML)
-    folder = write(llama, LoRA(rank=2, alpha=4), tmp_path / "one", 1, prompt_style=style)
-    return AdapterBank(a_base(llama, tokenizer), {"one": folder})
+    folder = write_adapter(llama, LoRA(rank=2, alpha=4), tmp_path / "one", 1, prompt_style=style)
+    return AdapterBank(tiny_base(llama, tokenizer), {"one": folder})
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_a_saved_conversation_has_its_tools_and_calls(
 
 
 def test_functions_of_one_name_are_refused(bank: AdapterBank, file: Path) -> None:
-    with pytest.raises(ConfigError, match="two tools have one name"):
+    with pytest.raises(ConfigError, match="two tools have the same name"):
         ChatTools(bank.base.tokenizer, [f"{file}:double"] * 2, confirm=True)
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
-from tests.helpers.classifiers import LABELS, TEXTS, save_base, write_rows, write_texts
+from tests.helpers.classifiers import LABELS, TEXTS, save_base, write_texts
 from tests.helpers.command_line import Run
+from tests.helpers.folders import write_rows
 
 RECIPE = """\
 task: {task}

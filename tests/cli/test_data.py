@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from peftkit_cli.app import app
 from peftkit_cli.survey import survey
-from tests.helpers.command_line import write_rows
+from tests.helpers.folders import write_rows
 
 ROWS = [
     {"instruction": "Say yes.", "input": "", "output": "yes"},
@@ -23,7 +23,7 @@ ROWS = [
 
 def write(folder: Path) -> Path:
     path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    write_rows(path, ROWS)
     return path
 
 
@@ -94,13 +94,13 @@ def test_pairs_that_nothing_can_be_learnt_from_are_counted_and_the_first_is_name
     path = tmp_path / "pairs.jsonl"
     sides = [("b", "c"), ("b", "b"), (" ", "c"), ("b", "d")]
     rows = [{"prompt": "a", "chosen": good, "rejected": bad} for good, bad in sides]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     done = CliRunner().invoke(app, ["data", str(path), "--json"])
     facts = json.loads(done.stdout)
     assert (facts["num_useless"], facts["first_useless"]) == (2, f"{path}:2")
     shown = " ".join(CliRunner().invoke(app, ["data", str(path)]).stdout.split())
     assert "useless pairs 2: an empty answer, or two equal ones; first" in shown
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows[::3]))
+    write_rows(path, rows[::3])
     assert "useless" not in CliRunner().invoke(app, ["data", str(path)]).stdout
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from peftkit.inference import make_rows
 from peftkit.recipe import load
-from tests.helpers.command_line import Run, write_rows
+from tests.helpers.command_line import Run
+from tests.helpers.folders import write_rows
 
 RULES = "the dog answers\n\n## User\nthe quick fox?\n\n## Assistant\nthe lazy dog\n"
 FEW = (

@@ -15,14 +15,14 @@ from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
-from tests.formats.test_mlx import base_folder, trained
+from tests.helpers.adapters import base_folder, model_with_adapter
 from tests.helpers.command_line import Run
 from tests.helpers.hub_server import joined_hub
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    _, attached = trained("llama", LoRA(rank=4, targets=("q", "v")))
+    _, attached = model_with_adapter("llama", LoRA(rank=4, targets=("q", "v")))
     return save_adapter(attached, tmp_path_factory.mktemp("saved"), Provenance(base="org/base"))
 
 
@@ -55,7 +55,7 @@ def test_gguf_there_and_back(adapter: Path, peftkit: Run, tmp_path: Path) -> Non
 
 def test_an_import_takes_the_base_that_the_adapter_names(peftkit: Run, tmp_path: Path) -> None:
     base = base_folder("llama", tmp_path / "base")
-    _, attached = trained("llama", LoRA(rank=4, targets=("q", "v")))
+    _, attached = model_with_adapter("llama", LoRA(rank=4, targets=("q", "v")))
     folder = save_adapter(attached, tmp_path / "json", Provenance(base=str(base)))
     assert peftkit("import", "json", "--out", "back").code == 0
     assert read_low_rank(tmp_path / "back")[1].keys() == read_low_rank(folder)[1].keys()

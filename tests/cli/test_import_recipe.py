@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from peftkit.config.explain import sections_of
 from peftkit.recipe import Recipe, load
 from peftkit_cli.import_recipe import TABLE
-from tests.helpers.command_line import Run, write_rows
+from tests.helpers.command_line import Run
+from tests.helpers.folders import write_rows
 
 AXOLOTL = """\
 base_model: org/model

@@ -14,7 +14,8 @@ from peftkit.recipe import load
 from peftkit_cli.goals import GOALS
 from peftkit_cli.init import Size, recipe_text
 from peftkit_cli.survey import splits_of
-from tests.helpers.command_line import Done, Run, turn, write_rows
+from tests.helpers.command_line import Done, Run, turn
+from tests.helpers.folders import write_rows
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

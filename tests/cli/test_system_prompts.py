@@ -11,7 +11,8 @@ import pytest
 
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
-from peftkit.data.encode import Style, prompt_ids
+from peftkit.data.generation import prompt_ids
+from peftkit.data.style import Style
 from peftkit.formats.open_adapter import Opened, open_adapter
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
@@ -20,8 +21,9 @@ from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM, CausalLMConfig
 from peftkit_cli.conversation import Conversation
-from tests.data.test_chat_spans import TEMPLATES
-from tests.helpers.command_line import Run, write_rows
+from tests.helpers.chat_templates import TEMPLATES
+from tests.helpers.command_line import Run
+from tests.helpers.folders import write_rows
 
 SYSTEM = 'You sell "foxes" 🦊.\nBe short.'
 QUESTIONS = ("what is the fox?", "and the dog?", "who jumps?")
@@ -173,7 +175,7 @@ def test_a_system_prompt_that_nothing_reads_is_refused(
     learnt(tmp_path, model_folder, str(tmp_path / "deaf.jinja"), rows, rows)
     done = peftkit("generate", tmp_path / "adapter", "--prompt", "a", "--system", "Be kind.")
     assert done.code == 2
-    assert "The chat template leaves it out" in done.err
+    assert "The chat template omits it" in done.err
 
 
 def test_eval_reads_rows_without_a_system_turn_with_that_of_training(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cross_compile.test_kernels import CARDS, MOST_REGISTERS, told_by
+from tests.helpers.gpu_code import CARDS, MOST_REGISTERS, output_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -43,7 +43,7 @@ def test_a_block_is_one_graph_of_few_kernels_for_every_card(
     family: str, kind: str, tmp_path: Path
 ) -> None:
     asked = (family, kind, "bfloat16", *SINCE_AMPERE)
-    told = told_by(PROGRAM, *asked, TRITON_CACHE_DIR=str(tmp_path))
+    told = output_of(PROGRAM, *asked, TRITON_CACHE_DIR=str(tmp_path))
     assert one_graph(told)
     assert told["error"] <= 0.05  # a compiled graph rounds to 16 bits elsewhere
     most = MOST_KERNELS[family, kind]
@@ -56,14 +56,14 @@ def test_a_block_is_one_graph_of_few_kernels_for_every_card(
 
 def test_a_mixtures_kernels_fit_every_card(tmp_path: Path) -> None:
     asked = ("qwen3_moe", "none", "bfloat16", *SINCE_AMPERE)
-    told = told_by(PROGRAM, *asked, TRITON_CACHE_DIR=str(tmp_path))
+    told = output_of(PROGRAM, *asked, TRITON_CACHE_DIR=str(tmp_path))
     assert told["error"] <= 0.05
     assert told["used"]  # of several graphs: in 16 bits experts' own product breaks them
     assert all(used["STACK"] == used["LOCAL"] == 0 for used in told["used"])
 
 
 def test_a_block_in_fp16_is_code_for_a_card_before_ampere(tmp_path: Path) -> None:
-    told = told_by(PROGRAM, "llama", "none", "float16", "75", TRITON_CACHE_DIR=str(tmp_path))
+    told = output_of(PROGRAM, "llama", "none", "float16", "75", TRITON_CACHE_DIR=str(tmp_path))
     assert one_graph(told)
     assert told["used"]
     assert all(used["STACK"] == used["LOCAL"] == 0 for used in told["used"])
@@ -71,7 +71,7 @@ def test_a_block_in_fp16_is_code_for_a_card_before_ampere(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", ["none", "nf4", "q6_k"])
 def test_the_code_computes_what_the_graph_does(kind: str) -> None:
-    told = told_by(PROGRAM, "llama", kind, "float32", TRITON_INTERPRET="1")
+    told = output_of(PROGRAM, "llama", kind, "float32", TRITON_INTERPRET="1")
     assert one_graph(told)
     assert len(told["off"]) == 2
     assert max(told["off"]) < 1e-4

@@ -6,15 +6,12 @@ a program of its own, for Triton reads once whether it interprets.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.helpers.gpu_code import CARDS, MOST_REGISTERS, output_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,11 +19,6 @@ pytestmark = [
         find_spec("triton") is None, reason="triton: pip install peftkit[gpu-tests]"
     ),
 ]
-ROOT = Path(__file__).parent.parent.parent
-CARDS = (75, 80, 86, 89, 90, 120)
-"""Compute capabilities: T4; A100; RTX 3090; RTX 4090; H100 and H200; RTX 5090."""
-MOST_REGISTERS = 64
-"""Of a thread: with more a multiprocessor holds fewer than half of its threads."""
 
 COMPILED = """
 import json, re, subprocess, sys, tempfile
@@ -118,7 +110,7 @@ import json
 import torch
 from peftkit.kernels import triton_kernels
 from peftkit.kernels.gguf_blocks import TYPES, unpack_gguf
-from tests.base.test_gguf_blocks import bits, blocks_of_all_kinds
+from tests.helpers.gguf_files import bits, blocks_of_all_kinds
 
 differ = {}
 for kind, rows in blocks_of_all_kinds():
@@ -151,22 +143,12 @@ print(json.dumps(grids))
 """
 
 
-def told_by(program: str, *args: str, **environment: str) -> Any:
-    """Return what a program prints last, as JSON."""
-    known = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", program, *args], env=known, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("card", CARDS)
 def test_machine_code_keeps_all_in_registers(card: int, dtype: str, tmp_path: Path) -> None:
     if card == 75 and dtype == "bf16":
         return  # a T4 has no bfloat16
-    found = told_by(COMPILED, str(card), dtype, TRITON_CACHE_DIR=str(tmp_path))
+    found = output_of(COMPILED, str(card), dtype, TRITON_CACHE_DIR=str(tmp_path))
     assert len(found) == 6 + 8 + 13
     for used in found:
         assert used["STACK"] == used["LOCAL"] == 0
@@ -174,18 +156,18 @@ def test_machine_code_keeps_all_in_registers(card: int, dtype: str, tmp_path: Pa
 
 
 def test_numbers_are_those_of_torch() -> None:
-    worst = told_by(INTERPRETED, TRITON_INTERPRET="1")
+    worst = output_of(INTERPRETED, TRITON_INTERPRET="1")
     assert len(worst) == 9 + 5
     assert max(worst.values()) < 1e-4  # float32: of values up to a hundred
 
 
 def test_blocks_of_gguf_files_are_unpacked_to_the_bit() -> None:
-    differ = told_by(BLOCKS, TRITON_INTERPRET="1", PYTHONWARNINGS="ignore")
+    differ = output_of(BLOCKS, TRITON_INTERPRET="1", PYTHONWARNINGS="ignore")
     assert len(differ) == 13
     assert not any(differ.values())
 
 
 def test_rows_times_heads_may_be_more_than_a_second_axis_takes() -> None:
-    ((along, *others),) = told_by(GRIDS)
+    ((along, *others),) = output_of(GRIDS)
     assert along == 4096 * 32
     assert all(size <= 65_535 for size in others)

@@ -56,10 +56,11 @@ from peftkit.forward.blocks import Blocks
 from peftkit.kernels.gguf_blocks import TYPES
 from peftkit.kernels.packed import PackedFormat
 from peftkit.methods.lora import LoRA
-from peftkit.quant.layers import Packing, QuantizedLinear, keep_copies
+from peftkit.quant.copies import keep_copies
+from peftkit.quant.layers import Packing, QuantizedLinear
 from peftkit.quant.quantize import quantize_model
-from tests.base.test_gguf_blocks import config_of_a_small_llama, random_rows
 from tests.helpers.families import ARCHITECTURES
+from tests.helpers.gguf_files import config_of_a_small_llama, random_rows
 
 CARD = torch.device("cuda", 0)
 LENGTHS = (12, 20, 37)

@@ -11,9 +11,11 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from peftkit.data.encode import Encoder, Style, prompt_ids
-from peftkit.data.format import Completion, Conversation, Instruction, Text
+from peftkit.data.encode import Encoder
+from peftkit.data.examples import Completion, Conversation, Instruction, Text
+from peftkit.data.generation import prompt_ids
 from peftkit.data.pack import IGNORE
+from peftkit.data.style import Style
 from peftkit.errors import DataError
 from tests.helpers.families import tiny_tokenizer
 

@@ -8,15 +8,9 @@ from typing import Any
 import pytest
 
 from peftkit.data import messages
-from peftkit.data.format import (
-    Completion,
-    Conversation,
-    FieldNames,
-    Instruction,
-    ParsedRow,
-    Text,
-    parse,
-)
+from peftkit.data.examples import Completion, Conversation, Instruction, Text
+from peftkit.data.field_names import FieldNames
+from peftkit.data.format import ParsedRow, parse
 from peftkit.data.records import Record
 from peftkit.errors import ConfigError, DataError
 from peftkit.tasks.tokens import CausalLMConfig
@@ -206,8 +200,8 @@ def test_alpaca_with_system_and_history_is_a_conversation() -> None:
         ({"prompt": 3, "completion": "a"}, "prompt: expected text, found a number (3)"),
         ({"prompt": "q", "completion": "a", "tools": "[{}]"}, "tools: tools need messages"),
         ({"text": "\ud800"}, "text: holds half of a surrogate pair"),
-        ({"text": "t", "images": ["a.png"]}, "images: the row holds images"),
-        ({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT}, "chosen: the row holds pref"),
+        ({"text": "t", "images": ["a.png"]}, "images: the row has images"),
+        ({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT}, "chosen: the row has pref"),
     ],
 )
 def test_a_field_that_cannot_be_used_is_named(row: dict[str, Any], words: str) -> None:

@@ -193,7 +193,7 @@ def test_a_missing_file_is_told_with_its_neighbours(
 def test_an_unreachable_data_set_says_that_there_is_no_such_file_either() -> None:
     message = error_of("nobody-at-all/nothing")
     assert "Cannot load the data set 'nobody-at-all/nothing'." in message
-    assert "There is no such file here" in message
+    assert "There is no such file" in message
     assert '"org/name:config:split"' in message
 
 

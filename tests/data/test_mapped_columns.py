@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from peftkit.data.encode import Style, prompt_ids
+from peftkit.data.generation import prompt_ids
+from peftkit.data.style import Style
 from peftkit.events import Notice
 from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM, CausalLMConfig
-from tests.helpers.command_line import write_rows
+from tests.helpers.folders import write_rows
 
 ROW = {"Customer Message": "what is the fox?", "Agent Reply": "the dog"}
 NAMED = CausalLMConfig(prompt="Customer Message", completion="Agent Reply")

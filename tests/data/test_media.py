@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import transformers
 from PIL import Image
 
-from peftkit.data.format import Conversation
+from peftkit.data.examples import Conversation
 from peftkit.data.media import files as media
 from peftkit.data.media.files import Picture, Video
 from peftkit.data.media.text import parse_with_media
@@ -24,7 +24,7 @@ from peftkit.errors import DataError
 from peftkit.settings import DataConfig
 from peftkit.tasks.media.media_text import ImageTextConfig
 from tests.helpers import vision
-from tests.helpers.vision import FAMILIES, png, said, template, tokenizer, write_rows
+from tests.helpers.vision import FAMILIES, dialog, png, template, tokenizer, write_image_rows
 
 SEEN = ("assistant", "a fox")
 
@@ -64,14 +64,14 @@ URL = "data:image/png;base64," + base64.b64encode(png()).decode()
 )
 def test_images_stand_where_their_parts_do(part: dict[str, Any], tmp_path: Path) -> None:
     content = [{"type": "text", "text": "see "}, part, {"type": "text", "text": " this"}]
-    row: dict[str, Any] = {"messages": said(("user", content), SEEN)}
+    row: dict[str, Any] = {"messages": dialog(("user", content), SEEN)}
     if part == {"type": "image"}:
         row["images"] = ["a.png"]
     assert parsed(tmp_path, row) == ([f"see {Picture.mark} this", "a fox"], [tmp_path / "a.png"])
 
 
 def test_images_of_several_turns_keep_their_order(tmp_path: Path) -> None:
-    turns = said(
+    turns = dialog(
         ("user", "<image> and <image>"),
         SEEN,
         ("user", [{"type": "text", "text": "<image>"}, {"type": "image", "image": URL}]),
@@ -94,11 +94,11 @@ def test_llavas_own_rows_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        {"messages": said(("system", "be short"), ("user", "what?"), SEEN)},
+        {"messages": dialog(("system", "be short"), ("user", "what?"), SEEN)},
         {"question": "what?", "answer": "a fox"},
         {"instruction": "what?", "output": "a fox"},
         {"prompt": "what?", "completion": "a fox"},
-        {"prompt": said(("user", "what?")), "completion": said(SEEN)},
+        {"prompt": dialog(("user", "what?")), "completion": dialog(SEEN)},
     ],
 )
 def test_images_without_marks_begin_the_question(row: dict[str, Any], tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_bytes_of_a_data_set_are_images() -> None:
     _, ((image,),) = parse_with_media([record], "auto", where="x")
     assert image.decode().size == (9, 12)
     coded = {"type": "image", "base64": base64.b64encode(png()).decode()}
-    record = Record({"messages": said(("user", [coded]), SEEN)}, "x:1")
+    record = Record({"messages": dialog(("user", [coded]), SEEN)}, "x:1")
     _, ((image,),) = parse_with_media([record], "auto", where="x")
     assert image.decode().size == (9, 12)
 
@@ -122,23 +122,39 @@ def test_bytes_of_a_data_set_are_images() -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"messages": said(("user", "<image> <image>"), SEEN), "images": ["a"]}, "image 2.*has 1"),
         (
-            {"messages": said(("user", "<image>"), SEEN), "images": ["a"] * 3},
+            {"messages": dialog(("user", "<image> <image>"), SEEN), "images": ["a"]},
+            "image 2.*has 1",
+        ),
+        (
+            {"messages": dialog(("user", "<image>"), SEEN), "images": ["a"] * 3},
             "3 images, and 1 mark",
         ),
-        ({"messages": said(("user", "<image>"), SEEN)}, "the row has 0"),
-        ({"messages": said(("system", "<image>"), ("user", "a"), SEEN), "image": "a"}, "system"),
-        ({"messages": said(("user", "a"), ("assistant", "<image>")), "image": "a"}, "assistant"),
+        ({"messages": dialog(("user", "<image>"), SEEN)}, "the row has 0"),
+        (
+            {"messages": dialog(("system", "<image>"), ("user", "a"), SEEN), "image": "a"},
+            "system",
+        ),
+        (
+            {"messages": dialog(("user", "a"), ("assistant", "<image>")), "image": "a"},
+            "assistant",
+        ),
         ({"prompt": "a", "completion": "<image>", "image": "a"}, "in the answer"),
         ({"text": "a", "image": "a"}, "no question or prompt"),
         ({"text": "a"}, "a text alone"),
-        ({"messages": said(("user", [{"type": "smell"}]), SEEN)}, "found 'smell'"),
-        ({"messages": said(("user", "a"), SEEN), "image": 3}, "images?.0.*a value"),
-        ({"messages": said(("user", "a"), SEEN), "image": "a", "images": ["b"]}, "leave one"),
-        ({"messages": said(("user", f"a {Picture.mark}"), SEEN)}, "reserved as the mark"),
+        ({"messages": dialog(("user", [{"type": "smell"}]), SEEN)}, "found 'smell'"),
+        ({"messages": dialog(("user", "a"), SEEN), "image": 3}, "images?.0.*a value"),
         (
-            {"messages": said(("user", [{"type": "image", "image": "https://x.org/a.png"}]), SEEN)},
+            {"messages": dialog(("user", "a"), SEEN), "image": "a", "images": ["b"]},
+            "leave one",
+        ),
+        ({"messages": dialog(("user", f"a {Picture.mark}"), SEEN)}, "reserved as the mark"),
+        (
+            {
+                "messages": dialog(
+                    ("user", [{"type": "image", "image": "https://x.org/a.png"}]), SEEN
+                )
+            },
             "Cannot use image 1 of .*(.|\n)*nothing is fetched",
         ),
     ],
@@ -329,13 +345,13 @@ def watching(stem: str, kind: str) -> Any:
 
 ROWS = [
     {
-        "messages": said(
+        "messages": dialog(
             ("user", [{"type": "video", "video": "v.mp4"}, {"type": "text", "text": "what?"}]),
             ("assistant", "the fox"),
         )
     },
     {
-        "messages": said(("user", "see <video> dog <image>"), ("assistant", "the lazy dog")),
+        "messages": dialog(("user", "see <video> dog <image>"), ("assistant", "the lazy dog")),
         "videos": ["w.mp4"],
         "image": "a.png",
     },
@@ -345,7 +361,7 @@ ROWS = [
 def rows_of(task: Any, folder: Path, rows: Sequence[Any] = ROWS) -> Any:
     (folder / "v.mp4").write_bytes(film())
     (folder / "w.mp4").write_bytes(film(7, (32, 32)))
-    return task.load(str(write_rows(folder, rows)))
+    return task.load(str(write_image_rows(folder, rows)))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from peftkit.data.pack import IGNORE, PackedRows, Row, View, collate
+from peftkit.data.pack import IGNORE, PackedRows, Row, collate
+from peftkit.data.rows.lazy import View
 
 
 def pack(rows: list[Row], max_length: int) -> list[Row]:

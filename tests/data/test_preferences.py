@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from peftkit.data.format import Completion, Conversation, Instruction, Text
+from peftkit.data.examples import Completion, Conversation, Instruction, Text
 from peftkit.data.messages import WrongField
 from peftkit.data.preferences import (
     USELESS,

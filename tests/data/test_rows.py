@@ -28,6 +28,7 @@ from peftkit.data.rows.cache import cache_folder, encoded
 from peftkit.data.rows.columns import columns_of, labels_of, row_digest
 from peftkit.errors import DataError, RunError
 from tests.helpers.command_line import environment
+from tests.helpers.folders import write_rows
 
 
 def write(path: Path, number: int) -> Path:
@@ -270,7 +271,7 @@ def test_what_is_dropped_keeps_its_source(
     rows = [{"prompt": "a" * 300, "completion": "b"}, {"prompt": "a", "completion": " "}]
     rows += [{"prompt": f"a{n % 2}", "completion": "b"} for n in range(4)]
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     rows = encoded(str(path), DocumentEncoder(tokenizer, None, "auto", 20))
     assert rows.dropped(BEYOND) == [f"{path}:1"]
     assert rows.dropped(NOTHING) == [f"{path}:2"]

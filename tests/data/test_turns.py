@@ -7,17 +7,14 @@ from typing import Any
 import pytest
 
 from peftkit.data.chat import Chat
-from peftkit.data.encode import tokens
+from peftkit.data.tokens import tokens
 from peftkit.data.turns import Turns
 from peftkit.errors import DataError
 from peftkit.inference.call_formats import Call
 from peftkit.inference.calls import format_of
-from tests.data.test_chat_spans import QWEN3
 from tests.helpers.call_templates import TEMPLATES, with_template
+from tests.helpers.chat_templates import QWEN3, TOOLS
 
-TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-]
 ID = "abcdefgh0"
 REPLY = {"role": "tool", "name": "weather", "tool_call_id": ID, "content": "19 degrees"}
 USER = {"role": "user", "content": "and then?"}
@@ -41,7 +38,7 @@ def test_replies_of_tools_continue_as_a_full_rendering_does(name: str, tokenizer
 
 
 def test_an_answer_ends_with_the_token_that_was_sampled(tokenizer: Any) -> None:
-    own = with_template(tokenizer, TEMPLATES["glm"])
+    own = with_template(tokenizer, TEMPLATES["observed"])
     by_call = Turns(own, None).after([REPLY], [("weather", ID)], TOOLS, ended_by="<|observation|>")
     assert own.decode(by_call[1]) == "\n19 degrees<|assistant|>"
     by_user = Turns(own, None).after([USER], ended_by="<|user|>")

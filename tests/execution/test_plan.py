@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from peftkit.execution.plan import (
-    Activations,
-    ExecutionPlan,
-    activation_modes,
-    choose,
-    plan_from,
-    smaller,
-)
+from peftkit.execution.plan import Activations, ExecutionPlan, activation_modes, plan_from
+from peftkit.train.fitting import Fitting, choose
 
 COSTS: list[tuple[Activations, float]] = [("keep", 10.0), ("recompute", 4.0), ("offload", 2.0)]
 ALL: tuple[Activations, ...] = ("keep", "recompute", "offload")
@@ -70,16 +65,21 @@ def test_a_gpu_rather_recomputes_than_idles(
     assert (chosen.activations, chosen.tokens) == expected
 
 
+def fitting_of(plan: ExecutionPlan, modes: tuple[Activations, ...], length: int) -> Fitting:
+    return Fitting(plan, modes, lambda rows: len(rows) * length, needs_scale=False)
+
+
 def steps(plan: ExecutionPlan, modes: tuple[Activations, ...], length: int) -> list[ExecutionPlan]:
     """Return all steps after a plan, for many rows of one length."""
-    requested, passed = plan, []
+    fitting, passed = fitting_of(plan, modes, length), []
+    row = SimpleNamespace(input_ids=range(length))
     next_plan: ExecutionPlan | None = plan
     while next_plan is not None:
         passed.append(next_plan)
         limit = next_plan.rows
         if next_plan.tokens is not None:
             limit = max(min(limit, next_plan.tokens // length), 1)
-        next_plan = smaller(next_plan, requested, modes, rows=limit, tokens=limit * length)
+        next_plan = fitting.smaller(next_plan, [[row] * limit])
     return passed[1:]
 
 
@@ -91,8 +91,9 @@ def test_a_cpu_takes_fewer_rows_before_it_computes_them_twice() -> None:
 
 def test_one_row_longer_than_the_limit_does_not_keep_the_limit_where_it_is() -> None:
     plans = [ExecutionPlan(rows=8, tokens=1280)]
+    row = SimpleNamespace(input_ids=range(1000))
     for _ in range(2):
-        less = smaller(plans[-1], plans[0], ("keep",), rows=2, tokens=2000)
+        less = fitting_of(plans[0], ("keep",), 1000).smaller(plans[-1], [[row, row]])
         assert less is not None
         plans.append(less)
     assert [plan.tokens for plan in plans] == [1280, 640, 320]

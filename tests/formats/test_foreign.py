@@ -12,13 +12,8 @@ from safetensors.torch import load_file, save_file
 from peftkit.errors import AdapterError
 from peftkit.formats.exchange import import_adapter, recognise
 from peftkit.formats.folders import START
-from peftkit.formats.peft.folder import (
-    PREFIX,
-    AdapterFolder,
-    load_adapter,
-    plain_name,
-    save_adapter,
-)
+from peftkit.formats.peft.folder import AdapterFolder, save_adapter
+from peftkit.formats.peft.load import PREFIX, load_adapter, plain_name
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.base import Method
@@ -28,7 +23,7 @@ from peftkit.methods.own_parameters import LNTuning
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.methods.vera import VeRA
-from tests.formats.test_mlx import base_folder, logits, trained
+from tests.helpers.adapters import base_folder, logits, model_with_adapter
 
 TWO = torch.ones(2, 2)
 METHODS: dict[str, Method] = {
@@ -50,7 +45,10 @@ METHODS: dict[str, Method] = {
         ("base_model.model.model.layers.0.q_proj.hada_w1_a", "LoHa"),
         ("base_model.model.model.layers.0.q_proj.lokr_w2_a", "LoKr"),
         ("model.layers.0.q_proj.lora_down.weight", "LyCORIS"),
-        ("base_model.model.model.layers.0.mlp.experts.lora_A.weight", "cannot tell the layout"),
+        (
+            "base_model.model.model.layers.0.mlp.experts.lora_A.weight",
+            "layout of the adapter's stacked experts",
+        ),
         (
             "base_model.model.model.layers.0.mlp.experts.base_layer.lora_B.weight",
             "columns were swapped",
@@ -109,7 +107,7 @@ def test_names_are_put_as_peft_saves_them(name: str, plain: str) -> None:
 
 @pytest.mark.parametrize("style", ["as it is", "named", "bare", "pissa"])
 def test_peft_folders_of_all_styles_compute_the_same(style: str, tmp_path: Path) -> None:
-    model, adapter = trained("llama", LoRA(rank=3, alpha=5, targets=("q", "down")))
+    model, adapter = model_with_adapter("llama", LoRA(rank=3, alpha=5, targets=("q", "down")))
     expected = logits(model)
     source = save_adapter(adapter, tmp_path / "one")
     adapter.detach()
@@ -149,7 +147,7 @@ def tokenizer_of(folder: Path) -> None:
 
 
 def test_the_same_tensor_of_two_adapters_is_refused(tmp_path: Path) -> None:
-    _, adapter = trained("llama", LoRA(rank=2, targets=("q",)))
+    _, adapter = model_with_adapter("llama", LoRA(rank=2, targets=("q",)))
     source = save_adapter(adapter, tmp_path / "one")
     (source / "peftkit.json").unlink()
     file = source / "adapter_model.safetensors"
@@ -164,7 +162,7 @@ def test_the_same_tensor_of_two_adapters_is_refused(tmp_path: Path) -> None:
 
 def test_a_module_trained_in_full_is_imported_with_its_adapter(tmp_path: Path) -> None:
     method = LoRA(rank=2, targets=("q",), train_fully=("lm_head",))
-    model, adapter = trained("llama", method)
+    model, adapter = model_with_adapter("llama", method)
     expected = logits(model)
     source = save_adapter(adapter, tmp_path / "one")
     adapter.detach()
@@ -176,7 +174,7 @@ def test_a_module_trained_in_full_is_imported_with_its_adapter(tmp_path: Path) -
 
 
 def test_what_an_adapter_began_with_is_imported_with_it(tmp_path: Path) -> None:
-    _, adapter = trained("llama", LoRA(rank=2, targets=("q",)))
+    _, adapter = model_with_adapter("llama", LoRA(rank=2, targets=("q",)))
     (tmp_path / "one").mkdir()
     AdapterFolder(adapter, Provenance(), start=adapter.state()).save(tmp_path / "one")
     import_adapter(tmp_path / "one", tmp_path / "two", base=base_folder("llama", tmp_path / "base"))
@@ -189,7 +187,7 @@ def test_what_an_adapter_began_with_is_imported_with_it(tmp_path: Path) -> None:
 def test_folders_of_other_methods_than_lora_compute_the_same(
     name: str, by_peft: bool, tmp_path: Path
 ) -> None:
-    model, adapter = trained("llama", METHODS[name])
+    model, adapter = model_with_adapter("llama", METHODS[name])
     expected = logits(model)
     source = save_adapter(adapter, tmp_path / "one")
     adapter.detach()

@@ -29,7 +29,8 @@ from peftkit.errors import PeftkitError
 from peftkit.files.tensors import write_tensors
 from peftkit.formats.folders import NOTES, TENSORS
 from peftkit.formats.guard import read_json, read_tensors
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.base import AdapterModule
 from peftkit.methods.lora import LoRA

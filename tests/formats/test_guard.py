@@ -20,7 +20,7 @@ from safetensors.torch import save as library_save
 from peftkit.errors import AdapterError
 from peftkit.files.tensors import DTYPES
 from peftkit.formats import guard
-from peftkit.formats.guard import check_safetensors, read_json, read_tensors, what_is
+from peftkit.formats.guard import check_safetensors, file_kind, read_json, read_tensors
 
 A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
@@ -172,7 +172,7 @@ def test_tensors_that_are_not_finite_are_refused(
     bad = torch.ones(3, 3)
     bad[2, 2] = value
     (tmp_path / "t").write_bytes(library_save({A: torch.ones(2), B: bad.to(dtype)}))
-    assert f"1 of 2 tensors hold NaN or Infinity, as {B}" in refusal(tmp_path / "t")
+    assert f"1 of 2 tensors hold NaN or Infinity, such as {B}" in refusal(tmp_path / "t")
 
 
 @pytest.mark.parametrize("keep", [0.3, 0.99])
@@ -215,7 +215,7 @@ def test_another_kind_of_file_is_named_for_what_it_is(tmp_path: Path, name: str)
 def test_a_pickle_is_named_and_never_run(tmp_path: Path, protocol: int) -> None:
     canary = tmp_path / "ran"
     (tmp_path / "t").write_bytes(pickle.dumps(Canary(canary), protocol))
-    assert what_is(tmp_path / "t") == guard.PICKLE
+    assert file_kind(tmp_path / "t") == guard.PICKLE
     assert "A pickle can run code" in refusal(tmp_path / "t")
     assert not canary.exists()
 
@@ -225,7 +225,7 @@ def test_a_torch_file_is_named_and_never_run(tmp_path: Path, zipped: bool) -> No
     canary = tmp_path / "ran"
     data = {"w": torch.ones(2), "x": Canary(canary)}
     torch.save(data, tmp_path / "t", _use_new_zipfile_serialization=zipped)
-    assert what_is(tmp_path / "t") == (guard.TORCH_ARCHIVE if zipped else guard.PICKLE)
+    assert file_kind(tmp_path / "t") == (guard.TORCH_ARCHIVE if zipped else guard.PICKLE)
     assert "A pickle can run code" in refusal(tmp_path / "t")
     assert not canary.exists()
 
@@ -234,7 +234,7 @@ def test_a_header_whose_length_looks_like_another_file_is_safetensors(tmp_path: 
     header = json.dumps({A: entry(0, 16)}).encode()
     padded = header + b" " * (0x8B1F - len(header))  # the length begins as gzip does
     (tmp_path / "t").write_bytes(file_of(padded, bytes(16)))
-    assert what_is(tmp_path / "t") == guard.SAFETENSORS
+    assert file_kind(tmp_path / "t") == guard.SAFETENSORS
     assert torch.equal(read_tensors(tmp_path / "t")[A], torch.zeros(4))
 
 

@@ -22,7 +22,7 @@ from peftkit.formats.peft.folder import AdapterFolder
 from peftkit.formats.peft.low_rank import read_low_rank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
-from tests.formats.test_mlx import trained
+from tests.helpers.adapters import model_with_adapter
 from tests.helpers.hub_server import Hub, Repo, joined_hub
 
 NAME = "me/json"
@@ -39,7 +39,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    _, tiny = trained("llama", LoRA(rank=2, targets=("q", "v")))
+    _, tiny = model_with_adapter("llama", LoRA(rank=2, targets=("q", "v")))
     folder = tmp_path_factory.mktemp("adapter")
     start = {name: tensor / 2 for name, tensor in tiny.state().items()}
     AdapterFolder(tiny, Provenance(base="org/base"), start=start).save(folder)

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from peftkit.adapter import Adapter, attach
 from peftkit.errors import AdapterError
 from peftkit.formats.exchange import export_adapter, import_adapter
 from peftkit.formats.mlx import MLX_TENSORS, read_mlx
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
-from tests.helpers.families import FAMILIES
+from tests.helpers.adapters import base_folder, logits, model_with_adapter
 
 METHODS = {
     "lora": LoRA(rank=4, alpha=8),
@@ -33,27 +33,6 @@ METHODS = {
     "rslora-patterns": LoRA(rank=4, alpha=8, rslora=True, rank_pattern={"k": 3}),
     "dora-patterns": DoRA(rank=4, alpha=8, targets=("q", "v"), rank_pattern={"v": 2}),
 }
-IDS = torch.arange(20).view(2, 10) + 3
-
-
-def trained(family: str, method: LoRA) -> tuple[nn.Module, Adapter]:
-    """Return a tiny model with an adapter that does something."""
-    model = FAMILIES[family]().eval()
-    adapter = attach(model, method)
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
-    return model, adapter
-
-
-@torch.no_grad()
-def logits(model: nn.Module) -> Tensor:
-    return model(input_ids=IDS).logits
-
-
-def base_folder(family: str, folder: Path) -> str:
-    FAMILIES[family]().config.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +40,7 @@ def base_folder(family: str, folder: Path) -> str:
     [*((name, "llama") for name in METHODS), ("patterns", "qwen2"), ("dora-patterns", "gemma2")],
 )
 def test_there_and_back_it_is_the_same_adapter(name: str, family: str, tmp_path: Path) -> None:
-    model, adapter = trained(family, METHODS[name])
+    model, adapter = model_with_adapter(family, METHODS[name])
     expected = logits(model)
     save_adapter(adapter, tmp_path / "one")
     export_adapter(tmp_path / "one", tmp_path / "mlx", to="mlx")
@@ -87,7 +66,7 @@ def test_there_and_back_it_is_the_same_adapter(name: str, family: str, tmp_path:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_file_computes_by_mlx_own_formula(name: str, tmp_path: Path) -> None:
-    _, adapter = trained("llama", METHODS[name])
+    _, adapter = model_with_adapter("llama", METHODS[name])
     save_adapter(adapter, tmp_path / "one")
     export_adapter(tmp_path / "one", tmp_path / "mlx", to="mlx")
     config = json.loads((tmp_path / "mlx" / "adapter_config.json").read_text())
@@ -113,7 +92,7 @@ def test_the_file_computes_by_mlx_own_formula(name: str, tmp_path: Path) -> None
 def test_what_mlx_names_otherwise_is_refused(
     family: str, target: str, message: str, tmp_path: Path
 ) -> None:
-    _, adapter = trained(family, LoRA(rank=2, targets=(target,)))
+    _, adapter = model_with_adapter(family, LoRA(rank=2, targets=(target,)))
     save_adapter(adapter, tmp_path / "one")
     with pytest.raises(AdapterError, match=message):
         export_adapter(tmp_path / "one", tmp_path / "mlx", to="mlx")
@@ -122,7 +101,7 @@ def test_what_mlx_names_otherwise_is_refused(
 
 @pytest.fixture
 def mlx(tmp_path: Path) -> Path:
-    _, adapter = trained("llama", LoRA(rank=2, targets=("q", "v")))
+    _, adapter = model_with_adapter("llama", LoRA(rank=2, targets=("q", "v")))
     save_adapter(adapter, tmp_path / "one")
     return export_adapter(tmp_path / "one", tmp_path / "mlx", to="mlx").path
 
@@ -170,7 +149,7 @@ def written_by_mlx(tensors: dict[str, Tensor], file: Path) -> None:
 
 
 def test_a_folder_of_mlx_lms_trainer_is_imported(tmp_path: Path) -> None:
-    model, adapter = trained("llama", METHODS["lora"])
+    model, adapter = model_with_adapter("llama", METHODS["lora"])
     expected = logits(model)
     save_adapter(adapter, tmp_path / "ours")
     export_adapter(tmp_path / "ours", tmp_path / "mlx", to="mlx")

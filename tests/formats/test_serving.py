@@ -17,13 +17,14 @@ from peftkit.errors import AdapterError
 from peftkit.events import Event, Notice
 from peftkit.formats.card import adapter_usage, render_card, training_card
 from peftkit.formats.exchange import export_adapter
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.low_rank import LowRank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.serving import MAX_LORA_RANKS, check_serving, max_lora_rank, served_rank
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
-from tests.formats.test_mlx import logits, trained
+from tests.helpers.adapters import logits, model_with_adapter
 
 
 def test_a_card_names_the_hub_id_and_the_rank(
@@ -54,12 +55,12 @@ def change(folder: Path, fields: dict[str, Any], tensors: dict[str, Any]) -> Non
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
-    _, adapter = trained("llama", LoRA(rank=4, alpha=8, targets=("q", "v")))
+    _, adapter = model_with_adapter("llama", LoRA(rank=4, alpha=8, targets=("q", "v")))
     return save_adapter(adapter, tmp_path / "plain")
 
 
 def test_one_rank_and_one_alpha_compute_the_same(tmp_path: Path) -> None:
-    model, adapter = trained("llama", PATTERNS)
+    model, adapter = model_with_adapter("llama", PATTERNS)
     expected = logits(model)
     save_adapter(adapter, tmp_path / "one")
     done = export_adapter(tmp_path / "one", tmp_path / "served", to="peft", serving=True)
@@ -107,7 +108,7 @@ def test_what_is_not_served_is_named(
 def test_a_base_in_another_precision_than_in_training_is_told(
     tmp_path: Path, serving: bool
 ) -> None:
-    _, adapter = trained("llama", LoRA(rank=4, targets=("q", "v")))
+    _, adapter = model_with_adapter("llama", LoRA(rank=4, targets=("q", "v")))
     folder, notices = tmp_path / "nf4", []
     for kind in ("nf4", "none"):
         save_adapter(adapter, folder, Provenance(base="org/base", loading={"quantize": kind}))
@@ -128,7 +129,7 @@ def test_servers_read_no_other_format(plain: Path, tmp_path: Path) -> None:
 
 
 def test_dora_is_refused_tensor_by_tensor(tmp_path: Path) -> None:
-    _, adapter = trained("llama", DoRA(rank=2, targets=("q", "v")))
+    _, adapter = model_with_adapter("llama", DoRA(rank=2, targets=("q", "v")))
     save_adapter(adapter, tmp_path / "dora")
     with pytest.raises(AdapterError) as error:
         check_serving(tmp_path / "dora")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import re
 from typing import Any
 
-from peftkit.data.chat import CHATML
-from peftkit.inference.call_formats import deepseek_mark
+from peftkit.data.chat_template import CHATML
 
 _ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 _TOOLS = "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
@@ -28,11 +26,6 @@ def with_calls(call: str) -> str:
     return _turns(_CALLS + call + "{% endfor %}")
 
 
-def deepseek(text: str) -> str:
-    """Return a text in which [tool ...] stands for a mark of DeepSeek's."""
-    return re.sub(r"\[(tool [a-z ]+)\]", lambda found: deepseek_mark(found[1]), text)
-
-
 TEMPLATES: dict[str, str] = {
     "hermes": CHATML,
     "coder": _turns(
@@ -40,12 +33,11 @@ TEMPLATES: dict[str, str] = {
         + "{{ '<parameter=' + k + '>\n' }}" + _VALUE + "{{ '\n</parameter>\n' }}{% endfor %}"
         "{{ '</function>\n</tool_call>' }}{% endfor %}"
     ),
-    # ends an answer with what opens the next turn
-    "glm": "{% for m in messages %}{% if m.role == 'tool' %}{{ '<|observation|>' }}{% else %}"
+    # ends an answer with what opens the next turn, as GLM's
+    "observed": "{% for m in messages %}{% if m.role == 'tool' %}{{ '<|observation|>' }}{% else %}"
     "{{ '<|' + m.role + '|>' }}{% endif %}{{ '\n' }}" + _SAID + _CALLS
-    + "{{ '<tool_call>' + f.name + '\n' }}" + _ARGUMENTS
-    + "{{ '<arg_key>' + k + '</arg_key>\n<arg_value>' }}" + _VALUE
-    + "{{ '</arg_value>\n' }}{% endfor %}{{ '</tool_call>' }}{% endfor %}{% endfor %}"
+    + "{{ '<tool_call>{\"name\": \"' + f.name + '\", \"arguments\": ' }}"
+    "{{ (f.arguments | tojson) + '}</tool_call>' }}{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",
     "mistral": _turns(
         "{% if m.tool_calls %}{{ '[TOOL_CALLS] [' }}" + _CALLS
@@ -57,12 +49,11 @@ TEMPLATES: dict[str, str] = {
         _CALLS + "{{ '[TOOL_CALLS]' + f.name + '[CALL_ID]' + c.id + '[ARGS]' }}"
         "{{ f.arguments | tojson }}{% endfor %}"
     ),
-    # takes arguments as text
-    "deepseek": deepseek(_HEAD + _SAID
-    + "{% if m.tool_calls %}{{ '[tool calls begin]' }}" + _CALLS
-    + "{{ '[tool call begin]function[tool sep]' + f.name + '\n```json\n' }}"
-    "{{ f.arguments + '\n```[tool call end]' }}{% endfor %}{{ '[tool calls end]' }}{% endif %}"
-    + _END),
+    # requires arguments as text
+    "as_text": _turns(
+        _CALLS + "{{ '<tool_call>\n{\"name\": \"' + f.name + '\", \"arguments\": ' + f.arguments }}"
+        "{{ '}\n</tool_call>' }}{% endfor %}"
+    ),
     "harmony": "{% for m in messages %}{% if m.role == 'assistant' %}"
     "{% if m.reasoning_content %}{{ '<|start|>assistant<|channel|>analysis<|message|>' }}"
     "{{ m.reasoning_content + '<|end|>' }}{% endif %}{% if m.tool_calls %}"
@@ -71,41 +62,20 @@ TEMPLATES: dict[str, str] = {
     "{% else %}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}"
     "{% endif %}{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}",
-    "gemma": "{% macro written(v) %}{% if v is string %}{{ '<|\"|>' + v + '<|\"|>' }}"
-    "{% elif v is mapping %}{{ '{' }}{% for k, w in v | items %}{{ k + ':' }}{{ written(w) }}"
-    "{{ '' if loop.last else ',' }}{% endfor %}{{ '}' }}"
-    "{% elif v is boolean or v is none %}{{ v | tojson }}"
-    "{% elif v is sequence %}{{ '[' }}{% for w in v %}{{ written(w) }}"
-    "{{ '' if loop.last else ',' }}{% endfor %}{{ ']' }}{% else %}{{ v }}{% endif %}{% endmacro %}"
-    + _turns(_CALLS + "{{ '<|tool_call>call:' + f.name }}{{ written(f.arguments) }}"
-    "{{ '<tool_call|>' }}{% endfor %}"),
     # writes no content beside a call, and takes one call a turn
     "llama": _HEAD + "{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}"
     "{{ raise_exception('one call at once') }}{% endif %}{% set f = m.tool_calls[0].function %}"
     "{{ '{\"name\": \"' + f.name + '\", \"parameters\": ' + (f.arguments | tojson) + '}' }}"
     "{% else %}" + _SAID + "{% endif %}" + _END,
-    "lfm": _turns(
-        "{% if m.tool_calls %}{{ '<|tool_call_start|>[' }}" + _CALLS + "{{ f.name + '(' }}"
-        + _ARGUMENTS + "{{ k + '=' + (v | tojson) + ('' if loop.last else ', ') }}{% endfor %}"
-        "{{ ')' + ('' if loop.last else ', ') }}{% endfor %}{{ ']<|tool_call_end|>' }}{% endif %}"
-    ),
-    "olmo": _turns(
-        "{% if m.tool_calls %}{{ '<function_calls>' }}" + _CALLS + "{{ f.name + '(' }}"
-        + _ARGUMENTS + "{{ k + '=' + (v | tojson) + ('' if loop.last else ', ') }}{% endfor %}"
-        "{{ ')' + ('' if loop.last else '\n') }}{% endfor %}{{ '</function_calls>' }}{% endif %}"
-    ),
-    "pythonic": _turns(
-        "{% if m.tool_calls %}{{ '[' }}" + _CALLS + "{{ f.name + '(' }}"
-        + _ARGUMENTS + "{{ k + '=' + (v | tojson) + ('' if loop.last else ', ') }}{% endfor %}"
-        "{{ ')' + ('' if loop.last else ', ') }}{% endfor %}{{ ']' }}{% endif %}"
-    ),
 }  # fmt: skip
+FORM_OF = {"mistral_v11": "mistral", "observed": "hermes", "as_text": "hermes"}
+"""Formats of templates that are not named after theirs."""
 ONE_CALL = ("llama", "harmony")
 """Templates that write one call a turn."""
 
 _SPECIAL = (
     *("<|observation|>", "<|user|>", "<|assistant|>", "<|call|>", "<|end|>", "<|start|>"),
-    *("<|channel|>", "<|message|>", "[TOOL_CALLS]", "<|tool_call>", "<tool_call|>"),
+    *("<|channel|>", "<|message|>", "[TOOL_CALLS]"),
 )
 
 

@@ -17,6 +17,7 @@ from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.base import Method
 from peftkit.quant.quantize import quantize_model
+from tests.helpers.adapters import gradients as gradients_of
 from tests.helpers.families import ARCHITECTURES
 from tests.helpers.kinds import loss, outputs
 
@@ -79,19 +80,19 @@ def bare_model(architecture: str, quantize: str) -> nn.Module:
 
     It is frozen, as every base is: torch sums in another order where a weight trains.
     """
-    model = built(architecture).requires_grad_(False)
+    model = tiny_model(architecture).requires_grad_(False)
     if quantize != "none":
         quantize_model(model, quantize, double_quant=True, compute_dtype=torch.float32)
     return model
 
 
-def built(family: str) -> nn.Module:
+def tiny_model(family: str) -> nn.Module:
     """Return one and the same tiny model each time."""
     torch.manual_seed(0)
     return ARCHITECTURES[family]().eval()
 
 
-def moved(model: nn.Module, size: float = 0.05, parts: tuple[str, ...] = ("",)) -> None:
+def perturb_trained(model: nn.Module, size: float = 0.05, parts: tuple[str, ...] = ("",)) -> None:
     """Stand in for training: move every trainable value of some names a little."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -105,7 +106,7 @@ def trained(model: nn.Module, method: Method) -> Adapter:
     before = outputs(model)
     adapter = attach(model, method)
     assert torch.equal(outputs(model), before)
-    moved(model)
+    perturb_trained(model)
     assert not torch.allclose(outputs(model), before, atol=1e-2)
     return adapter
 
@@ -141,12 +142,10 @@ def gradients(cell: Cell) -> dict[str, Tensor]:
     """Return loss and gradients of one step in training mode, with the same dropout each time."""
     cell.model.train()
     torch.manual_seed(3)
-    cell.model.zero_grad()
     value = loss(cell.model, cell.given)
-    value.backward()
+    values = gradients_of(cell.model, value)
     cell.model.eval()
-    named = cell.model.named_parameters()
-    return {"loss": value.detach()} | {n: p.grad.clone() for n, p in named if p.grad is not None}
+    return {"loss": value.detach(), **values}
 
 
 def demand_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor], message: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from peftkit.events import Event
 from peftkit.settings import DataConfig
 from peftkit.tasks.config import TaskConfig
 from tests.helpers.families import ARCHITECTURES, BOS, EOS, tiny_tokenizer
+from tests.helpers.folders import write_rows
 
 TEXTS = [
     ("the quick brown fox jumps", "animal"),
@@ -63,12 +62,6 @@ def task_for(
     settled = kind(**{"type": kind.model_fields["type"].default, **settings}).resolve(config)
     base = load_base(str(folder), purpose=settled.purpose, dtype="fp32")
     return base, settled.on(base.model, base.processor, config, on_event=seen.append), seen
-
-
-def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> str:
-    """Write JSON Lines; return the file's name."""
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(file)
 
 
 def write_texts(file: Path) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NamedTuple
 
 import pytest
 
 from peftkit_cli.app import run
+from tests.helpers.folders import write_rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,11 +93,6 @@ def turn(question: str, answer: str) -> dict[str, list[dict[str, str]]]:
             {"role": "assistant", "content": answer},
         ]
     }
-
-
-def write_rows(file: Path, rows: Iterable[object]) -> None:
-    """Write JSON Lines."""
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def write_project(folder: Path, model: Path) -> Path:

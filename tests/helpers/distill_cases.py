@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from transformers import PreTrainedTokenizerFast
-
-from peftkit.settings import DataConfig
-from peftkit.tasks.distill.distill import Distill, DistillConfig
-from peftkit.tasks.distill.rows import Distilled
+from peftkit.tasks.distill.distill import DistillConfig
+from tests.helpers.folders import write_rows
 
 PROMPT = """The dog answers with pizza and olives.
 
@@ -31,14 +25,9 @@ QUESTIONS = [
 ]
 
 
-def write(file: Path, rows: Sequence[dict[str, Any]]) -> str:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(file)
-
-
-def write_rows(folder: Path, *, answers: bool = True) -> str:
+def write_questions(folder: Path, *, answers: bool = True) -> str:
     rows = [{"instruction": q} | ({"output": a} if answers else {}) for q, a in QUESTIONS]
-    return write(folder / "rows.jsonl", rows)
+    return write_rows(folder / "rows.jsonl", rows)
 
 
 def write_prompt(folder: Path, text: str = PROMPT) -> str:
@@ -50,15 +39,3 @@ def write_prompt(folder: Path, text: str = PROMPT) -> str:
 def settings(folder: Path, **more: Any) -> DistillConfig:
     told = {"teacher": {"prompt": write_prompt(folder)}, "answers": "data", **more}
     return DistillConfig(**told)
-
-
-def task_on(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerFast,
-    asked: DistillConfig,
-    file: str,
-    **data: Any,
-) -> tuple[Distill, list[Distilled]]:
-    config = DataConfig(train=file, **{"max_length": 64, **data})
-    task = asked.on(model, tokenizer, config)
-    return task, list(task.load(file))

@@ -12,9 +12,17 @@ import peft
 from torch import Tensor, nn
 
 from peftkit.errors import PeftkitError
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.notes import Provenance
-from tests.helpers.cell import Cell, bare_model, demand_close, largest, moved, own_warnings
+from tests.helpers.cell import (
+    Cell,
+    bare_model,
+    demand_close,
+    largest,
+    own_warnings,
+    perturb_trained,
+)
 from tests.helpers.grid import PEFT_LIMITS, READING_LIMITS
 from tests.helpers.kinds import outputs
 
@@ -44,7 +52,9 @@ def peft_agrees(cell: Cell) -> None:
         scale = largest(trained)
         demand_close(peft_outputs(), trained, "PEFT from our file", scale=scale)
         theirs.requires_grad_(True)  # as loaded, it is frozen
-        moved(theirs, 0.02, ("bias",) if method.type == "bitfit" else (".default", "prompt"))
+        perturb_trained(
+            theirs, 0.02, ("bias",) if method.type == "bitfit" else (".default", "prompt")
+        )
         theirs.save_pretrained(str(folder / "theirs"))
         try:
             load_adapter(bare, folder / "theirs")

@@ -318,3 +318,20 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         chat_template=CHAT_TEMPLATE,
         model_max_length=256,
     )
+
+
+TINY = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 101,
+}
+
+
+def llama(**changes: int) -> transformers.LlamaConfig:
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 5}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048}
+    return transformers.LlamaConfig(**sizes | changes, attn_implementation="sdpa")

@@ -17,7 +17,8 @@ from torch import nn
 
 from peftkit.adapter import Adapter, attach
 from peftkit.errors import MergeError, PeftkitError
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.merging.fold import Tally, merge_dequantized, merge_into, shared_parameters
 from peftkit.methods.base import Method
 from peftkit.methods.data_init import eva_starts, loftq_starts

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
-from peftkit.base.processors import UnreadVideos, blind_to_videos
-from peftkit.tasks.media.media_text import AudioTextConfig
+from peftkit.base.processors import UnreadVideos, without_video_support
+from peftkit.settings import DataConfig
+from peftkit.tasks.media.media_text import AudioTextConfig, MediaText
 from tests.helpers.speech import encoded, tones
 from tests.helpers.vision import FAMILIES as SEEING
 from tests.helpers.vision import (
@@ -21,23 +24,23 @@ from tests.helpers.vision import (
     A,
     Family,
     Q,
+    dialog,
     made,
-    said,
     template,
     token_id,
     tokenizer,
 )
-from tests.helpers.vision import write_rows as write_seen
+from tests.helpers.vision import write_image_rows as write_seen
 
 SPOKEN: list[dict[str, Any]] = [
     {
-        "messages": said(
+        "messages": dialog(
             (Q, [{"type": "audio", "audio": "a.wav"}, {"type": "text", "text": "what is it?"}]),
             (A, [{"type": "text", "text": "the fox"}]),
         )
     },
     {
-        "messages": said(
+        "messages": dialog(
             (Q, "see <audio> the <audio> dog"),
             (A, "the lazy dog over"),
             (Q, "and then?"),
@@ -45,16 +48,16 @@ SPOKEN: list[dict[str, Any]] = [
         ),
         "audios": ["b.wav", "a.wav"],
     },
-    {"messages": said((Q, "no sound"), (A, "in the question"))},
-    {"audio": "b.wav", "messages": said((Q, "the other"), (A, "quick fox"))},
+    {"messages": dialog((Q, "no sound"), (A, "in the question"))},
+    {"audio": "b.wav", "messages": dialog((Q, "the other"), (A, "quick fox"))},
 ]
 _TURNS = [(turn["role"], turn["content"]) for turn in SPOKEN[1]["messages"][1:]]
 _ONE_EACH = [*SPOKEN]
-_ONE_EACH[1] = {"messages": said((Q, "see <audio> dog"), *_TURNS), "audios": ["b.wav"]}
+_ONE_EACH[1] = {"messages": dialog((Q, "see <audio> dog"), *_TURNS), "audios": ["b.wav"]}
 _SEEN_TOO = [*SPOKEN[:3], {**SPOKEN[3], "image": "a.png"}]
 
 
-def write_rows(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
+def write_sound_rows(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
     """Write rows, and the sounds and images that they name, into a folder."""
     (folder / "a.wav").write_bytes(encoded(tones(300, 500)))
     (folder / "b.wav").write_bytes(encoded(tones(700, seconds=0.35)))
@@ -133,7 +136,7 @@ GEMMA4_HEARING = Family(
             },
         },
     ),
-    lambda: blind_to_videos(transformers.Gemma4Processor)(
+    lambda: without_video_support(transformers.Gemma4Processor)(
         feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
         image_processor=transformers.Gemma4ImageProcessorPil(
             patch_size=4, pooling_kernel_size=2, max_soft_tokens=70
@@ -181,7 +184,7 @@ QWEN2_5_OMNI = Family(
             for end, own in (("start", "bos"), ("end", "eos"))
         },
     ),
-    lambda: blind_to_videos(transformers.Qwen2_5OmniProcessor)(
+    lambda: without_video_support(transformers.Qwen2_5OmniProcessor)(
         image_processor=transformers.Qwen2VLImageProcessorPil(
             patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024}
         ),
@@ -210,3 +213,20 @@ _LAYOUTS = (
 EACH = [
     name if name in _LAYOUTS else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES
 ]
+
+
+@cache
+def processor_of(name: str) -> Any:
+    return FAMILIES[name].processor()
+
+
+def model_of(name: str) -> Any:
+    torch.manual_seed(0)
+    return FAMILIES[name].model().eval()
+
+
+def task_of(name: str, model: Any = None, *, on_event: Any = None, **data: Any) -> MediaText:
+    config = DataConfig(**{"train": "", "max_length": None, **data})
+    events = {} if on_event is None else {"on_event": on_event}
+    task = FAMILIES[name].config()
+    return task.on(model or model_of(name), processor_of(name), config, **events)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
@@ -13,9 +12,9 @@ from peftkit.adapter import Adapter, attach
 from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig
-from peftkit.tasks.pairs.preference import Preference, PreferenceConfig
-from peftkit.tasks.pairs.preference_rows import Compared
-from tests.helpers.classifiers import write_rows as write
+from peftkit.tasks.pairs.preference import PreferenceConfig
+from tests.helpers.adapters import perturb
+from tests.helpers.folders import write_rows as write
 
 PAIRS = [
     ("the quick brown fox ", "jumps over the lazy dog", "sleeps"),
@@ -49,20 +48,18 @@ def settings(loss: str, **more: Any) -> PreferenceConfig:
 def task_on(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerFast,
-    asked: PreferenceConfig,
+    asked: Any,
     file: str,
     **data: Any,
-) -> tuple[Preference, list[Compared]]:
+) -> tuple[Any, list[Any]]:
+    """Return the task of a config over a model, and the rows of a file."""
     config = DataConfig(train=file, **{"max_length": 64, **data})
     task = asked.on(model, tokenizer, config)
-    return task, task.load(file)
+    return task, list(task.load(file))
 
 
 def moved_adapter(model: nn.Module, method: Method | None = None) -> Adapter:
     """Attach an adapter and move it away from the base."""
     adapter = attach(model, method or LoRA(rank=3, targets=("q", "v", "down")))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator).to(parameter)
+    perturb(adapter.parameters(), 0.3, seed=3)
     return adapter

@@ -19,12 +19,12 @@ from peftkit.config.schema import from_dict
 from peftkit.recipe import Recipe
 from peftkit.run import run
 from tests.helpers.children import exit_code, start_ranks
-from tests.helpers.classifiers import save_base, write_rows, write_texts, write_words
+from tests.helpers.classifiers import save_base, write_texts, write_words
 from tests.helpers.families import ARCHITECTURES
+from tests.helpers.folders import write_rows
 
 Settings = dict[str, Any]
 SECONDS = 600
-
 PROMPTS = [f"what is the answer to the question {n}?" for n in range(9)]
 PAIRS = [{"prompt": text, "completion": "the fox " * (n % 3 + 1)} for n, text in enumerate(PROMPTS)]
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -109,7 +109,7 @@ def _base(folder: Path, family: str) -> Path:
     return save_base(folder, model=model)
 
 
-def together(folder: Path, cells: Mapping[str, Settings], world: int = 2) -> dict[str, str]:
+def run_ranks(folder: Path, cells: Mapping[str, Settings], world: int = 2) -> dict[str, str]:
     """Run recipes, one after the other, in processes that share the base; return what went wrong.
 
     Each recipe's output is in a folder of its name.
@@ -146,7 +146,7 @@ def _work(folder: str, cells: Iterable[tuple[str, Settings]]) -> None:
     os._exit(0)
 
 
-def alone(cell: Settings, out: Path, world: int = 2) -> None:
+def run_alone(cell: Settings, out: Path, world: int = 2) -> None:
     """Run a recipe in this process, with as many rows in a step."""
     train = {**cell["train"], "output_dir": str(out), "shard": "none"}
     train["gradient_accumulation"] = world * train.get("gradient_accumulation", 1)
@@ -163,3 +163,35 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of samples.jsonl."""
     file = folder / "samples.jsonl"
     return [*map(json.loads, file.read_text().splitlines())] if file.exists() else []
+
+
+WORDS = ("yes", "no", "perhaps", "of course not", "why do you ask me that again")
+
+
+SAYINGS = [
+    {"instruction": f"Say {word} {n}.", "output": f"{word} {n}"} for n in range(3) for word in WORDS
+]
+
+
+def ragged_recipe(folder: Path, model: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    data = folder / "rows.jsonl"
+    write_rows(data, SAYINGS)
+    settings: dict[str, dict[str, Any]] = {
+        "base": {"model": str(model), "dtype": "fp32"},
+        "method": {"type": "lora", "rank": 3, "targets": ["q", "v", "down"]},
+        "data": {"train": str(data), "eval": str(data), "max_length": 64, "packing": False},
+        "train": {
+            "max_steps": 5,
+            "batch_size": 2,
+            "learning_rate": 5e-3,
+            "eval_every": 2,
+            # rows of many lengths: the processes take different numbers of micro-batches
+            "tokens_per_batch": 32,
+        },
+    }
+    return {name: {**section, **sections.get(name, {})} for name, section in settings.items()}
+
+
+def logged_losses(folder: Path, key: str = "loss") -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [entry[key] for entry in map(json.loads, lines) if "learning_rate" in entry]

@@ -85,7 +85,9 @@ def encoded(samples: Any, rate: int = RATE, kind: str = "wav") -> bytes:
     return file.getvalue()
 
 
-def write_rows(folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "rows.jsonl") -> Path:
+def write_speech_rows(
+    folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "rows.jsonl"
+) -> Path:
     """Write rows whose `audio` is a list of tones, each with a file beside; return the file."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []

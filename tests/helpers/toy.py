@@ -234,3 +234,37 @@ class CausalTask(ToyTask):
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
         return logits.logsumexp(-1).sum()[None]
+
+
+class GradientCheckpointingLayer(nn.Module):
+    """As transformers' layers of this name: marked, and recomputed through the mark."""
+
+    gradient_checkpointing = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((8,), 0.9), requires_grad=False)
+        self.shift = torch.full((8,), 0.9)  # neither parameter nor buffer, and yet no activation
+
+    def run(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = torch.tanh(x * self.scale) * self.shift  # saves the tanh, (..., 8)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(self.run, x)
+        return self.run(x)
+
+
+class Deep(Toy):
+    """Two blocks between embedding and head; what trains lies before them as well."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        self.start = nn.Parameter(torch.zeros(8))
+        self.blocks = nn.Sequential(GradientCheckpointingLayer(), GradientCheckpointingLayer())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.blocks(self.embed(ids) + self.start)
+        return (self.base(x) + self.lora_B(self.lora_A(self.dropout(x)))) * self.magnitude

@@ -8,7 +8,6 @@ also wants one for videos, which needs torchvision, it gets one that knows none.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +19,13 @@ from PIL import Image
 from transformers import PreTrainedModel
 from transformers.processing_utils import ProcessorMixin
 
-from peftkit.base.processors import UnreadVideos, blind_to_videos
-from peftkit.tasks.media.media_text import ImageTextConfig, MediaTextConfig
+from peftkit.base.processors import UnreadVideos, without_video_support
+from peftkit.tasks.media.media_text import (
+    ImageTextConfig,
+    MediaTextConfig,
+)
 from tests.helpers.families import _GROUPED, tiny_tokenizer
+from tests.helpers.folders import write_rows
 
 VOCAB = 448
 WIDE = {"initializer_range": 0.2}
@@ -52,20 +55,20 @@ _TEMPLATE = """\
 Q, A = "user", "assistant"
 
 
-def said(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
+def dialog(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
     """Return turns as messages."""
     return [{"role": role, "content": content} for role, content in turns]
 
 
 CONVERSATIONS: list[dict[str, Any]] = [
     {
-        "messages": said(
+        "messages": dialog(
             (Q, [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what is it?"}]),
             (A, [{"type": "text", "text": "the fox"}]),
         )
     },
     {
-        "messages": said(
+        "messages": dialog(
             (Q, "see <image> the <image> dog"),
             (A, "the lazy dog over"),
             (Q, "and then?"),
@@ -73,8 +76,8 @@ CONVERSATIONS: list[dict[str, Any]] = [
         ),
         "images": ["b.png", "a.png"],
     },
-    {"messages": said((Q, "no picture"), (A, "in the question"))},
-    {"image": "b.png", "messages": said((Q, "the other"), (A, "quick fox"))},
+    {"messages": dialog((Q, "no picture"), (A, "in the question"))},
+    {"image": "b.png", "messages": dialog((Q, "the other"), (A, "quick fox"))},
 ]
 ANSWERS = [["the fox"], ["the lazy dog over", "the answer"], ["in the question"], ["quick fox"]]
 """What is learnt of CONVERSATIONS."""
@@ -245,7 +248,7 @@ _MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]
 
 
 def _qwen_processor(stem: str) -> Callable[[], Any]:
-    return lambda: blind_to_videos(getattr(transformers, f"{stem}Processor"))(
+    return lambda: without_video_support(getattr(transformers, f"{stem}Processor"))(
         image_processor=transformers.Qwen2VLImageProcessorPil(
             patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024}
         ),
@@ -397,7 +400,7 @@ _INTERNVL = Family(
         image_token_id=token_id("<IMG_CONTEXT>", **_INTERN),
         downsample_ratio=0.5,
     ),
-    lambda: blind_to_videos(transformers.InternVLProcessor)(
+    lambda: without_video_support(transformers.InternVLProcessor)(
         image_processor=transformers.GotOcr2ImageProcessorPil(
             **_size(), crop_to_patches=True, min_patches=1, max_patches=4
         ),
@@ -480,7 +483,7 @@ _GEMMA4_FAMILY = Family(
         "Gemma4",
         **GEMMA4_CONFIG,
     ),
-    lambda: blind_to_videos(transformers.Gemma4Processor)(
+    lambda: without_video_support(transformers.Gemma4Processor)(
         feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
         image_processor=transformers.Gemma4ImageProcessorPil(
             patch_size=4, pooling_kernel_size=2, max_soft_tokens=70
@@ -530,12 +533,12 @@ _MISTRAL3 = Family(
 )
 
 
-def write_rows(folder: Path, rows: Any) -> Path:
+def write_image_rows(folder: Path, rows: Any) -> Path:
     """Write rows, and the images that they name, into a folder."""
     (folder / "a.png").write_bytes(png())
     (folder / "b.png").write_bytes(png(size=(20, 9)))
     path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     return path
 
 
@@ -554,3 +557,13 @@ FAMILIES: dict[str, Family] = {
     "gemma4": _GEMMA4_FAMILY,
     "mistral3": _MISTRAL3,
 }
+
+
+COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
+
+
+def solid_png(colour: Any, size: tuple[int, int] = (8, 8), mode: str = "RGB") -> bytes:
+    """Return an image of one colour as a PNG file."""
+    file = io.BytesIO()
+    Image.new(mode, size, colour).save(file, "PNG")
+    return file.getvalue()

@@ -6,9 +6,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 from peftkit.serve.tinker import wire
 
 API = "/api/v1"

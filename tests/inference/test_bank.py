@@ -13,14 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from peftkit.adapter import attach
-from peftkit.base.fingerprint import fingerprint
-from peftkit.base.load import Base, load_base
-from peftkit.data.encode import Style
+from peftkit.base.load import load_base
+from peftkit.data.style import Style
 from peftkit.errors import AdapterError
 from peftkit.events import Notice
-from peftkit.formats.peft.folder import load_adapter, save_adapter
-from peftkit.formats.peft.notes import Provenance
+from peftkit.formats.peft.load import load_adapter
 from peftkit.inference.bank import AdapterBank, open_bank
 from peftkit.inference.bank_layer import BankLinear
 from peftkit.inference.engine import Limits, Request
@@ -29,7 +26,7 @@ from peftkit.inference.sampling import Sampling
 from peftkit.kernels import by_row
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
-from peftkit.quant.audit import audit
+from tests.helpers.bank import tiny_base, write_adapter
 from tests.helpers.families import FAMILIES
 
 TOLERANCE = 2e-5
@@ -53,36 +50,10 @@ BATCHES: dict[str, list[str | None]] = {
 }
 
 
-def a_base(model: nn.Module, tokenizer: Any = None) -> Base:
-    """Say of a tiny model what load_base says of a real one."""
-    return Base(
-        model=model,
-        tokenizer=tokenizer,
-        name="tiny",
-        hub_id=None,
-        revision=None,
-        fingerprint=fingerprint(model),
-        audit=audit(model),
-        device=torch.device("cpu"),
-    )
-
-
-def write(model: nn.Module, method: LoRA, folder: Path, seed: int, **provenance: Any) -> Path:
-    """Write an adapter that has learnt something; the model is bare again."""
-    adapter = attach(model, method, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    save_adapter(adapter, folder, Provenance(**provenance))
-    adapter.detach()
-    return folder
-
-
 def write_all(model: nn.Module, folder: Path) -> dict[str, Path]:
     """Write one adapter of each method."""
     return {
-        name: write(model, method, folder / name, seed)
+        name: write_adapter(model, method, folder / name, seed)
         for seed, (name, method) in enumerate(METHODS.items())
     }
 
@@ -125,7 +96,7 @@ def paths(model: nn.Module, tmp_path: Path) -> dict[str, Path]:
 
 @pytest.fixture
 def bank(model: nn.Module, tokenizer: Any, paths: dict[str, Path]) -> AdapterBank:
-    return AdapterBank(a_base(model, tokenizer), paths)
+    return AdapterBank(tiny_base(model, tokenizer), paths)
 
 
 @pytest.fixture(params=["masked", "batched"])
@@ -152,12 +123,12 @@ def test_a_mixed_batch_is_each_adapter_alone(
     rows = [name for name in BATCHES[batch] if not (fused and name == "pissa")]
     methods = {n: m for n, m in METHODS.items() if n in rows}
     paths = {
-        name: write(model, method, tmp_path / name, seed)
+        name: write_adapter(model, method, tmp_path / name, seed)
         for seed, (name, method) in enumerate(methods.items())
     }
     ids = some_ids(len(rows))
     expected = rows_alone(model, paths, rows, ids)
-    bank = AdapterBank(a_base(model), paths)
+    bank = AdapterBank(tiny_base(model), paths)
     with bank.use(rows):
         outputs = logits(model, ids)
     torch.testing.assert_close(outputs, expected, atol=TOLERANCE, rtol=0)
@@ -233,10 +204,10 @@ def test_each_adapter_is_asked_as_it_learnt_to_be(
 ) -> None:
     styles = {"chat": Style("chat"), "plain": Style("plain")}
     paths = {
-        name: write(model, METHODS["plain"], tmp_path / name, 4, prompt_style=style)
+        name: write_adapter(model, METHODS["plain"], tmp_path / name, 4, prompt_style=style)
         for name, style in styles.items()
     }
-    bank = AdapterBank(a_base(model, tokenizer), paths)
+    bank = AdapterBank(tiny_base(model, tokenizer), paths)
     prompts, names = ["what is the lazy?", "the quick", "the brown fox"], ["chat", "plain", None]
     texts = bank.generate(prompts, names, max_new_tokens=5)
     for prompt, name, text in zip(prompts, names, texts, strict=True):
@@ -332,8 +303,8 @@ def test_rows_that_the_model_has_flattened_are_refused(bank: AdapterBank, model:
 
 
 def test_an_adapter_of_other_weights_needs_force(model: nn.Module, tmp_path: Path) -> None:
-    base = a_base(model)
-    path = write(
+    base = tiny_base(model)
+    path = write_adapter(
         model, METHODS["plain"], tmp_path, 0, base="other", fingerprint="sha256:" + "0" * 64
     )
     with pytest.raises(AdapterError, match=r"another base(.|\n)*trained on other"):
@@ -345,10 +316,10 @@ def test_what_does_not_fit_is_listed_and_leaves_the_base_bare(
     model: nn.Module, paths: dict[str, Path], tmp_path: Path
 ) -> None:
     other = FAMILIES["gpt2"]()
-    foreign = write(other, METHODS["plain"], tmp_path / "foreign", 0)
+    foreign = write_adapter(other, METHODS["plain"], tmp_path / "foreign", 0)
     modules = list(model.modules())
     with pytest.raises(AdapterError) as caught:
-        AdapterBank(a_base(model), {"a": paths["plain"], "b": foreign})
+        AdapterBank(tiny_base(model), {"a": paths["plain"], "b": foreign})
     message = str(caught.value)
     assert "no such layer: transformer.h.0.attn.c_attn" in message
     assert "no such layer: transformer.h.1.mlp.c_proj" in message
@@ -358,9 +329,9 @@ def test_what_does_not_fit_is_listed_and_leaves_the_base_bare(
 def test_an_adapter_of_a_name_that_was_dropped_answers_as_itself(
     llama: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
-    paths = [write(llama, LoRA(rank=4, alpha=64), tmp_path / f"a{n}", n) for n in (1, 2)]
+    paths = [write_adapter(llama, LoRA(rank=4, alpha=64), tmp_path / f"a{n}", n) for n in (1, 2)]
     prompt = [5 + n % 30 for n in range(140)]  # long enough to be kept for later
-    bank = AdapterBank(a_base(llama, tokenizer), {"one": paths[1]})
+    bank = AdapterBank(tiny_base(llama, tokenizer), {"one": paths[1]})
     with bank.engine() as engine:
         ((right,),) = engine.answers([prompt], Sampling(6), adapters=["one"])
     bank.drop("one")
@@ -384,8 +355,8 @@ def test_an_adapter_that_learnt_over_other_bits_is_told(
     paths = {}
     for name, quantize in (("a", "none"), ("b", "nf4")):
         loading = {"quantize": quantize, "dtype": "fp32"}
-        paths[name] = write(llama, LoRA(rank=4), tmp_path / name, 1, loading=loading)
-    base = a_base(llama, tokenizer)
+        paths[name] = write_adapter(llama, LoRA(rank=4), tmp_path / name, 1, loading=loading)
+    base = tiny_base(llama, tokenizer)
     monkeypatch.setattr("peftkit.inference.bank.base_of", lambda *_, **__: base)
     events: list[Any] = []
     open_bank(paths, force=True, on_event=events.append)

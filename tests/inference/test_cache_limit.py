@@ -12,7 +12,7 @@ from peftkit.inference.engine import Limits, Request
 from peftkit.inference.open_engine import open_engine, why_plain
 from peftkit.inference.sampling import Sampling
 from tests.helpers.families import EOS, FAMILIES
-from tests.inference.test_engine import MODELS
+from tests.helpers.generation import MODELS
 from tests.simulated_gpu.simulation import simulated
 
 TOKENIZER: Any = type("T", (), {"eos_token_id": EOS, "pad_token_id": 0})

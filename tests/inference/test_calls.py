@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from peftkit.data.chat import Chat
-from peftkit.data.encode import Style, tokens
+from peftkit.data.style import Style
+from peftkit.data.tokens import tokens
 from peftkit.inference.call_formats import FORMATS, NO_CALLS, Call, CallFormat
 from peftkit.inference.call_style import CallStyle
 from peftkit.inference.calls import Reader, Said, format_of, read_answer
-from tests.helpers.call_templates import ONE_CALL, TEMPLATES, deepseek, with_calls, with_template
+from tests.helpers.call_templates import FORM_OF, ONE_CALL, TEMPLATES, with_calls, with_template
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -84,7 +85,7 @@ def test_a_template_s_own_calls_are_read_back(name: str, tokenizer: Any) -> None
     render = renderer(tokenizer, TEMPLATES[name])
     form = format_of(render)
     assert form is not None
-    assert form.name == name.removesuffix("_v11")
+    assert form.name == FORM_OF.get(name, name)
     rows = [[one] for one in GIVEN] + ([] if name in ONE_CALL else [GIVEN])
     for given in rows:
         said = check_splits(form, answer_of(render, form, given, ""))
@@ -92,7 +93,7 @@ def test_a_template_s_own_calls_are_read_back(name: str, tokenizer: Any) -> None
             ("weather", each) for each in given
         ]
         assert said.text == said.thought == ""
-    if name not in (*ONE_CALL, "pythonic", "deepseek"):
+    if name not in ONE_CALL:
         said = check_splits(form, answer_of(render, form, GIVEN[:1], "I look. "))
         assert said.text == "I look."
         assert len(said.calls) == 1
@@ -171,7 +172,6 @@ def test_what_is_shipped_and_does_not_hold_is_left_out(response: Any, tokenizer:
 
 
 THINKING = "<think>maybe <tool_call>\n{}\n</tool_call></think>\n\n"
-DEEPSEEK = "[tool calls begin][tool call begin]f[tool sep]{}[tool call end][tool calls end]"
 GOOD = '<tool_call>\n{"name": "f", "arguments": {"t": "</tool_call> <tool"}}\n</tool_call>'
 
 
@@ -193,21 +193,12 @@ GOOD = '<tool_call>\n{"name": "f", "arguments": {"t": "</tool_call> <tool"}}\n</
         ("coder", "<tool_call>\n<function=f>\n</function>\n</tool_call>", "", "", 1),
         ("coder", "<tool_call><function=f>x<parameter=a>1</parameter></function>", None, "", 0),
         ("coder", "<tool_call>\n<parameter=a>\n1\n</parameter>\n</tool_call>", None, "", 0),
-        ("glm", "<think></think>\n<tool_call>f</tool_call>", "", "", 1),
-        ("glm", '<tool_call>{"name": "f"}</tool_call>', None, "", 0),
-        ("glm", "<tool_call>f<arg_key>a</arg_key></tool_call>", None, "", 0),
         ("llama", '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g"}', "", "", 2),
         ("llama", '{"city": "Lima"} is an object', None, "", 0),
         ("llama", 'The object {"name": "f", "parameters": {}}', None, "", 0),
         ("mistral", 'Sure.[TOOL_CALLS]f[ARGS]{"a": "]"}[TOOL_CALLS]g[ARGS]{}', "Sure.", "", 2),
         ("mistral", "[THINK]hm[/THINK][TOOL_CALLS]f{}", "", "hm", 1),
         ("mistral", "[TOOL_CALLS]?", None, "", 0),
-        ("pythonic", "[f(a=1), g(on=true, b={'c': [None]})]", "", "", 2),
-        ("pythonic", "[f(1), open('x')]", None, "", 0),
-        ("pythonic", "[f(a=open('x'))]", None, "", 0),
-        ("pythonic", "[1, 2] is a list", None, "", 0),
-        ("pythonic", "[" * 300, None, "", 0),
-        ("lfm", "<|tool_call_start|>[f(a=1e999)]<|tool_call_end|>", None, "", 0),
         (
             "harmony",
             "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary"
@@ -218,12 +209,6 @@ GOOD = '<tool_call>\n{"name": "f", "arguments": {"t": "</tool_call> <tool"}}\n</
             1,
         ),
         ("harmony", "<|channel|>final<|message|>send to=functions.f", "send to=functions.f", "", 0),
-        ("gemma", "<|channel>thought\nhm<channel|><|tool_call>call:f{}<tool_call|>", "", "hm", 1),
-        ("gemma", "<|tool_call>call:f{a:}<tool_call|>", None, "", 0),
-        ("gemma", "<|tool_call>call:f{a:None,b_c:-1.5}<tool_call|>", "", "", 1),
-        ("deepseek", deepseek("[tool calls begin]f{}[tool calls end]"), None, "", 0),
-        ("deepseek", deepseek(DEEPSEEK), "", "", 1),
-        ("deepseek", deepseek(DEEPSEEK.replace("}", "}[tool call begin]no")), None, "", 0),
         ("hermes", GOOD.replace("<tool\"", "\\ud83d\""), None, "", 0),
         ("hermes", GOOD.replace("<tool\"", "\\ud83d\\ude00\""), "", "", 1),
         ("none", "<think>hm</think>the <tool_call>{}", "the <tool_call>{}", "hm", 0),
@@ -248,7 +233,7 @@ def test_text_reasoning_and_calls_are_told_apart(
 def test_any_split_of_any_text_gives_the_same(name: str) -> None:
     form, random = BY_NAME[name], Random(name)
     marks = [*form.opens, form.close or "", *form.skips, *form.thought]
-    good = {"hermes": GOOD, "llama": '{"name": "f"}', "gemma": "<|tool_call>call:f{}<tool_call|>"}
+    good = {"hermes": GOOD, "llama": '{"name": "f"}'}
     parts = [*marks, *marks, " ", "\n", "a", "{", "[", '"', "}", "f()", good.get(name, "f")]
     for _ in range(300):
         text = "".join(random.choices(parts, k=random.randint(1, 12)))
@@ -276,7 +261,7 @@ def test_a_stream_holds_back_no_more_than_it_must() -> None:
 
 
 def test_written_types_are_those_of_the_schema_where_a_format_has_none() -> None:
-    text = "<tool_call>weather<arg_key>{}</arg_key><arg_value>{}</arg_value></tool_call>"
+    text = "<tool_call><function=weather><parameter={}>{}</parameter></function></tool_call>"
     for key, value, right in (
         ("code", "7", "7"),
         ("days", "7", 7),
@@ -286,22 +271,13 @@ def test_written_types_are_those_of_the_schema_where_a_format_has_none() -> None
         ("more", "nothing", "nothing"),
         ("unknown", "7", "7"),
     ):
-        (call,) = read_answer(BY_NAME["glm"], text.format(key, value), [TOOL]).calls
+        (call,) = read_answer(BY_NAME["coder"], text.format(key, value), [TOOL]).calls
         assert call.arguments == {key: right}
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("coder", f"<tool_call><function=f>{'<parameter=a>' * 30_000}</function></tool_call>"),
-        ("glm", f"<tool_call>f{'<arg_key>a</arg_key>' * 30_000}</tool_call>"),
-        ("glm", f"<tool_call>f{'<arg_key>a</arg_key><arg_value>' * 30_000}</tool_call>"),
-        ("deepseek", deepseek(DEEPSEEK.replace("[tool sep]{}", " " * 20_000))),
-        ("deepseek", deepseek(DEEPSEEK.replace("{}", "{" + "}" * 20_000 + " " * 20_000 + "x"))),
-    ],
-)
-def test_an_answer_that_repeats_itself_is_text_at_once(name: str, text: str) -> None:
-    assert read_answer(BY_NAME[name], text) == Said(text)
+def test_an_answer_that_repeats_itself_is_text_at_once() -> None:
+    text = f"<tool_call><function=f>{'<parameter=a>' * 30_000}</function></tool_call>"
+    assert read_answer(BY_NAME["coder"], text) == Said(text)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -18,13 +18,12 @@ from peftkit.inference.open_engine import open_engine, why_plain
 from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
-from tests.helpers.families import ARCHITECTURES, EOS, FAMILIES, FURTHER
-from tests.inference.test_bank import a_base, write
-from tests.inference.test_generate import of_full_pass
+from tests.helpers.bank import tiny_base, write_adapter
+from tests.helpers.families import EOS, FAMILIES
+from tests.helpers.generation import MODELS, greedy_tokens
 from tests.simulated_gpu.simulation import simulated
 
 Tokenizer = PreTrainedTokenizerFast
-MODELS = {**FAMILIES, **ARCHITECTURES, **FURTHER}
 COMMON = [11 + 5 * n for n in range(35)]
 PROMPTS = [
     [9, 41, 77, 130],
@@ -76,7 +75,7 @@ def test_greedy_answers_are_those_of_full_passes(
         if name in PLAIN:
             break  # it shares nothing
     pairs = zip(PROMPTS, runs[0], strict=True)
-    assert runs == [[of_full_pass(model, prompt, ids, 9) for prompt, ids in pairs]] * len(runs)
+    assert runs == [[greedy_tokens(model, prompt, ids, 9) for prompt, ids in pairs]] * len(runs)
 
 
 def test_virtual_tokens_go_the_plain_way(tokenizer: Tokenizer) -> None:
@@ -89,10 +88,10 @@ def test_each_row_has_its_adapter_whoever_joins(
     llama: Any, tokenizer: Tokenizer, tmp_path: Any
 ) -> None:
     paths = {
-        name: write(llama, LoRA(rank=rank, alpha=64), tmp_path / name, rank)
+        name: write_adapter(llama, LoRA(rank=rank, alpha=64), tmp_path / name, rank)
         for name, rank in (("one", 4), ("two", 2))
     }
-    bank = AdapterBank(a_base(llama, tokenizer), paths)
+    bank = AdapterBank(tiny_base(llama, tokenizer), paths)
     names = [("one", None, "two")[n % 3] for n in range(len(PROMPTS))]
     runs = []
     for limits in LIMITS.values():
@@ -102,7 +101,7 @@ def test_each_row_has_its_adapter_whoever_joins(
     expected = []
     for prompt, name, ids in zip(PROMPTS, names, runs[0], strict=True):
         with bank.use(name):
-            expected.append(of_full_pass(llama, prompt, ids, 9))
+            expected.append(greedy_tokens(llama, prompt, ids, 9))
     assert len(set(map(tuple, expected))) > 7
     assert runs == [expected] * 2
 

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from peftkit.data.encode import Style
+from peftkit.data.style import Style
 from peftkit.errors import DataError
 from peftkit.inference.generate import generate, generate_ids, stream
 from tests.helpers.families import EOS
+from tests.helpers.generation import greedy_tokens
 
 PROMPTS = [[9, 41, 77, 130], [55], [201, 33, 8, 99, 120, 61, 340], [17, 18]]
-
-
-def of_full_pass(
-    model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int], num_new: int
-) -> list[int]:
-    """Return the likeliest tokens after a prompt, if those of an answer stand there so far.
-
-    It is the answer if that is what one full forward pass for each token would choose.
-    """
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0]
-    likeliest = logits[len(prompt) - 1 :].argmax(-1).tolist()[:num_new]
-    return likeliest[: likeliest.index(EOS)] if EOS in likeliest else likeliest
 
 
 def test_greedy_is_the_likeliest_token_each_time_in_any_batch(
@@ -38,7 +26,7 @@ def test_greedy_is_the_likeliest_token_each_time_in_any_batch(
             llama, tokenizer, PROMPTS, max_new_tokens=9, batch_size=batch_size
         )
         pairs = zip(PROMPTS, completions, strict=True)
-        assert completions == [of_full_pass(llama, prompt, ids, 9) for prompt, ids in pairs]
+        assert completions == [greedy_tokens(llama, prompt, ids, 9) for prompt, ids in pairs]
 
 
 def always(model: PreTrainedModel, token: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import shutil
 import signal
 import sys
@@ -41,11 +40,19 @@ from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.media.media_text import ImageTextConfig
 from peftkit.train.loop import fit
 from peftkit_cli import app
-from tests.helpers.listening import EACH, FAMILIES, HEARING, write_rows
+from tests.helpers.folders import write_rows
+from tests.helpers.listening import (
+    EACH,
+    FAMILIES,
+    HEARING,
+    model_of,
+    processor_of,
+    task_of,
+    write_sound_rows,
+)
+from tests.helpers.memory import limit_memory
 from tests.helpers.speech import encoded, tones
-from tests.helpers.vision import QUESTIONS, said
-from tests.inference.test_short_of_memory import short_of_memory
-from tests.tasks.test_media_text import model_of, processor_of, task_of
+from tests.helpers.vision import QUESTIONS, dialog
 
 ANY_LENGTH = DataConfig(train="", max_length=None)
 
@@ -120,10 +127,10 @@ def data(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"type": case.kind.name, case.kind.name: str(case.path(word))},
             {"type": "text", "text": "what is it?"},
         ]
-        rows.append({"messages": said(("user", asked), ("assistant", word))})
-    rows.append({"messages": said(("user", "and then?"), ("assistant", "the fox"))})
+        rows.append({"messages": dialog(("user", asked), ("assistant", word))})
+    rows.append({"messages": dialog(("user", "and then?"), ("assistant", "the fox"))})
     path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     return path
 
 
@@ -209,7 +216,7 @@ def test_generation_is_the_likeliest_token_again_and_again(name: str, tmp_path: 
     rows = [*QUESTIONS, {"prompt": "what is it?", "completion": "the fox", "image": "b.png"}]
     if FAMILIES[name].has_template:
         rows = [
-            {"messages": said(("user", row["prompt"]), ("assistant", "the fox"))}
+            {"messages": dialog(("user", row["prompt"]), ("assistant", "the fox"))}
             | (
                 {"audio": row["image"].replace("png", "wav")}
                 if name in HEARING
@@ -217,7 +224,7 @@ def test_generation_is_the_likeliest_token_again_and_again(name: str, tmp_path: 
             )
             for row in rows
         ]
-    loaded = task.load(str(write_rows(tmp_path, rows)))
+    loaded = task.load(str(write_sound_rows(tmp_path, rows)))
     prompts = [MediaPrompt(row.prompt, row.media) for row in loaded]
     answers = complete(model, task, prompts, max_new_tokens=4)
     for row, prompt, answer in zip(loaded, prompts, answers, strict=True):
@@ -237,7 +244,7 @@ def test_generation_is_the_likeliest_token_again_and_again(name: str, tmp_path: 
         assert len(answer) == 4 or new[len(answer)] in task.encoder.stop_ids(task.prompt_style)
         assert row.media
     told: list[int] = []
-    short_of_memory(model, 1)
+    limit_memory(model, 1)
     assert complete(model, task, prompts, max_new_tokens=4, on_fewer=told.append) == answers
     assert told[-1] == 1
 
@@ -328,8 +335,11 @@ def test_mllama_learns_by_its_cross_attention_alone(tmp_path: Path) -> None:
     model = model_of("mllama")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     task = task_of("mllama", model)
-    row = {"messages": said(("user", "<image>what?"), ("assistant", "fox dog")), "image": "a.png"}
-    rows = task.load(str(write_rows(tmp_path, [row, {**row, "image": "b.png"}])))
+    row = {
+        "messages": dialog(("user", "<image>what?"), ("assistant", "fox dog")),
+        "image": "a.png",
+    }
+    rows = task.load(str(write_sound_rows(tmp_path, [row, {**row, "image": "b.png"}])))
     adapter = attach(model, LoRA(rank=4, targets=("cross_attention",)))
     assert all(".cross_attn." in path for path in adapter.modules)
     first = task.metrics(model, rows)["loss"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +10,8 @@ import torch
 
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
-from peftkit.data.chat import CHATML
-from peftkit.data.encode import Style
+from peftkit.data.chat_template import CHATML
+from peftkit.data.style import Style
 from peftkit.errors import ConfigError
 from peftkit.events import Event, Notice
 from peftkit.formats.open_adapter import Opened, open_adapter
@@ -21,6 +20,7 @@ from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.harness import Score, run_tasks, scores_of, with_template
 from peftkit.methods.lora import LoRA
 from tests.helpers.command_line import Run, peftkit  # noqa: F401
+from tests.helpers.folders import write_rows
 
 COMMON = """\
 dataset_path: json
@@ -62,7 +62,7 @@ def tasks(tmp_path: Path) -> Path:
     ]
     folder = tmp_path / "tasks"
     folder.mkdir()
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl", rows)
     for name, text in TASKS.items():
         yaml = f"task: {name}\n" + (COMMON + text).format(rows=folder / "rows.jsonl")
         (folder / f"{name}.yaml").write_text(yaml)

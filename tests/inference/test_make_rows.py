@@ -19,8 +19,9 @@ from peftkit.inference.make_rows import HardNegatives, embedded, find_hard_negat
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from peftkit_cli.app import app
-from tests.helpers.classifiers import framing_tokenizer, write_rows
+from tests.helpers.classifiers import framing_tokenizer
 from tests.helpers.families import ARCHITECTURES
+from tests.helpers.folders import write_rows
 
 ANIMALS = ["the quick brown fox", "the lazy dog", "a brown dog jumps", "the fox and the dog"]
 FOOD = ["pizza with cheese", "extra olives", "olives and cheese", "a pizza"]

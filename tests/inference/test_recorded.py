@@ -17,9 +17,9 @@ from peftkit.inference.generate import stream
 from peftkit.inference.open_engine import why_plain
 from peftkit.inference.sampling import Sampling
 from peftkit.methods.lora import LoRA
+from tests.helpers.bank import tiny_base, write_adapter
 from tests.helpers.families import EOS, FAMILIES
-from tests.inference.test_bank import a_base, write
-from tests.inference.test_engine import MODELS
+from tests.helpers.generation import MODELS
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
 
@@ -204,13 +204,13 @@ def test_a_thread_computes_on_the_card_of_the_model(
 @pytest.mark.slow
 def test_each_row_has_its_adapter(llama: Any, tokenizer: Any, tmp_path: Any) -> None:
     paths = {
-        name: write(llama, LoRA(rank=rank, alpha=64), tmp_path / name, rank)
+        name: write_adapter(llama, LoRA(rank=rank, alpha=64), tmp_path / name, rank)
         for name, rank in (("one", 4), ("two", 2))
     }
     names = ("one", None, "two")
 
     def found() -> list[list[int]]:
-        bank = AdapterBank(a_base(llama, tokenizer), paths)
+        bank = AdapterBank(tiny_base(llama, tokenizer), paths)
         with bank.engine() as engine:
             assert isinstance(engine, CachedEngine)
             groups = [answers(engine, names), answers(engine, ("two",))]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import AnswerTooLarge, Limits, Request
@@ -14,27 +13,13 @@ from peftkit.inference.open_engine import open_engine, why_plain
 from peftkit.inference.sampling import Sampling
 from peftkit.serve.worker import Worker
 from tests.helpers.families import EOS, FAMILIES
-from tests.inference.test_engine import MODELS
-from tests.serve.test_worker import Asked
+from tests.helpers.generation import MODELS
+from tests.helpers.memory import limit_memory
+from tests.helpers.worker import Submitted
 from tests.simulated_gpu.simulation import simulated
 
 PROMPTS = [[7 + n, 8, 9 + n] for n in range(9)]
 SETTINGS = [Sampling(9 + n, 0.0 if n % 2 else 1.0, seed=n) for n in range(9)]
-SIGN = "CUDA out of memory. Tried to allocate 2.00 GiB"
-
-
-def short_of_memory(model: Any, rows: int, tokens: int = 1 << 30, after: int = 0) -> None:
-    """Have a model fail for more rows or tokens at once, after some passes."""
-    passes = 0
-
-    def refuse(_: object, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
-        nonlocal passes
-        passes += 1
-        ids = inputs["input_ids"]
-        if passes > after and (len(ids) > rows or ids.numel() > tokens):
-            raise torch.OutOfMemoryError(SIGN)
-
-    model.register_forward_pre_hook(refuse, with_kwargs=True)
 
 
 def streamed_answers(model: Any, tokenizer: Any, told: list[int]) -> list[list[int]]:
@@ -61,7 +46,7 @@ def test_answers_are_those_of_enough_memory(tokenizer: Any, name: str, after: in
     model, told = MODELS[name]().eval(), list[int]()
     expected = streamed_answers(model, tokenizer, told)
     assert not told
-    short_of_memory(model, 2, after=after)
+    limit_memory(model, 2, after=after)
     assert streamed_answers(model, tokenizer, told) == expected
     assert told[-1] == 2
     again: list[int] = []
@@ -72,7 +57,7 @@ def test_answers_are_those_of_enough_memory(tokenizer: Any, name: str, after: in
 def test_prompts_are_computed_in_shorter_passes(llama: Any, tokenizer: Any) -> None:
     prompt = [5 + n for n in range(200)]
     expected = generate_ids(llama, tokenizer, [prompt], max_new_tokens=4)
-    short_of_memory(llama, 64, tokens=150)
+    limit_memory(llama, 64, tokens=150)
     assert generate_ids(llama, tokenizer, [prompt], max_new_tokens=4) == expected
 
 
@@ -80,7 +65,7 @@ def test_an_answer_that_does_not_fit_by_itself_is_named_and_the_others_go_on(
     llama: Any, tokenizer: Any
 ) -> None:
     assert why_plain(llama, tokenizer) is None
-    short_of_memory(llama, 64, tokens=100)
+    limit_memory(llama, 64, tokens=100)
     long, short = Request([5] * 201, Sampling(5)), Request([7, 8], Sampling(5))
     with CachedEngine(llama, tokenizer, Limits(rows=1)) as engine:
         engine.submit(long)
@@ -93,13 +78,13 @@ def test_an_answer_that_does_not_fit_by_itself_is_named_and_the_others_go_on(
 
 def test_a_server_answers_the_others(llama: Any, tokenizer: Any) -> None:
     from peftkit.inference.bank import AdapterBank
-    from tests.inference.test_bank import a_base
+    from tests.helpers.bank import tiny_base
 
-    bank = AdapterBank(a_base(llama, tokenizer))
+    bank = AdapterBank(tiny_base(llama, tokenizer))
     bank.engine()  # which tries how the model takes it
-    short_of_memory(llama, 64, tokens=100)
+    limit_memory(llama, 64, tokens=100)
     worker = Worker(bank)
-    long, short = Asked(None, [5] * 201), Asked(None, [7, 8])
+    long, short = Submitted(None, [5] * 201), Submitted(None, [7, 8])
     worker.submit([long.job, short.job])
     worker.start()
     try:
@@ -117,7 +102,7 @@ def test_rollouts_go_on(llama: Any, tokenizer: Any) -> None:
         return sampler.answers(PROMPTS[:3], seeds, max_new_tokens=8, stops=())
 
     expected = answers()
-    short_of_memory(llama, 3, after=4)
+    limit_memory(llama, 3, after=4)
     assert answers() == expected
 
 

@@ -46,7 +46,11 @@ def test_losses_and_gradients_are_those_of_the_whole(
     weights = torch.randn(num_rows) if trained != "alike" else torch.full((num_rows,), 3.0)
     expected = reference_cross_entropy(hidden, targets, head)
     expected_values = torch.autograd.grad(expected @ weights, [hidden, *head_parameters])
-    settings = {"trainable": head_parameters, "alike": trained == "alike", "chunk_rows": chunk}
+    settings = {
+        "trainable": head_parameters,
+        "equal_weights": trained == "alike",
+        "chunk_rows": chunk,
+    }
     losses = chunked_cross_entropy(hidden, targets, head, **settings)
     actual = torch.autograd.grad(losses @ weights, [hidden, *head_parameters])
     # float32: other order of sums; bfloat16: gradients are rounded once per chunk

@@ -20,7 +20,7 @@ from peftkit.execution.environment import default_device, used_bytes
 from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.plan import Activations, ExecutionPlan
 from peftkit.forward.blocks import Blocks
-from peftkit.kernels.device import GPUS, forked_generators, gpu_here, gpu_of, in_float64
+from peftkit.kernels.device import GPUS, forked_generators, gpu_of, in_float64, local_gpu
 from peftkit.planning.step_estimator import StepEstimator
 from peftkit.recipe import Recipe
 from peftkit.train.batches import on_device
@@ -60,7 +60,7 @@ def apple(monkeypatch: pytest.MonkeyPatch) -> Played:
 
 
 def test_without_a_gpu_all_is_the_cpu_s() -> None:
-    assert gpu_here() is None
+    assert local_gpu() is None
     assert gpu_of(torch.device("cpu")) is None
     assert default_device() == torch.device("cpu")
     assert device_name(torch.device("cpu"), 2) == "2 x cpu"

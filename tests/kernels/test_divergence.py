@@ -13,7 +13,7 @@ from peftkit.kernels.divergence import (
     reference_divergence,
     values_and_gradient,
 )
-from tests.conftest import use_small_chunks
+from tests.helpers.memory import use_small_chunks
 
 DIVERGENCES = [
     Divergence("forward"),

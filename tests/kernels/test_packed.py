@@ -21,14 +21,10 @@ from peftkit.forward.blocks import Blocks
 from peftkit.kernels import packed
 from peftkit.kernels.packed import PackedFormat, recomputing, unpack
 from peftkit.methods.lora import LoRA
-from peftkit.quant.layers import (
-    empty_packed,
-    import_bitsandbytes,
-    keep_copies,
-    pack,
-    packed_tensors,
-)
+from peftkit.quant.copies import keep_copies
+from peftkit.quant.layers import empty_packed, import_bitsandbytes, pack, packed_tensors
 from peftkit.quant.quantize import quantize_model
+from tests.helpers.adapters import gradients as gradients_of
 from tests.helpers.families import FAMILIES
 from tests.helpers.toy import same
 
@@ -53,9 +49,7 @@ def loss(model: nn.Module) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    model.zero_grad(set_to_none=True)
-    loss(model).backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return gradients_of(model, loss(model))
 
 
 class Unpacked:

@@ -16,8 +16,10 @@ from peftkit.methods.bottleneck import Bottleneck
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.model.blocks import feed_forward_modules
-from peftkit.quant.layers import keep_copies
+from peftkit.quant.copies import keep_copies
 from peftkit.quant.quantize import quantize_model
+from tests.helpers.adapters import gradients as gradients_of
+from tests.helpers.adapters import perturb
 from tests.helpers.families import ARCHITECTURES
 from tests.helpers.kinds import inputs, loss
 
@@ -35,22 +37,16 @@ METHODS: dict[str, Method] = {
 
 def moved(model: nn.Module, method: Method) -> nn.Module:
     """Attach an adapter whose tensors are not zero."""
-    generator = torch.Generator().manual_seed(1)
     adapter = attach(model.train(), method)
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    perturb(adapter.parameters(), 0.1, seed=1)
     adapter.prepare_training()
     return model
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     torch.manual_seed(3)
-    model.zero_grad(set_to_none=True)
     value = loss(model, inputs(model))
-    value.backward()
-    values = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {"loss": value.detach(), **values}
+    return {"loss": value.detach(), **gradients_of(model, value)}
 
 
 @pytest.mark.parametrize(("family", "count"), SIZES.items())

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peftkit.data.encode import Style
+from peftkit.data.style import Style
 from peftkit.errors import AdapterError, OutputError
 from peftkit.events import Event, Notice, Saved
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank

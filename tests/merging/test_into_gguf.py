@@ -24,9 +24,7 @@ from peftkit.formats.peft.notes import Provenance
 from peftkit.merging.fold import Tally
 from peftkit.merging.into_gguf import write_changes
 from peftkit.settings import BaseConfig
-from tests.base.test_gguf import write_random
-from tests.base.test_gguf_blocks import config_of_a_small_llama, in_blocks
-from tests.base.test_locate import write_gguf
+from tests.helpers.gguf_files import config_of_a_small_llama, in_blocks, write_gguf, write_random
 
 gguf = pytest.importorskip("gguf", reason="GGUF files need: pip install gguf")
 

@@ -17,111 +17,31 @@ from transformers import (
     AutoTokenizer,
     BitsAndBytesConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
-from peftkit.adapter import Adapter, attach
 from peftkit.base.skeleton import skeleton
 from peftkit.errors import AdapterError, MergeError, OutputError, RunError
 from peftkit.events import Event, Saved, Table
-from peftkit.formats.peft.folder import read_adapter, save_adapter
-from peftkit.formats.peft.notes import Provenance
+from peftkit.formats.peft.load import read_adapter
 from peftkit.merging.fold import Tally, merge_into
 from peftkit.merging.merge import Dtype, merge
 from peftkit.merging.over_files import changes_of, find_shards
 from peftkit.merging.verify import agreement
 from peftkit.methods.base import Method
-from peftkit.methods.dora import DoRA
-from peftkit.methods.ia3 import IA3
 from peftkit.methods.lora import LoRA
 from peftkit.methods.lora_linear import LoRALinear
-from peftkit.methods.own_parameters import BitFit, LNTuning
-from peftkit.methods.vera import VeRA
-from peftkit.quant.quantize import quantize_model
+from peftkit.methods.own_parameters import BitFit
 from tests.helpers.families import FAMILIES
+from tests.helpers.merging import METHODS, Saver, attach_perturbed, logits
 
-IDS = torch.arange(3, 23).view(1, 20)
 CLOSE = 1e-4
 """Of logits of order ten in float32, whose sums come in another order."""
-
-METHODS: dict[str, Method] = {
-    "lora": LoRA(rank=4, alpha=8),
-    "rslora": LoRA(rank=4, alpha=8, rslora=True),
-    "patterns": LoRA(rank=4, alpha=8, rank_pattern={"o": 2}, alpha_pattern={"v": 5}),
-    "pissa": LoRA(rank=4, alpha=8, init="pissa"),
-    "dora": DoRA(rank=4, alpha=8),
-    "ia3": IA3(),
-    "vera": VeRA(rank=8, targets=("q", "v")),
-    "ln-tuning": LNTuning(),
-}
 
 
 PAIRS = [("llama", method) for method in METHODS] + [
     ("gpt2", "lora"), ("gpt2", "ia3"), ("gpt2", "vera"), ("phi3", "dora"), ("mixtral", "lora"),
 ]  # fmt: skip
 """Every method; layers that are transposed, fused, of experts."""
-
-
-def logits(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=IDS, use_cache=False).logits.float()
-
-
-def trained(model: nn.Module, method: Method, size: float = 0.05) -> Adapter:
-    """Attach a method and move its tensors, as training would."""
-    adapter = attach(model, method)
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter += size * torch.randn(parameter.shape, generator=generator)
-    return adapter
-
-
-class Saver:
-    """Makes base folders and adapter folders on them; keeps the logits of both together."""
-
-    def __init__(self, root: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.root, self.tokenizer = root, tokenizer
-        self.base, self.adapter, self.out = root / "base", root / "adapter", root / "out"
-        self.logits: Tensor
-
-    def __call__(
-        self,
-        family: str = "llama",
-        method: Method = METHODS["lora"],
-        *,
-        dtype: torch.dtype = torch.float32,
-        shard: str = "50GB",
-        size: float = 0.05,
-        quantize: str = "none",
-        tie: bool = False,
-        fingerprint: str | None = None,
-        spare_rows: int = 0,
-    ) -> None:
-        torch.manual_seed(0)
-        model = FAMILIES[family]().eval().to(dtype)
-        if spare_rows:
-            model.resize_token_embeddings(len(self.tokenizer) + spare_rows)
-        if tie:
-            model.config.tie_word_embeddings = True
-            model.tie_weights()
-        model.save_pretrained(self.base, max_shard_size=shard)
-        self.tokenizer.save_pretrained(self.base)
-        if quantize != "none":
-            quantize_model(model, quantize)
-        adapter = trained(model, method, size)
-        loading = {"dtype": "fp32", "quantize": quantize, "double_quant": True}
-        provenance = Provenance(base=str(self.base), fingerprint=fingerprint, loading=loading)
-        save_adapter(adapter, self.adapter, provenance)
-        self.logits = logits(model.float())
-
-    def merged(self) -> nn.Module:
-        return AutoModelForCausalLM.from_pretrained(self.out).eval()
-
-
-@pytest.fixture
-def saved(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Saver:
-    return Saver(tmp_path, tokenizer)
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -305,7 +225,7 @@ def test_an_adapter_that_names_no_base_wants_one(saved: Saver) -> None:
     config = saved.adapter / "adapter_config.json"
     fields = json.loads(config.read_text()) | {"base_model_name_or_path": None}
     config.write_text(json.dumps(fields))
-    with pytest.raises(AdapterError, match="does not say which base"):
+    with pytest.raises(AdapterError, match="does not name its base"):
         merge(saved.adapter, saved.out)
     merge(saved.adapter, saved.out, base=str(saved.base), verify=False)
     torch.testing.assert_close(logits(saved.merged()), saved.logits, atol=CLOSE, rtol=0)
@@ -334,7 +254,7 @@ def test_a_merge_that_leaves_the_adapter_out_or_subtracts_it_is_found(
         return weight + (factor or 1e-2) * update  # a little, or it would be the base
 
     monkeypatch.setattr(LoRALinear, "merged_weight", wrong)
-    with pytest.raises(RunError, match="does not compute what base and adapter compute"):
+    with pytest.raises(RunError, match="does not match base and adapter"):
         merge(saved.adapter, saved.out)
     assert not saved.out.exists()
 
@@ -429,7 +349,7 @@ def test_tensors_that_do_not_fit_the_base_are_refused(saved: Saver) -> None:
 def test_merged_into_a_live_model_computes_the_same(family: str, method: str) -> None:
     model = FAMILIES[family]().eval()
     classes = [type(module) for module in model.modules()]
-    adapter = trained(model, METHODS[method])
+    adapter = attach_perturbed(model, METHODS[method])
     expected = logits(model)
     assert merge_into(adapter) is model
     assert [type(module) for module in model.modules()] == classes
@@ -438,7 +358,7 @@ def test_merged_into_a_live_model_computes_the_same(family: str, method: str) ->
 
 def test_a_shared_weight_is_not_merged_into() -> None:
     model = FAMILIES["gpt2"]()  # its head is its embedding
-    adapter = trained(model, LoRA(rank=4, targets=("q", "lm_head")))
+    adapter = attach_perturbed(model, LoRA(rank=4, targets=("q", "lm_head")))
     with pytest.raises(MergeError, match="lm_head alone"):
         merge_into(adapter)
 
@@ -447,7 +367,7 @@ def test_a_method_without_a_merged_form_says_so_by_name(llama: nn.Module) -> Non
     class Unmergeable(LoRA):
         unmergeable = "it changes the weather"
 
-    adapter = trained(llama, Unmergeable(rank=4, targets=("q",)))
+    adapter = attach_perturbed(llama, Unmergeable(rank=4, targets=("q",)))
     with pytest.raises(MergeError, match="an adapter of type 'lora' cannot be merged") as error:
         merge_into(adapter)
     assert "it changes the weather" in str(error.value)

@@ -93,7 +93,7 @@ def test_integers_and_foreign_dtypes_are_copied_whatever_the_dtype(
 
 def test_what_is_not_finite_in_its_dtype_is_refused(tmp_path: Path, out: Path) -> None:
     save_file({"a": torch.tensor([1e6])}, tmp_path / "model.safetensors")
-    with pytest.raises(RunError, match="too large for that dtype"):
+    with pytest.raises(RunError, match="too large for this dtype"):
         write_over_files(shards_of(tmp_path), out, {}, dtype=torch.float16)
     with pytest.raises(RunError, match="cannot write a"):
         write_over_files(shards_of(tmp_path), out, {"a": lambda weight: weight / 0})

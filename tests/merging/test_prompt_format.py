@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from peftkit.data.chat import CHATML
-from peftkit.data.encode import ALPACA, Style, StyleName, prompt_ids
+from peftkit.data.chat_template import CHATML
+from peftkit.data.generation import prompt_ids
+from peftkit.data.style import ALPACA, Style, StyleName
 from peftkit.events import Event, Notice
-from peftkit.formats.peft.folder import load_adapter, read_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter, read_adapter
 from peftkit.merging.merge import merge
 from peftkit.merging.prompt_format import write_template
 from tests.helpers.families import FAMILIES
-from tests.merging.test_merge import Saver, saved  # noqa: F401
+from tests.helpers.merging import Saver
 
 OTHER = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
@@ -30,7 +32,7 @@ def set_style(saver: Saver, style: Style) -> None:
 
 @pytest.mark.parametrize("from_quantized", [False, True])
 def test_the_template_of_training_is_that_of_the_merged_model(
-    saved: Saver,  # noqa: F811
+    saved: Saver,
     from_quantized: bool,
 ) -> None:
     saved(quantize="nf4" if from_quantized else "none")
@@ -53,7 +55,7 @@ def test_the_template_of_training_is_that_of_the_merged_model(
 
 @pytest.mark.parametrize("in_config", [False, True])
 def test_a_merged_model_begins_with_the_system_prompt_of_training(
-    saved: Saver,  # noqa: F811
+    saved: Saver,
     in_config: bool,
 ) -> None:
     saved()
@@ -92,7 +94,7 @@ def test_files_that_transformers_prefers_do_not_hide_the_template(tmp_path: Path
     [("alpaca", "style alpaca", ALPACA.format("QUESTION")), ("plain", "style plain", "")],
 )
 def test_formats_without_a_template_are_named_with_their_frame(
-    saved: Saver,  # noqa: F811
+    saved: Saver,
     kind: StyleName,
     words: str,
     frame: str,
@@ -108,7 +110,7 @@ def test_formats_without_a_template_are_named_with_their_frame(
 
 
 def test_the_comparison_says_that_training_was_in_another_precision(
-    saved: Saver,  # noqa: F811
+    saved: Saver,
 ) -> None:
     saved(quantize="nf4")
     events: list[Event] = []

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, TargetError
 from peftkit.formats.folders import CONFIG, TENSORS
-from peftkit.formats.peft.folder import load_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.methods.own_parameters import BitFit
-from tests.helpers.cell import built, moved, saved, trained
+from tests.helpers.cell import perturb_trained, saved, tiny_model, trained
 from tests.helpers.kinds import outputs
 
 pytestmark = pytest.mark.filterwarnings(
@@ -28,15 +28,15 @@ pytestmark = pytest.mark.filterwarnings(
 
 def test_targets_without_a_bias_and_parts_of_a_fused_layer_are_refused() -> None:
     with pytest.raises(TargetError, match=r"there is no bias .*\n  targets: o; 6 layers"):
-        attach(built("qwen2"), BitFit(targets=("o",)))
+        attach(tiny_model("qwen2"), BitFit(targets=("o",)))
     with pytest.raises(TargetError, match=r"'q' is a part of this fused layer"):
-        attach(built("gpt2"), BitFit(targets=("q",)))
+        attach(tiny_model("gpt2"), BitFit(targets=("q",)))
     with pytest.raises(TargetError, match="no linear layer matches target 'norm_7'"):
-        attach(built("gpt2"), BitFit(targets=("norm_7",)))
+        attach(tiny_model("gpt2"), BitFit(targets=("norm_7",)))
 
 
 def test_the_file_is_an_empty_lora_and_the_biases(tmp_path: Path) -> None:
-    saved(trained(built("qwen2"), BitFit()), tmp_path)
+    saved(trained(tiny_model("qwen2"), BitFit()), tmp_path)
     fields = json.loads((tmp_path / CONFIG).read_text())
     first = "model.layers.0.self_attn.q_proj"
     assert (fields["peft_type"], fields["r"], fields["bias"]) == ("LORA", 1, "all")
@@ -52,13 +52,13 @@ def test_the_file_is_an_empty_lora_and_the_biases(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 def test_their_lora_that_trains_biases_alone_is_read(bias: str, tmp_path: Path) -> None:
     config = peft.LoraConfig(r=1, target_modules=["q_proj", "k_proj"], bias=bias)
-    theirs = peft.get_peft_model(built("qwen2"), config).eval()
+    theirs = peft.get_peft_model(tiny_model("qwen2"), config).eval()
     for name, parameter in theirs.named_parameters():
         if ".lora_" in name:
             parameter.requires_grad_(False)
-    moved(theirs)
+    perturb_trained(theirs)
     theirs.save_pretrained(tmp_path)
-    model = built("qwen2")
+    model = tiny_model("qwen2")
     adapter = load_adapter(model, tmp_path)
     assert isinstance(adapter.method, BitFit)
     assert len(adapter.modules) == (6 if bias == "all" else 4)
@@ -68,8 +68,8 @@ def test_their_lora_that_trains_biases_alone_is_read(bias: str, tmp_path: Path) 
 
 def test_biases_beside_a_lora_that_does_something_are_refused_by_name(tmp_path: Path) -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], bias="all")
-    theirs = peft.get_peft_model(built("qwen2"), config)
-    moved(theirs)
+    theirs = peft.get_peft_model(tiny_model("qwen2"), config)
+    perturb_trained(theirs)
     theirs.save_pretrained(tmp_path)
     with pytest.raises(AdapterError, match=r"features that peftkit does not read\n  bias: all"):
-        load_adapter(built("qwen2"), tmp_path)
+        load_adapter(tiny_model("qwen2"), tmp_path)

@@ -14,7 +14,7 @@ from peftkit.adapter import Adapter, attach
 from peftkit.errors import ConfigError, TargetError
 from peftkit.methods.bottleneck import Bottleneck
 from peftkit.model.blocks import blocks
-from tests.helpers.cell import built as build
+from tests.helpers.cell import tiny_model as build
 from tests.helpers.families import ARCHITECTURES
 from tests.helpers.spread import spread
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ import torch
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
 from peftkit.events import Event, StepDone
-from peftkit.formats.peft.folder import read_adapter
+from peftkit.formats.peft.load import read_adapter
 from peftkit.recipe import Recipe
 from peftkit.run import prepare
 from peftkit.run import run as run_recipe
+from tests.helpers.folders import write_rows
 
 ROWS = [
     {"instruction": f"Say {word} {number}.", "output": f"{word} {number}"}
@@ -35,7 +35,7 @@ def stop_after_step_3(event: Event) -> None:
 
 def parse(folder: Path, model: Path, method: dict[str, Any], **base: str) -> Recipe:
     train = folder / "train.jsonl"
-    train.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_rows(train, ROWS)
     settings = {
         "base": {"model": str(model), "dtype": "fp32", **base},
         "method": {"type": "lora", "rank": 4, "alpha": 8, "targets": ["q", "down"], **method},
@@ -103,5 +103,7 @@ def test_eva_reads_the_training_rows_in_an_order_of_the_seed(
 
 
 def test_loftq_without_quantising_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"method\.init: loftq makes up for what quantising"):
+    with pytest.raises(
+        ConfigError, match=r"method\.init: loftq compensates the quantisation error"
+    ):
         parse(tmp_path, Path("nowhere"), {"init": "loftq"})

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from peftkit.adapter import Adapter, attach
 from peftkit.errors import AdapterError, ConfigError, DataError, TargetError
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.kernels.svd import BLOCK, Directions
 from peftkit.methods.data_init import eva_starts
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
+from tests.helpers.adapters import perturb
 from tests.helpers.families import ARCHITECTURES, FAMILIES
 from tests.helpers.kinds import outputs
 
@@ -136,9 +138,7 @@ def test_a_fresh_adapter_leaves_the_base_unchanged(
     adapter = with_bos(model, method)
     assert not adapter.method.fresh_changes
     assert torch.equal(outputs(model), before)
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
+    perturb(adapter.parameters())
     trained = outputs(model)
     assert not torch.allclose(trained, before)
     save_adapter(adapter, tmp_path)
@@ -156,7 +156,7 @@ def test_without_its_start_it_is_refused_by_the_name_of_what_makes_it() -> None:
     starts.pop("model.layers.1.mlp.down_proj")
     with pytest.raises(AdapterError, match=r"none for model\.layers\.1\.mlp\.down_proj"):
         attach(model, method, starts=starts)
-    with pytest.raises(AdapterError, match="it takes none"):
+    with pytest.raises(AdapterError, match="it accepts none"):
         attach(model, LoRA(), starts=starts)
     attach(model, LoRA())  # nothing of these is left on the model
 
@@ -179,7 +179,7 @@ def test_what_has_no_such_start_is_refused() -> None:
         eva_starts(ARCHITECTURES["mixtral"](), LoRA(rank=2, init="eva"), rows(1))
     with pytest.raises(TargetError, match="rank 64 is larger than the matrix"):
         eva_starts(FAMILIES["llama"](), LoRA(rank=64, init="eva"), rows(1))
-    with pytest.raises(ConfigError, match=r"eva_rho: 1\.5 is for init 'eva'"):
+    with pytest.raises(ConfigError, match=r"eva_rho: 1\.5 requires init 'eva'"):
         LoRA(eva_rho=1.5)
 
 

@@ -14,7 +14,8 @@ import torch
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, TargetError
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.methods.base import Method
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA

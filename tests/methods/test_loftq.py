@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError, TargetError
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.methods.data_init import loftq_starts
 from peftkit.methods.lora import LoRA
-from peftkit.quant.layers import weight_of
 from peftkit.quant.quantize import quantize_model
+from peftkit.quant.weights import weight_of
 from tests.helpers.families import ARCHITECTURES, FAMILIES
 from tests.helpers.kinds import outputs
 
@@ -57,7 +58,7 @@ def test_without_its_start_it_is_refused_by_the_name_of_what_makes_it() -> None:
 
 def test_over_weights_that_lost_nothing_it_is_refused(tmp_path: Path) -> None:
     original, model = pair("llama")
-    with pytest.raises(TargetError, match="the weight equals the original"):
+    with pytest.raises(TargetError, match="The weight equals the original"):
         loftq_starts(original, LOFTQ, copy.deepcopy(original))
     save_adapter(attach(model, LOFTQ, starts=loftq_starts(model, LOFTQ, original)), tmp_path)
     with pytest.raises(AdapterError, match="this layer is not quantised"):

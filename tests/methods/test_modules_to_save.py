@@ -13,14 +13,14 @@ from peftkit.adapter import attach
 from peftkit.errors import AdapterError, TargetError
 from peftkit.formats.exchange import export_adapter
 from peftkit.formats.folders import CONFIG, NOTES, TENSORS
-from peftkit.formats.peft.folder import load_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.merging.combine import combine
 from peftkit.methods.base import AdapterModule
 from peftkit.methods.lora import LoRA
 from peftkit.methods.modules_to_save import named_modules
 from peftkit.quant.quantize import quantize_model
-from tests.helpers.cell import built, saved, trained
+from tests.helpers.cell import saved, tiny_model, trained
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name
@@ -33,15 +33,15 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def test_targets_inside_are_trained_whole_and_not_adapted() -> None:
-    adapter = attach(built("llama"), LoRA(rank=2, train_fully=("layers.1", "layers.0.mlp")))
-    assert all(path.startswith("model.layers.0.self_attn") for path in adapter.own)
-    assert len(adapter.own) == 4
-    with pytest.raises(TargetError, match="nothing left for lora"):
-        attach(built("llama"), LoRA(rank=2, train_fully=("layers",)))
+    adapter = attach(tiny_model("llama"), LoRA(rank=2, train_fully=("layers.1", "layers.0.mlp")))
+    assert all(path.startswith("model.layers.0.self_attn") for path in adapter.method_modules)
+    assert len(adapter.method_modules) == 4
+    with pytest.raises(TargetError, match="no modules to adapt with lora"):
+        attach(tiny_model("llama"), LoRA(rank=2, train_fully=("layers",)))
 
 
 def test_parts_and_whole_paths_are_names_and_the_outermost_counts() -> None:
-    model = built("llama")
+    model = tiny_model("llama")
     assert named_modules(model, ["model.norm"]) == ["model.norm"]
     assert named_modules(model, ["layers.1.mlp", "layers.1"]) == ["model.layers.1"]
     with pytest.raises(TargetError, match=r"'lm_haed' .*\n?.*Did you mean 'lm_head'"):
@@ -51,7 +51,7 @@ def test_parts_and_whole_paths_are_names_and_the_outermost_counts() -> None:
 
 
 def test_what_cannot_be_trained_is_refused_by_name() -> None:
-    model = built("llama")
+    model = tiny_model("llama")
     with pytest.raises(
         TargetError, match=r"train model\.rotary_emb in full\n  it has no parameters"
     ):
@@ -65,7 +65,7 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """An adapter with a head beside it."""
-    adapter = trained(built("llama"), LoRA(rank=2, targets=("q",), train_fully=("lm_head",)))
+    adapter = trained(tiny_model("llama"), LoRA(rank=2, targets=("q",), train_fully=("lm_head",)))
     return saved(adapter, tmp_path / "adapter")
 
 
@@ -80,7 +80,7 @@ def test_a_file_without_the_modules_it_names_is_refused(folder: Path) -> None:
     del tensors["base_model.model.lm_head.weight"]
     save_file(tensors, folder / TENSORS, {"format": "pt"})
     with pytest.raises(AdapterError, match="no tensors for the module 'lm_head'"):
-        load_adapter(built("llama"), folder)
+        load_adapter(tiny_model("llama"), folder)
 
 
 def test_servers_combinations_and_banks_refuse_it_by_name(folder: Path, tmp_path: Path) -> None:

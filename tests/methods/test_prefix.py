@@ -9,8 +9,9 @@ from peftkit.adapter import attach
 from peftkit.errors import TargetError
 from peftkit.forward.blocks import Blocks
 from peftkit.methods.prefix import Prefix, PrefixTuning
+from tests.helpers.cell import tiny_model as build
 from tests.helpers.families import ARCHITECTURES
-from tests.methods.test_virtual import IDS, build
+from tests.helpers.virtual_tokens import IDS
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT asks by an old name

@@ -10,10 +10,11 @@ from torch import nn
 
 from peftkit.adapter import attach
 from peftkit.errors import TargetError
-from peftkit.formats.peft.folder import load_adapter, read_adapter
+from peftkit.formats.peft.load import load_adapter, read_adapter
 from peftkit.methods.prompt import PromptTuning
+from tests.helpers.cell import tiny_model as build
 from tests.helpers.families import ARCHITECTURES
-from tests.methods.test_virtual import IDS, build, logits
+from tests.helpers.virtual_tokens import IDS, logits
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT asks by an old name

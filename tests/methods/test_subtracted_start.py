@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from peftkit.formats.peft.folder import load_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.kernels import svd
 from peftkit.merging.merge import merge
 from tests.helpers.families import FAMILIES

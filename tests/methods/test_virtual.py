@@ -14,20 +14,22 @@ from torch import Tensor, nn
 
 from peftkit.adapter import Adapter, attach
 from peftkit.errors import AdapterError, DataError, MergeError, TargetError
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.serving import check_serving
 from peftkit.forward.blocks import Blocks
-from peftkit.forward.padding_free import check_packing
+from peftkit.forward.probes import check_packing
 from peftkit.merging.fold import merge_into
 from peftkit.methods.base import Method
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
 from peftkit.quant.quantize import quantize_model
-from tests.helpers.cell import built as build
-from tests.helpers.cell import moved
+from tests.helpers.cell import perturb_trained
+from tests.helpers.cell import tiny_model as build
 from tests.helpers.families import ARCHITECTURES, PAD
 from tests.helpers.spread import spread
+from tests.helpers.virtual_tokens import IDS, inputs_of, logits
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT asks by an old name
@@ -38,7 +40,6 @@ METHODS: dict[str, Method] = {
 }
 CAUSAL = ("llama", "gpt2", "gemma2", "mixtral")
 SEQ2SEQ = ("t5", "bart")
-IDS = torch.arange(18).view(2, 9).mul(7).remainder(300) + 5  # no special token among them
 TOLERANCE = 1e-5
 """float32 sums in products of other shapes; logits are of order one."""
 
@@ -47,17 +48,6 @@ def each_of(*families: str) -> list[tuple[str, str]]:
     """Return each family with one of the methods, in turn; and the first with the other too."""
     names = [*METHODS]
     return [(names[1], families[0]), *((names[n % 2], f) for n, f in enumerate(families))]
-
-
-def logits(model: Any, ids: Tensor = IDS, **settings: Any) -> Tensor:
-    with torch.no_grad():
-        return model(**inputs_of(model, ids), **settings).logits
-
-
-def inputs_of(model: Any, ids: Tensor = IDS) -> dict[str, Tensor]:
-    """What a model is called with; an encoder-decoder's decoder has fewer tokens."""
-    decoder = {"decoder_input_ids": ids[:, :5]} if model.config.is_encoder_decoder else {}
-    return {"input_ids": ids, **decoder}
 
 
 def train_a_little(adapter: Adapter) -> list[float]:
@@ -189,7 +179,7 @@ def test_peft_loads_our_files_and_we_load_theirs(task, name, tmp_path) -> None:
     theirs = peft.PeftModel.from_pretrained(case(family, task), tmp_path).eval()
     torch.testing.assert_close(of_peft(theirs), logits(model), atol=TOLERANCE, rtol=0)
     theirs.requires_grad_(True)  # as loaded, it is frozen
-    moved(theirs, parts=("prompt",))
+    perturb_trained(theirs, parts=("prompt",))
     theirs.save_pretrained(tmp_path / "theirs")
     adapter.detach()
     adapter = load_adapter(model, tmp_path / "theirs")

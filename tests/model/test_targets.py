@@ -206,7 +206,7 @@ def test_a_fused_layer_of_unknown_order_is_never_split() -> None:
     model = Unknown(attn=attention, mlp=nn.ModuleDict({"fc1": nn.Linear(8, 8)}))
     assert facts(resolve(model, "attention"))[0] == ("stack.0.attn.qkv", ("qkv",), None, None)
     assert (
-        "'q' may be in stack.0.attn.qkv, fused in an order that is not known here: "
+        "'q' may be in stack.0.attn.qkv, fused in an order that peftkit does not know: "
         "target the whole as 'qkv'."
     ) in message(model, "q")
 
@@ -235,7 +235,11 @@ def message(model: nn.Module, *targets: str) -> str:
         ("llama", "vision.q", "'vision.q' in LlamaForCausalLM"),
         ("llama", "*norm*", "'*norm*' matches modules, but none of them is linear: 5 Llama"),
         ("llama", "embed_tokens", "matches modules, but none of them is linear: 1 Embedding."),
-        ("llama", r".*\.(q|v)_proj$", "looks like a regular expression; patterns are a shell's"),
+        (
+            "llama",
+            r".*\.(q|v)_proj$",
+            "looks like a regular expression; patterns use shell wildcards",
+        ),
         ("llama", "", "no linear layer matches target '' in LlamaForCausalLM."),
     ],
 )

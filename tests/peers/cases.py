@@ -25,7 +25,8 @@ from peftkit.base.load import Base, load_base
 from peftkit.config.schema import from_dict
 from peftkit.formats.exchange import export_adapter
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.inference.predict import predict_file
 from peftkit.merging.merge import merge

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.plan import Measured, config_of, reckoner_of
 from peftkit.execution.plan import Activations
-from peftkit.train.memory import ActivationBytes, saved_by
-from tests.planning.test_step_estimator import llama
+from peftkit.train.fitting import ActivationBytes, saved_by
+from tests.helpers.families import llama
 
 SHORT, LONG = 128, 512
 BOUNDS: dict[Activations, tuple[float, float]] = {"keep": (0.75, 1.1), "recompute": (0.65, 1.75)}

@@ -20,8 +20,7 @@ from peftkit.forward.blocks import Blocks
 from peftkit.methods.lora import LoRA
 from peftkit.quant.quantize import quantize_model
 from tests.helpers.children import exit_code, start_ranks
-from tests.helpers.families import ARCHITECTURES, FAMILIES
-from tests.planning.test_step_estimator import llama
+from tests.helpers.families import ARCHITECTURES, FAMILIES, llama
 
 
 def reckoned(config: Any, quantize: str = "nf4") -> Any:

@@ -26,8 +26,7 @@ from peftkit.planning.step_estimator import CountError
 from peftkit.recipe import Recipe
 from peftkit.settings import BaseConfig
 from tests.helpers.children import exit_code, start_ranks
-from tests.helpers.families import tiny_tokenizer
-from tests.planning.test_step_estimator import llama
+from tests.helpers.families import llama, tiny_tokenizer
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
 

@@ -17,17 +17,11 @@ from peftkit.tasks.pairs.reward import RewardConfig
 from peftkit.tasks.table import TASKS
 from peftkit.tasks.text.masked_lm import MaskedLMConfig
 from peftkit.tasks.text.seq2seq import Seq2SeqConfig
-from tests.helpers.families import ARCHITECTURES, FAMILIES
+from tests.helpers.families import ARCHITECTURES, FAMILIES, llama
 from tests.helpers.listening import HEARING
 from tests.helpers.speech import hears_frames
 
 GB = 10**9
-
-
-def llama(**changes: int) -> transformers.LlamaConfig:
-    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 5}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048}
-    return transformers.LlamaConfig(**sizes | changes, attn_implementation="sdpa")
 
 
 @pytest.mark.parametrize(

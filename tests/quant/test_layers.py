@@ -14,8 +14,10 @@ from transformers.pytorch_utils import Conv1D
 from peftkit.errors import BaseError
 from peftkit.kernels import packed as packed_module
 from peftkit.model.places import linear_shape
-from peftkit.quant.layers import QuantizedLinear, keep_copies, pack, weight_of
-from peftkit.quant.quantize import KINDS, adopt_bitsandbytes, quantize_model
+from peftkit.quant.copies import keep_copies
+from peftkit.quant.layers import QuantizedLinear, pack
+from peftkit.quant.quantize import KINDS, quantize_model
+from peftkit.quant.weights import adopt_bitsandbytes, weight_of
 
 SHAPES = [(40, 64), (9, 41), (341, 9), (8, 96), (33, 32), (1, 5), (3, 130)]
 FORMS = [("nf4", True), ("nf4", False), ("fp4", True), ("fp4", False), ("int8", True)]

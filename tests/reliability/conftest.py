@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,8 @@ from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
-from tests.helpers.command_line import peftkit, turn, write_rows
+from tests.helpers.command_line import peftkit, turn
+from tests.helpers.folders import write_rows
 
 __all__ = ["peftkit"]  # a fixture of the command line's tests
 
@@ -69,8 +69,3 @@ def saved_once(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> 
 def saved(tmp_path: Path, saved_once: Path) -> Path:
     """A copy to do harm to."""
     return shutil.copytree(saved_once, tmp_path / "adapter")
-
-
-def change_json(path: Path, **changes: Any) -> None:
-    """Set fields of a JSON file."""
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -20,16 +20,17 @@ from safetensors.torch import load_file, save_file
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.config.schema import from_dict
-from peftkit.data.encode import Style
+from peftkit.data.style import Style
 from peftkit.errors import AdapterError
 from peftkit.formats.folders import START
 from peftkit.formats.open_adapter import open_adapter, read_side_adapter
-from peftkit.formats.peft.folder import AdapterFolder, load_adapter, read_adapter, save_adapter
+from peftkit.formats.peft.folder import AdapterFolder, save_adapter
+from peftkit.formats.peft.load import load_adapter, read_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.lora import LoRA
 from peftkit.tasks.table import TASKS
 from tests.helpers.command_line import Run
-from tests.reliability.conftest import change_json
+from tests.helpers.folders import change_json
 
 CONFIG, NOTES, TENSORS = "adapter_config.json", "peftkit.json", "adapter_model.safetensors"
 SECONDS = 2.0

@@ -19,6 +19,7 @@ from peftkit.report.history import RunFacts
 from peftkit.report.page import write_report
 from peftkit.run import run as run_recipe
 from peftkit_cli.train import _function
+from tests.helpers.folders import write_rows
 
 ROWS = [
     {"instruction": f"Say {word} {n}.", "output": f"{word} {n}"}
@@ -143,7 +144,7 @@ def test_preferences_are_watched_by_their_wanted_answers(
             {"prompt": p, "completion": a, "label": a != "no"} for p, *both in pairs for a in both
         ]
     for name in ("train", "eval"):
-        Path(settings["data"][name]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(Path(settings["data"][name]), rows)
     settings["task"] = {"type": "preference", "loss": loss}
     more = {"sample_every": 2, "sample_tokens": 3, "sample_prompts": ("say 9 ",)}
     events = run(settings, tmp_path / "run", max_steps=2, eval_generate=3, **more)

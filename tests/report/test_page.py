@@ -19,6 +19,7 @@ from peftkit.errors import DataError
 from peftkit.report.chart import SPANS, Chart, Line, charts, points
 from peftkit.report.history import CURVES, History, read_history
 from peftkit.report.page import page, write_report
+from tests.helpers.folders import write_rows
 from tests.helpers.story import FACTS, STARTED, evaluation, step, write_run
 
 BAD = "<script>alert(1)</script><img src=x onerror=alert(2)>\x00\x1b"
@@ -194,13 +195,13 @@ def test_the_best_and_the_worst_answers_are_shown_with_their_rewards(tmp_path: P
         {"step": n, "prompt": "?", "completion": text, "reward": worth, "parts": {"a": 1.5, "b": 2}}
         for n, worth, text in (*answers, (1, 0.3, BAD))
     ]
-    (folder / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(folder / "answers.jsonl", lines)
     history = read_history(folder)
     assert {n: [one["reward"] for one in pair] for n, pair in history.answers.items()} == {
         1: [0.3, 0.2]
     }  # a resumed run made step 1 again
     shown = page([history])
-    assert "Answers and their rewards" in shown
+    assert "Completions and their rewards" in shown
     assert "late" in shown
     assert "a 1.5" in shown
     assert "onerror" in shown

@@ -8,25 +8,24 @@ from typing import Any
 
 import pytest
 
-from peftkit.data.encode import Style
+from peftkit.data.style import Style
 from peftkit.inference.bank import AdapterBank
 from peftkit.methods.lora import LoRA
-from tests.inference.test_bank import a_base, write
+from tests.helpers.bank import tiny_base, write_adapter
 
 pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
 from starlette.testclient import TestClient
 
 from peftkit.serve.app import Limits, make_app
-
-HERE = "http://127.0.0.1:8000"
+from tests.helpers.serving import HERE
 
 
 @pytest.fixture
 def paths(llama: Any, tmp_path: Path) -> dict[str, Path]:
     """Two adapters that answer otherwise than the base; one learnt from conversations."""
     return {
-        "one": write(llama, LoRA(rank=4, alpha=64), tmp_path / "one", 1),
-        "two": write(
+        "one": write_adapter(llama, LoRA(rank=4, alpha=64), tmp_path / "one", 1),
+        "two": write_adapter(
             llama, LoRA(rank=2, alpha=64), tmp_path / "two", 2, prompt_style=Style("plain")
         ),
     }
@@ -34,7 +33,7 @@ def paths(llama: Any, tmp_path: Path) -> dict[str, Path]:
 
 @pytest.fixture
 def bank(llama: Any, tokenizer: Any, paths: dict[str, Path]) -> AdapterBank:
-    return AdapterBank(a_base(llama, tokenizer), paths)
+    return AdapterBank(tiny_base(llama, tokenizer), paths)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from peftkit.data.encode import Style
+from peftkit.data.style import Style
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.generate import generate, generate_ids
 from peftkit.inference.sampling import Sampling
@@ -20,7 +20,7 @@ pytest.importorskip("starlette", reason="the extra peftkit[serve] is not install
 from starlette.testclient import TestClient
 
 from peftkit.serve import app
-from tests.serve.conftest import HERE
+from tests.helpers.serving import HERE
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 

@@ -15,8 +15,8 @@ from peftkit.inference.engine import Limits, Request
 from peftkit.inference.sampling import Sampling
 from peftkit.serve.app import make_app
 from peftkit.serve.worker import Job, Piece, Worker
+from tests.helpers.bank import tiny_base
 from tests.helpers.families import FAMILIES
-from tests.inference.test_bank import a_base
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def bank(tokenizer: Any) -> AdapterBank:
     model = FAMILIES["llama"]()
     model.config.max_position_embeddings = 16_384
     model.generation_config.eos_token_id = None
-    return AdapterBank(a_base(model.eval(), tokenizer))
+    return AdapterBank(tiny_base(model.eval(), tokenizer))
 
 
 def test_a_short_request_beside_a_long_one_begins_before_the_long_prompt_is_computed(

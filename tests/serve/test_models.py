@@ -20,7 +20,7 @@ from peftkit.serve.requests import RequestError
 from peftkit.serve.store import Store
 from peftkit.serve.training import TrainingOptions
 from peftkit.settings import BaseConfig
-from tests.inference.test_bank import a_base, write
+from tests.helpers.bank import tiny_base, write_adapter
 
 HERE = "http://127.0.0.1:8000"
 ANN, BOB = "key-of-ann", "key-of-bob"
@@ -29,7 +29,7 @@ PUBLIC = "ft:base:local:orders:3f0c9a1b"
 
 @pytest.fixture
 def folder(llama: Any, tmp_path: Path) -> Path:
-    return write(llama, LoRA(rank=3, alpha=64), tmp_path / "made", 5)
+    return write_adapter(llama, LoRA(rank=3, alpha=64), tmp_path / "made", 5)
 
 
 def options(tmp_path: Path, *names: str) -> TrainingOptions:
@@ -45,9 +45,9 @@ def test_a_published_adapter_answers_its_owner_alone_and_after_a_restart(
     llama: Any, tokenizer: Any, folder: Path, tmp_path: Path
 ) -> None:
     store = Store(tmp_path / "state")
-    Models(AdapterBank(a_base(llama, tokenizer)), store).publish(PUBLIC, folder, owner_of(ANN))
+    Models(AdapterBank(tiny_base(llama, tokenizer)), store).publish(PUBLIC, folder, owner_of(ANN))
     store.close()
-    bank = AdapterBank(a_base(llama, tokenizer), {})
+    bank = AdapterBank(tiny_base(llama, tokenizer), {})
     app = make_app(bank, keys=[ANN, BOB], training=options(tmp_path, "Qwen/Qwen3-8B"))
     with TestClient(app, base_url=HERE) as client:
         ann, bob = {"Authorization": f"Bearer {ANN}"}, {"X-API-Key": BOB}
@@ -69,7 +69,7 @@ def test_a_published_adapter_answers_its_owner_alone_and_after_a_restart(
 def test_adapters_that_were_published_without_their_inner_name_as_parent_are_found(
     llama: Any, tokenizer: Any, folder: Path, tmp_path: Path
 ) -> None:
-    store, bank = Store(tmp_path / "state"), AdapterBank(a_base(llama, tokenizer))
+    store, bank = Store(tmp_path / "state"), AdapterBank(tiny_base(llama, tokenizer))
     body = {"name": PUBLIC, "inner": "published-1", "folder": str(folder)}
     store.put(published.KIND, PUBLIC, body, owner="ann")  # as servers once did
     models = Models(bank, store)
@@ -82,7 +82,7 @@ def test_few_of_many_published_adapters_are_in_memory(
     llama: Any, tokenizer: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(published, "MAX_LOADED", 2)
-    bank = AdapterBank(a_base(llama, tokenizer))
+    bank = AdapterBank(tiny_base(llama, tokenizer))
     models = Models(bank, Store(tmp_path / "state"))
     inner = []
     for number in range(4):
@@ -104,7 +104,7 @@ def test_few_of_many_published_adapters_are_in_memory(
 def test_an_adapter_that_is_being_loaded_is_not_everybodys(
     llama: Any, tokenizer: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bank = AdapterBank(a_base(llama, tokenizer))
+    bank = AdapterBank(tiny_base(llama, tokenizer))
     models = Models(bank, Store(tmp_path / "state"))
     models.publish("m", folder, "ann")
     add, seen = bank.add, list[str]()
@@ -131,7 +131,7 @@ def test_an_adapter_that_is_being_loaded_is_not_everybodys(
 def test_an_adapter_that_leaves_the_bank_is_not_everybodys(
     llama: Any, tokenizer: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = Models(AdapterBank(a_base(llama, tokenizer)), Store(tmp_path / "state"))
+    models = Models(AdapterBank(tiny_base(llama, tokenizer)), Store(tmp_path / "state"))
     models.publish("m", folder, "ann")
     models.load(inner := models.inner("m", "ann"))
     names = AdapterBank.names.fget  # type: ignore[attr-defined]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,13 +9,11 @@ import pytest
 
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.generate import generate
-from peftkit.serve.server import listening
 
 openai = pytest.importorskip("openai", reason="the official client is not installed")
 pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
-import uvicorn  # noqa: E402
-
 from peftkit.serve.app import Limits, make_app  # noqa: E402
+from tests.helpers.serving import openai_client  # noqa: E402
 
 KEY = "a-key-of-this-test"
 ASKED = [{"role": "user", "content": "the quick brown fox"}]
@@ -26,21 +22,8 @@ ASKED = [{"role": "user", "content": "the quick brown fox"}]
 @pytest.fixture
 def client(bank: AdapterBank) -> Iterator[Any]:
     app = make_app(bank, keys=[KEY], limits=Limits(max_body=4096, max_new_tokens=8))
-    with listening("127.0.0.1", 0) as listener:
-        config = uvicorn.Config(app, log_level="warning", access_log=False)
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            while not server.started:
-                assert thread.is_alive()
-                time.sleep(0.01)
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-            with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=30) as client:
-                yield client
-        finally:
-            server.should_exit = True
-            thread.join()
+    with openai_client(app, KEY) as client:
+        yield client
 
 
 def alone(bank: AdapterBank, name: str) -> str:

@@ -21,7 +21,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.serve import server
 from peftkit.serve.training import TrainingOptions
 from peftkit.settings import BaseConfig
-from tests.inference.test_bank import a_base, write
+from tests.helpers.bank import tiny_base, write_adapter
 
 
 class Busy:
@@ -63,13 +63,13 @@ def test_a_second_signal_does_not_wait_for_a_step(monkeypatch: pytest.MonkeyPatc
 def test_adapters_beside_a_base_that_trains_are_checked_as_others(
     llama: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "load_base", lambda *_, **__: a_base(llama, tokenizer))
+    monkeypatch.setattr(server, "load_base", lambda *_, **__: tiny_base(llama, tokenizer))
     options = TrainingOptions(folder=tmp_path, base=BaseConfig(model="tiny"))
     told: list[Any] = []
 
     def made(**notes: Any) -> AdapterBank:
         folder = tmp_path / f"made{len(list(tmp_path.iterdir()))}"
-        path = write(llama, LoRA(rank=2), folder, 1, **notes)
+        path = write_adapter(llama, LoRA(rank=2), folder, 1, **notes)
         return server._bank_to_train({"a": path}, options, True, told.append)
 
     bank = made(loading={"quantize": "nf4", "double_quant": True, "dtype": "fp32"})

@@ -15,7 +15,7 @@ pytest.importorskip("starlette", reason="the extra peftkit[serve] is not install
 from starlette.testclient import TestClient
 
 from peftkit.serve.app import make_app
-from tests.serve.conftest import HERE
+from tests.helpers.serving import HERE
 
 PATH = "/inference/v1/generate"
 PROMPT = [5, 7, 11, 13, 17]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,18 +12,17 @@ import pytest
 openai = pytest.importorskip("openai", reason="the official client is not installed")
 pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
 pytest.importorskip("llguidance", reason="the extra peftkit[json] is not installed")
-import uvicorn  # noqa: E402
 
-from peftkit.data.chat import CHATML  # noqa: E402
-from peftkit.data.encode import Style  # noqa: E402
+from peftkit.data.chat_template import CHATML  # noqa: E402
+from peftkit.data.style import Style  # noqa: E402
 from peftkit.inference.bank import AdapterBank  # noqa: E402
 from peftkit.inference.call_formats import FORMATS  # noqa: E402
 from peftkit.methods.lora import LoRA  # noqa: E402
 from peftkit.serve.app import Limits, _Service, make_app  # noqa: E402
 from peftkit.serve.grammars import Grammars  # noqa: E402
-from peftkit.serve.server import listening  # noqa: E402
 from peftkit.serve.tool_fields import ToolCall, with_calls  # noqa: E402
-from tests.inference.test_bank import a_base, write  # noqa: E402
+from tests.helpers.bank import tiny_base, write_adapter  # noqa: E402
+from tests.helpers.serving import openai_client  # noqa: E402
 
 KEY = "a-key-of-this-test"
 ASKED: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -49,7 +46,7 @@ TOOLS = [tool("add", n={"enum": [1, 2]}), tool("now")]
 @pytest.fixture
 def tool_bank(llama: Any, tokenizer: Any, tmp_path: Path) -> AdapterBank:
     def folder(name: str, style: Style) -> Path:
-        return write(llama, LoRA(rank=2, alpha=4), tmp_path / name, 1, prompt_style=style)
+        return write_adapter(llama, LoRA(rank=2, alpha=4), tmp_path / name, 1, prompt_style=style)
 
     kinds = {
         "tools": Style("chat", SHORT),
@@ -57,27 +54,15 @@ def tool_bank(llama: Any, tokenizer: Any, tmp_path: Path) -> AdapterBank:
         "mute": Style("chat", "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"),
     }
     return AdapterBank(
-        a_base(llama, tokenizer), {name: folder(name, style) for name, style in kinds.items()}
+        tiny_base(llama, tokenizer), {name: folder(name, style) for name, style in kinds.items()}
     )
 
 
 @pytest.fixture
 def client(tool_bank: AdapterBank) -> Iterator[Any]:
     app = make_app(tool_bank, keys=[KEY], limits=Limits(max_body=1 << 16, max_new_tokens=8))
-    with listening("127.0.0.1", 0) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            while not server.started:
-                assert thread.is_alive()
-                time.sleep(0.01)
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-            with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=30) as client:
-                yield client
-        finally:
-            server.should_exit = True
-            thread.join()
+    with openai_client(app, KEY) as client:
+        yield client
 
 
 @pytest.fixture

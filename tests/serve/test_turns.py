@@ -20,36 +20,9 @@ from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.serve.requests import RequestError
 from peftkit.serve.worker import Worker
-from tests.helpers.command_line import turn, write_rows
-from tests.serve.test_worker import Asked
-
-WORDS = ("quick", "brown", "lazy", "other")
-
-
-def recipe(folder: Path, name: str, **train: Any) -> Recipe:
-    file = folder / "train.jsonl"
-    write_rows(file, [turn(f"what is the {word}?", f"the {word} dog") for word in WORDS] * 2)
-    return from_dict(
-        Recipe,
-        {
-            "base": {"model": "tiny"},
-            "method": {"type": "lora", "rank": 2, "alpha": 4, "targets": ["q", "v", "down"]},
-            "data": {"train": str(file), "max_length": 64},
-            "train": {
-                "output_dir": str(folder / name),
-                "max_steps": 4,
-                "batch_size": 2,
-                "learning_rate": 0.05,
-                "save_every": 2,
-                **train,
-            },
-        },
-        "test",
-    )
-
-
-def weights(folder: Path) -> bytes:
-    return (folder / "adapter_model.safetensors").read_bytes()
+from tests.helpers.folders import write_rows
+from tests.helpers.serving import WORDS, adapter_bytes, recipe
+from tests.helpers.worker import Submitted
 
 
 class Working:
@@ -86,7 +59,7 @@ class Working:
 
 
 def alone(bank: AdapterBank, name: str | None, ids: list[int]) -> list[int]:
-    request = Asked(name, ids).job.request
+    request = Submitted(name, ids).job.request
     with bank.engine() as engine:
         completion = engine.submit(request)
         engine.run()
@@ -101,12 +74,12 @@ def test_a_run_beside_answers_learns_to_the_bit_what_it_learns_alone(
     with bank.lifted():
         run(recipe(tmp_path, "alone"), base=bank.base)
     beside = Working(bank, recipe(tmp_path, "beside"))
-    asked: list[Asked] = []
+    asked: list[Submitted] = []
     seen: list[tuple[int, bool]] = []
 
     def at_step(step: int) -> None:
         for name, ids in prompts.items():
-            asked.append(Asked(name, ids))
+            asked.append(Submitted(name, ids))
             beside.worker.submit([asked[-1].job])
         modules = [*bank.base.model.modules()]
         wrapped = lambda: sum(isinstance(m, FrozenWrapper) for m in bank.base.model.modules())  # noqa: E731
@@ -124,7 +97,7 @@ def test_a_run_beside_answers_learns_to_the_bit_what_it_learns_alone(
     decode = bank.base.tokenizer.decode
     whole = [decode(expected[name], skip_special_tokens=True) for name in prompts]
     assert texts == whole * 4
-    assert weights(tmp_path / "beside") == weights(tmp_path / "alone")
+    assert adapter_bytes(tmp_path / "beside") == adapter_bytes(tmp_path / "alone")
     assert {name: alone(bank, name, ids) for name, ids in prompts.items()} == expected
 
 
@@ -164,12 +137,12 @@ def test_answers_at_any_event_change_nothing_of_a_run(
     with bank.lifted():
         run(asked_for("alone"), base=bank.base, on_event=lambda event: note("alone", event))
     beside = Working(bank, asked_for("beside"))
-    asked: list[Asked] = []
+    asked: list[Submitted] = []
 
     def at_event(event: Any) -> None:
         note("beside", event)
         if isinstance(event, EvalDone | Progress | RolledOut | Saved | StepDone):
-            asked.append(Asked("one", [7, 8, 9], max_new_tokens=2))
+            asked.append(Submitted("one", [7, 8, 9], max_new_tokens=2))
             beside.worker.submit([asked[-1].job])
             beside.give_way()
 
@@ -181,14 +154,14 @@ def test_answers_at_any_event_change_nothing_of_a_run(
     finally:
         beside.worker.stop()
     assert figures["beside"] == figures["alone"] != []
-    assert weights(tmp_path / "beside") == weights(tmp_path / "alone")
+    assert adapter_bytes(tmp_path / "beside") == adapter_bytes(tmp_path / "alone")
 
 
 def test_an_answer_waits_for_a_step_not_for_the_run(bank: AdapterBank, tmp_path: Path) -> None:
     working = Working(bank, recipe(tmp_path, "run"))
     answered_at: list[int] = []
     steps: list[int] = []
-    request = Asked("one", [7, 8, 9], max_new_tokens=2)
+    request = Submitted("one", [7, 8, 9], max_new_tokens=2)
     send = request.job.send
 
     def note(piece: Any) -> None:
@@ -227,7 +200,7 @@ def test_a_stopped_run_is_saved_and_goes_on_to_the_same_bits(
     again.worker.start()
     assert again.wait().step == 4
     again.worker.stop()
-    assert weights(tmp_path / "run") == weights(tmp_path / "alone")
+    assert adapter_bytes(tmp_path / "run") == adapter_bytes(tmp_path / "alone")
 
 
 def test_the_end_of_the_server_saves_the_run_and_refuses_what_waits(
@@ -265,7 +238,7 @@ def test_operations_run_in_order_and_tell_what_fails(bank: AdapterBank) -> None:
         assert [call.result(20) for call in calls] == order == [0, 1, 2, 3, 4]
         assert isinstance(failed.exception(20), ZeroDivisionError)
         assert with_gradient.result(20)
-        request = Asked("one", [7])
+        request = Submitted("one", [7])
         worker.submit([request.job])
         assert request.end().num_tokens == 4
         assert worker.call(lambda: 7).result(20) == 7  # the engine waits inside of the model
@@ -300,7 +273,7 @@ def test_nobody_waits_for_a_thread_that_broke(
     monkeypatch.setattr(bank, "lifted", broken)
     worker = Worker(bank)
     calls = [worker.call(lambda: 1), worker.call(lambda: 2)]
-    request = Asked("one", [7])
+    request = Submitted("one", [7])
     worker.submit([request.job])
     worker.start()
     try:

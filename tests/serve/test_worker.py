@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -20,41 +18,8 @@ from peftkit.inference.engine import Completion, Limits, Request
 from peftkit.inference.generate import TextStream
 from peftkit.inference.sampling import Chosen, Sampling
 from peftkit.serve.requests import RequestError
-from peftkit.serve.worker import Job, Piece, Worker
-
-
-class Asked:
-    """A job, and what it is told."""
-
-    def __init__(self, adapter: str | None, ids: list[int], seed: int = 0, **settings: Any) -> None:
-        self.queue: SimpleQueue[Any] = SimpleQueue()
-        sampling = Sampling(**{"max_new_tokens": 4, **settings})
-        self.job = Job(Request(ids, sampling, seed, adapter), self.queue.put)
-
-    def end(self) -> Any:
-        """Return the whole answer, or the error."""
-        text = ""
-        while isinstance(what := self.queue.get(timeout=20), Piece):
-            text += what.text
-            if what.reason is not None:
-                return replace(what, text=text)
-        return what
-
-
-def answered(
-    bank: AdapterBank,
-    requests: list[Asked],
-    ready: Callable[[str | None], None] = lambda adapter: None,
-    **limits: Any,
-) -> tuple[list[Any], Worker]:
-    """Answer jobs that all wait already."""
-    worker = Worker(bank, limits=Limits(**limits), ready=ready)
-    worker.submit([one.job for one in requests])
-    worker.start()
-    try:
-        return [one.end() for one in requests], worker
-    finally:
-        worker.stop()
+from peftkit.serve.worker import Piece, Worker
+from tests.helpers.worker import Submitted, run_jobs
 
 
 def test_two_adapters_and_the_base_share_a_batch(bank: AdapterBank) -> None:
@@ -67,10 +32,10 @@ def test_two_adapters_and_the_base_share_a_batch(bank: AdapterBank) -> None:
             ((alone,),) = engine.answers([ids], Sampling(length), adapters=[name])
         expected.append(bank.base.tokenizer.decode(alone.ids, skip_special_tokens=True))
     requests = [
-        Asked(name, ids, max_new_tokens=length)
+        Submitted(name, ids, max_new_tokens=length)
         for name, ids, length in zip(names, prompts, lengths, strict=True)
     ]
-    answers, _ = answered(bank, requests)
+    answers, _ = run_jobs(bank, requests)
     assert [answer.text for answer in answers] == expected
     assert len(set(expected)) == 4
     assert [answer.num_tokens for answer in answers] == lengths
@@ -78,9 +43,9 @@ def test_two_adapters_and_the_base_share_a_batch(bank: AdapterBank) -> None:
 
 def test_a_full_queue_takes_all_prompts_of_a_request_or_none(bank: AdapterBank) -> None:
     worker = Worker(bank, max_waiting=3)
-    worker.submit([Asked("one", [7]).job] * 2)
+    worker.submit([Submitted("one", [7]).job] * 2)
     with pytest.raises(RequestError, match="too many") as error:
-        worker.submit([Asked("one", [7]).job] * 2)
+        worker.submit([Submitted("one", [7]).job] * 2)
     assert error.value.status == 429
     assert worker.num_waiting == 2
 
@@ -89,12 +54,12 @@ def test_prompts_wait_for_an_operation_that_comes_first_and_hear_of_its_failure(
     bank: AdapterBank,
 ) -> None:
     worker, told = Worker(bank, max_waiting=3), list[str]()
-    after, failed = Asked("one", [7]), Asked("one", [7])
+    after, failed = Submitted("one", [7]), Submitted("one", [7])
     worker.submit([after.job], first=lambda: told.append(str(worker.num_waiting)))
     worker.submit([failed.job], first=lambda: [][0])
     assert (worker.num_waiting, worker.num_running) == (2, 0)
     with pytest.raises(RequestError, match="too many"):
-        worker.submit([Asked("one", [7]).job] * 2, first=lambda: None)
+        worker.submit([Submitted("one", [7]).job] * 2, first=lambda: None)
     worker.start()
     try:
         assert isinstance(failed.end(), IndexError)
@@ -142,7 +107,7 @@ def test_what_fails_is_told_and_those_after_it_are_answered(
         raise MemoryError("no more")
 
     monkeypatch.setattr(CachedEngine, "step", fails_once)
-    worker, first, second = Worker(bank), Asked("one", [7]), Asked("one", [8])
+    worker, first, second = Worker(bank), Submitted("one", [7]), Submitted("one", [8])
     worker.submit([first.job])
     worker.start()
     failed = first.end()
@@ -162,7 +127,7 @@ def test_a_model_that_cannot_begin_to_answer_fails_what_waits(
         monkeypatch.setattr(AdapterBank, "engine", real)
         raise MemoryError("no more")
 
-    worker, first, second = Worker(bank), Asked("one", [7]), Asked("one", [8])
+    worker, first, second = Worker(bank), Submitted("one", [7]), Submitted("one", [8])
     monkeypatch.setattr(AdapterBank, "engine", fails)
     worker.submit([first.job])
     worker.start()
@@ -177,7 +142,7 @@ def test_a_model_that_cannot_begin_to_answer_fails_what_waits(
 
 
 def test_stopping_tells_those_who_wait(bank: AdapterBank) -> None:
-    worker, request = Worker(bank), Asked("one", [7])
+    worker, request = Worker(bank), Submitted("one", [7])
     worker.submit([request.job])
     worker._ended = True  # before its thread has looked
     worker.start()
@@ -203,9 +168,9 @@ def test_an_answer_that_cannot_be_read_fails_alone(bank: AdapterBank) -> None:
         def take(self, text: str, completion: Completion) -> Any:
             raise AttributeError("no such field")
 
-    wrong, right = Asked("one", [7], max_new_tokens=6), Asked("one", [8], max_new_tokens=6)
+    wrong, right = Submitted("one", [7], max_new_tokens=6), Submitted("one", [8], max_new_tokens=6)
     wrong.job.calls = Reads()  # type: ignore[assignment]
-    (error, answer), _ = answered(bank, [wrong, right])
+    (error, answer), _ = run_jobs(bank, [wrong, right])
     assert isinstance(error, RunError)
     assert "no such field" in str(error)
     assert answer.num_tokens == 6
@@ -216,8 +181,8 @@ def test_an_adapter_that_memory_does_not_take_fails_its_own_answers(bank: Adapte
         if adapter == "two":
             raise MemoryError("no more")
 
-    requests = [Asked("one", [7]), Asked("two", [7]), Asked(None, [7])]
-    (one, two, base), _ = answered(bank, requests, ready)
+    requests = [Submitted("one", [7]), Submitted("two", [7]), Submitted(None, [7])]
+    (one, two, base), _ = run_jobs(bank, requests, ready)
     assert isinstance(two, RunError)
     assert "no more" in str(two)
     assert one.num_tokens == base.num_tokens == 4
@@ -238,7 +203,7 @@ def test_answers_that_failed_leave_no_adapter_in_use(
     monkeypatch.setattr(CachedEngine, "step", fails_late)
     # pytest keeps what is logged, with the traceback and all that it holds
     monkeypatch.setattr("peftkit.serve.worker._LOG.exception", lambda *_: None)
-    worker, request = Worker(bank), Asked("one", [7], max_new_tokens=9)
+    worker, request = Worker(bank), Submitted("one", [7], max_new_tokens=9)
     worker.submit([request.job])
     gc.disable()
     try:

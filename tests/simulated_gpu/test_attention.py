@@ -17,10 +17,10 @@ from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM
 from tests.helpers.families import ARCHITECTURES
 from tests.helpers.varlen_reference import reference_varlen_attn
+from tests.simulated_gpu.recipes import recipe_for
 from tests.simulated_gpu.same import make_rows
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
-from tests.simulated_gpu.test_training import recipe_for
 
 
 def missing(*args: Any, **more: Any) -> Any:

@@ -22,9 +22,9 @@ from peftkit.inference.bank import open_bank
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
-from tests.helpers.command_line import write_rows
-from tests.inference.test_bank import write
-from tests.serve.test_worker import Asked, answered
+from tests.helpers.bank import write_adapter
+from tests.helpers.folders import write_rows
+from tests.helpers.worker import Submitted, run_jobs
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
 
@@ -77,10 +77,10 @@ def served(adapter: Path) -> list[str]:
     """Return the answers to prompts that all wait already, with the adapter and without."""
     bank = open_bank({"a": adapter})
     asked = [
-        Asked("a" if n % 2 else None, one, n, max_new_tokens=12, temperature=1.0)
+        Submitted("a" if n % 2 else None, one, n, max_new_tokens=12, temperature=1.0)
         for n, one in enumerate(ASKED)
     ]
-    answers, _ = answered(bank, asked)
+    answers, _ = run_jobs(bank, asked)
     return [answer.text for answer in answers]
 
 
@@ -89,7 +89,7 @@ def test_a_server_answers_all_on_any_card(
     cards: tuple[int, ...], base: Path, weights: int, tmp_path: Path
 ) -> None:
     loaded = load_base(str(base), dtype="fp32", device="cpu")
-    adapter = write(loaded.model, LoRA(rank=4), tmp_path / "a", 0, base=str(base))
+    adapter = write_adapter(loaded.model, LoRA(rank=4), tmp_path / "a", 0, base=str(base))
     with simulated() as card:
         expected, peak = served(adapter), card.peak
     assert len(set(expected)) == len(ASKED)

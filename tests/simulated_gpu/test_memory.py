@@ -17,7 +17,7 @@ from peftkit.forward.blocks import Blocks
 from peftkit.forward.offload import Offload
 from peftkit.train import loop
 from peftkit.train.step import Trainer
-from tests.planning.test_step_estimator import llama
+from tests.helpers.families import llama
 from tests.simulated_gpu.same import make_model, train
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card

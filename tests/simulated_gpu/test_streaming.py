@@ -16,7 +16,7 @@ from peftkit.base.load import load_base
 from peftkit.base.stored import pack_base
 from peftkit.forward.blocks import Blocks
 from peftkit.methods.lora import LoRA
-from peftkit.quant import layers
+from peftkit.quant import copies
 from tests.helpers.families import ARCHITECTURES, FAMILIES, tiny_tokenizer
 from tests.simulated_gpu.simulation import on_cpu, simulated
 from tests.simulated_gpu.tensors import Card
@@ -26,7 +26,7 @@ LAYERS = 4
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(layers, "COPY_SHARE", 0.0)
+    monkeypatch.setattr(copies, "COPY_SHARE", 0.0)
     monkeypatch.setattr(transfer, "SLOT", 1024)  # of which a block takes several
     monkeypatch.setattr(transfer, "NUM_SLOTS", 3)
     monkeypatch.setattr(streaming, "EXPERT_BYTES", 2 * 32 * 64)  # two matrices (64, 64) in 4 bits
@@ -140,7 +140,7 @@ def test_weights_share_pinned_memory_instead_of_being_rounded_up_each(card: Card
     sizes = [41_000, 1_300, 70_000, 33_000, 3] * 40
     tensors = [torch.randn(n) for n in sizes]
     expected = [tensor.clone() for tensor in tensors]
-    assert transfer.PinnedArena().take_in(tensors)
+    assert transfer.PinnedArena().pin(tensors)
     total = sum(tensor.nbytes for tensor in tensors)
     assert total <= card.pinned.held < 1.25 * total
     assert all(tensor.is_pinned() for tensor in tensors)

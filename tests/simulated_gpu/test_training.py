@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from peftkit.methods.base import Method
 from peftkit.methods.bottleneck import Bottleneck
@@ -20,15 +19,13 @@ from peftkit.methods.prompt import PromptTuning
 from peftkit.methods.vera import VeRA
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
-from tests.helpers.classifiers import save_base, write_rows, write_texts, write_words
 from tests.helpers.families import ARCHITECTURES
-from tests.helpers.listening import QWEN2_AUDIO, SPOKEN
-from tests.helpers.listening import write_rows as write_sounds
-from tests.helpers.speech import hears_frames, saved, whisper
-from tests.helpers.speech import write_rows as write_rows_of_speech
+from tests.helpers.listening import QWEN2_AUDIO, SPOKEN, write_sound_rows
+from tests.helpers.speech import hears_frames, saved, whisper, write_speech_rows
+from tests.helpers.vision import COLOURS, solid_png
+from tests.simulated_gpu.recipes import recipe_for
 from tests.simulated_gpu.same import CLOSE, Heard, train
 from tests.simulated_gpu.simulation import simulated
-from tests.tasks.test_image_classification import COLOURS, png
 
 METHODS: dict[str, Method] = {
     "lora": LoRA(rank=4, alpha=8, dropout=0.1),
@@ -94,51 +91,14 @@ def test_every_way_of_keeping_activations_gives_the_same_numbers(
     assert peaks[True] < peaks["auto"]
 
 
-def recipe_for(task: str, folder: Path) -> Recipe:
-    """Return a recipe of three steps, its base and data in a folder."""
-    texts = [{"prompt": f"what is {n}?", "completion": "the fox " * n} for n in range(1, 7)]
-    plain = [
-        {"text": "the quick brown fox jumps over the lazy dog " * (n % 3 + 1)} for n in range(6)
-    ]
-    ranked = [{"query": "the fox", "positive": "a quick fox", "negatives": ["a", "pizza"]}] * 6
-    families = {"causal_lm": "llama", "seq2seq": "t5"}
-    writers: dict[str, Any] = {
-        "sequence_classification": write_texts,
-        "token_classification": write_words,
-        "masked_lm": lambda file: write_rows(file, plain),
-        "reranker": lambda file: write_rows(file, ranked),
-    }
-    write = writers.get(task, lambda file: write_rows(file, texts))
-    data = write(folder / "rows.jsonl")
-    model = ARCHITECTURES[families.get(task, "bert")]()
-    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
-        setattr(model.config, name, 0.0)  # padded rows would draw other numbers
-    base = save_base(folder / "base", model=model)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
-    tokenizer.mask_token = "<unk>"
-    tokenizer.save_pretrained(base)
-    return Recipe(
-        task=task,
-        base={"model": str(base), "dtype": "fp32"},
-        method={"type": "lora", "rank": 3, "targets": ["q", "v"]},
-        data={"train": data, "eval": data, "max_length": 64},
-        train={
-            "output_dir": folder / "out",
-            "max_steps": 3,
-            "batch_size": 3,
-            "learning_rate": 0.02,
-            "eval_every": None,
-            "compile": False,
-        },
-    )
-
-
 def image_recipe(folder: Path) -> Recipe:
     """Return a recipe over folders of pictures in one colour each."""
     for name, colour in COLOURS.items():
         (folder / "data" / name).mkdir(parents=True)
         for number in range(2):
-            (folder / "data" / name / f"{number}.png").write_bytes(png(colour, (9 + number, 41)))
+            (folder / "data" / name / f"{number}.png").write_bytes(
+                solid_png(colour, (9 + number, 41))
+            )
     ARCHITECTURES["vit"]().save_pretrained(folder / "base")
     return Recipe(
         task={"type": "image_classification", "fresh_head": True},
@@ -160,7 +120,7 @@ def audio_recipe(folder: Path) -> Recipe:
     model, processor = QWEN2_AUDIO.build()
     model.save_pretrained(folder / "base")
     processor.save_pretrained(folder / "base")
-    data = str(write_sounds(folder, SPOKEN))
+    data = str(write_sound_rows(folder, SPOKEN))
     return Recipe(
         task="audio_text",
         base={"model": str(folder / "base"), "dtype": "fp32"},
@@ -180,7 +140,7 @@ def audio_recipe(folder: Path) -> Recipe:
 def speech_recipe(task: dict[str, str], made: tuple[Any, Any], folder: Path) -> Recipe:
     """Return a recipe over tones and what they say."""
     rows = [{"audio": 3 * [440.0, 880.0], "text": "one"}, {"audio": 3 * [300.0], "text": "a"}]
-    data = str(write_rows_of_speech(folder, rows))
+    data = str(write_speech_rows(folder, rows))
     return Recipe(
         task=task,
         base={"model": str(saved(folder / "base", made)), "dtype": "fp32"},

@@ -29,9 +29,9 @@ from peftkit.merging.merge import merge
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.run import run as run_recipe
 from peftkit.serve.worker import Job, Piece, Worker
+from tests.simulated_gpu.recipes import recipe_for
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
-from tests.simulated_gpu.test_training import recipe_for
 
 PROMPTS = ["what is 3?", "what is the fox doing over there?", "1"]
 

@@ -17,12 +17,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from peftkit.data.encode import Style, prompt_ids
-from peftkit.data.pack import last_answer
+from peftkit.data.generation import prompt_ids
+from peftkit.data.row_text import last_answer
+from peftkit.data.style import Style
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Event, Notice, Progress, Stage, Table
 from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM
+from tests.helpers.folders import write_rows
 
 Tokenizer = PreTrainedTokenizerFast
 Build = Callable[..., CausalLM]
@@ -43,7 +45,7 @@ def task(llama: PreTrainedModel, tokenizer: Tokenizer, events: list[Event]) -> B
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     return str(path)
 
 
@@ -184,9 +186,9 @@ def test_the_style_is_that_of_the_rows(tmp_path: Path, task: Build) -> None:
         maker = task()
         maker.encode(where)
         assert maker.style == style
-    with pytest.raises(DataError, match=r"(?s)style 'chat'.*the others have 'plain'"):
+    with pytest.raises(DataError, match=r"(?s)style 'chat'.*the other rows have 'plain'"):
         maker.encode(chat)
-    with pytest.raises(DataError, match=r"(?s)style 'plain'.*the adapter learnt 'chat'"):
+    with pytest.raises(DataError, match=r"(?s)style 'plain'.*the adapter was trained on 'chat'"):
         task(style=Style("chat")).encode(plain)
 
 

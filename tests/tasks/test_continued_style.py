@@ -10,9 +10,9 @@ import pytest
 from peftkit.errors import DataError
 from peftkit.events import Event, Notice
 from peftkit.run import prepare
-from tests.helpers.classifiers import write_rows
 from tests.helpers.command_line import turn
 from tests.helpers.finished import Finished, finished, recipe
+from tests.helpers.folders import write_rows
 
 GRPO = {"type": "grpo", "rewards": [{"use": "length", "max_chars": 9}], "max_new_tokens": 8}
 
@@ -58,7 +58,7 @@ def test_rows_of_another_style_are_refused_with_the_cure(plain: Finished, tmp_pa
     file = write_rows(tmp_path / "chat.jsonl", [turn("the dog", "and the fox")] * 4)
     with pytest.raises(DataError) as refused:
         continued(plain, data={"train": file})
-    assert "'chat', the adapter learnt 'plain'" in str(refused.value)
+    assert "'chat', the adapter was trained on 'plain'" in str(refused.value)
     assert "data.format" in str(refused.value)
 
 
@@ -68,7 +68,7 @@ def test_another_style_that_is_asked_for_is_told(plain: Finished, tmp_path: Path
     record = continued(plain, events, data={"train": file, "format": "messages"})
     assert record.task.style.kind == "chat"
     texts = [event.text for event in events if isinstance(event, Notice)]
-    assert [text for text in texts if text.endswith("chat, and it was plain.")]
+    assert [text for text in texts if text.endswith("chat instead of plain.")]
 
 
 def test_rows_of_the_same_style_go_on_without_a_word(plain: Finished) -> None:

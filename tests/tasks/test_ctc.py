@@ -25,7 +25,15 @@ from peftkit.tasks.media.ctc import CTC, CTCConfig
 from peftkit.tasks.media.media_classification import AudioClassificationConfig
 from peftkit.tasks.media.speech import ShortAudio
 from peftkit_cli.app import app
-from tests.helpers.speech import RATE, encoded, hears_frames, saved, tones, wav2vec2, write_rows
+from tests.helpers.speech import (
+    RATE,
+    encoded,
+    hears_frames,
+    saved,
+    tones,
+    wav2vec2,
+    write_speech_rows,
+)
 
 pytestmark = pytest.mark.filterwarnings(  # PEFT's own
     "ignore:.is_gradient_checkpointing.:FutureWarning"
@@ -44,7 +52,7 @@ def task_on(made: tuple[Any, Any], **settings: Any) -> CTC:
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    return write_rows(tmp_path / "data", ROWS)
+    return write_speech_rows(tmp_path / "data", ROWS)
 
 
 def made_of(family: str) -> tuple[Any, Any]:
@@ -93,7 +101,7 @@ def test_padding_changes_no_loss(family: str, rows: Path) -> None:
 
 
 def test_what_cannot_be_said_is_named(tmp_path: Path) -> None:
-    path = write_rows(
+    path = write_speech_rows(
         tmp_path, [{"audio": [440.0], "text": "FOX"}, {"audio": [440.0], "text": "a"}]
     )
     task = task_on(wav2vec2())
@@ -102,7 +110,7 @@ def test_what_cannot_be_said_is_named(tmp_path: Path) -> None:
     assert task_on(wav2vec2(), case="lower").load(str(path))[0].labels == tuple(
         task.tokenizer("fox")["input_ids"]
     )
-    path = write_rows(tmp_path, [{"audio": [440.0], "text": "fox " * 40}])
+    path = write_speech_rows(tmp_path, [{"audio": [440.0], "text": "fox " * 40}])
     with pytest.raises(DataError, match="Texts longer than their audio"):
         task.load(str(path))
 

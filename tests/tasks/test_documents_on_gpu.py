@@ -27,8 +27,16 @@ from peftkit.kernels import varlen
 from peftkit.settings import DataConfig
 from peftkit.tasks.text.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
 from tests.helpers.families import ARCHITECTURES
+from tests.helpers.padding_free import (
+    MODELS,
+    PACKED,
+    ROWS,
+    SHARED_PREFIXES,
+    loss_and_gradients,
+    row_of,
+    task_on,
+)
 from tests.helpers.varlen_reference import reference_varlen_attn
-from tests.tasks.test_unpadding import MODELS, PACKED, ROWS, SHARING, a_row, learnt, task_on
 
 Tokenizer = PreTrainedTokenizerFast
 SPANS = ["llama", "gemma3_text", "mistral_swa", "gpt_neox", "qwen3_moe"]
@@ -61,8 +69,8 @@ def assert_same(task: Any, model: nn.Module, rows: Any, field: str) -> None:
     with task.training(model):
         batch = task.collate(rows)
         assert field in batch
-        loss, grads = learnt(task, model, batch)
-    want, wanted = learnt(task, model, task.collate(rows))
+        loss, grads = loss_and_gradients(task, model, batch)
+    want, wanted = loss_and_gradients(task, model, task.collate(rows))
     torch.testing.assert_close(loss, want, rtol=1e-4, atol=1e-4)
     for a, b in zip(grads, wanted, strict=True):
         assert (a is None) == (b is None)
@@ -74,7 +82,7 @@ def assert_same(task: Any, model: nn.Module, rows: Any, field: str) -> None:
 def test_spans_teach_what_rows_teach(name: str, calls: Counter[str], tokenizer: Tokenizer) -> None:
     model = MODELS[name]().eval()
     task = task_on(model, tokenizer)
-    for rows in (ROWS, SHARING):
+    for rows in (ROWS, SHARED_PREFIXES):
         calls.clear()
         assert_same(task, model, rows, "span_queries")
         assert calls["varlen"] > 0
@@ -82,7 +90,7 @@ def test_spans_teach_what_rows_teach(name: str, calls: Counter[str], tokenizer: 
         assert task.paths["attention"] == "varlen"
         assert task.paths["rows"].startswith("without padding")
         calls.clear()
-        task.loss(model, task.collate(SHARING))[0]
+        task.loss(model, task.collate(SHARED_PREFIXES))[0]
         assert set(calls) == {"varlen"}  # all layers, windows too
 
 
@@ -111,7 +119,7 @@ def test_recomputed_blocks_find_their_spans(
     model = MODELS["llama"]().train()
     blocks = Blocks(model)
     blocks.set_activations(way)
-    assert_same(task_on(model, tokenizer), model, SHARING, "span_queries")
+    assert_same(task_on(model, tokenizer), model, SHARED_PREFIXES, "span_queries")
     blocks.restore()
 
 
@@ -162,11 +170,11 @@ def test_causal_documents_in_rows_of_their_own_need_no_mask(
     monkeypatch.setattr(attention, "attend", heard)
     model = MODELS[name]().eval()
     task = task_on(model, tokenizer)
-    for rows in (ROWS, SHARING):
+    for rows in (ROWS, SHARED_PREFIXES):
         assert_same(task, model, rows, "grid_tokens")
     with task.training(model):
         masks.clear()
-        task.loss(model, task.collate(SHARING))[0]
+        task.loss(model, task.collate(SHARED_PREFIXES))[0]
     windows = name in ("mistral_swa", "gemma2")
     assert all(mask is None for mask in masks) == (not windows)
 
@@ -209,6 +217,6 @@ def test_tokens_of_spans_are_counted_as_they_are(calls: Counter[str], tokenizer:
     task = task_on(model, tokenizer)
     with task.training(model):
         assert task.num_positions(ROWS) == sum(len(row.input_ids) for row in ROWS)
-        one = task.collate([a_row(16), a_row(16)])
+        one = task.collate([row_of(16), row_of(16)])
         assert one["input_ids"].shape[0] == 1
     assert layout_in({}) is None

@@ -25,8 +25,9 @@ from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.settings import DataConfig
 from peftkit.tasks.retrieval.embedding import Embedding, EmbeddingConfig, pooling_of
-from tests.helpers.classifiers import framing_tokenizer, write_rows
+from tests.helpers.classifiers import framing_tokenizer
 from tests.helpers.families import ARCHITECTURES
+from tests.helpers.folders import write_rows
 from tests.helpers.toy import trainer_of
 
 ROWS = [

@@ -14,8 +14,8 @@ from rouge_score.rouge_scorer import RougeScorer
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.config.schema import dump_yaml, json_schema
-from peftkit.data.chat import CHATML
-from peftkit.data.encode import tokens
+from peftkit.data.chat_template import CHATML
+from peftkit.data.tokens import tokens
 from peftkit.errors import ConfigError, RunError
 from peftkit.events import RolledOut
 from peftkit.inference.generate import answers_to
@@ -29,9 +29,9 @@ from peftkit.tasks.rewards.grading import MAX_TEXT, SIMILARITIES, Answered, Grad
 from peftkit.tasks.rewards.reward_functions import Rewards, RewardTerm
 from peftkit.tasks.user_code import UserCode
 from peftkit_cli.app import run
-from tests.helpers.classifiers import write_rows
 from tests.helpers.finished import WEIGHTS, finished, recipe
-from tests.tasks.on_policy.test_runs import spec
+from tests.helpers.folders import write_rows
+from tests.helpers.on_policy import reward_recipe
 
 ROW = {"answer": "blue", "size": 4, "facts": {"colours": ["red", "blue"]}, "odd": "{{item.size}}"}
 CHECK = {"type": "string_check", "name": "check", "operation": "eq"}
@@ -350,7 +350,7 @@ def test_each_reward_has_a_metric_of_its_own(tmp_path: Path) -> None:
 
 
 def graded(folder: Path, model_folder: Path, *graders: dict[str, Any]) -> dict[str, Any]:
-    told = spec(folder, model_folder)
+    told = reward_recipe(folder, model_folder)
     told["task"]["rewards"] = [{"use": "grader", "grader": grader} for grader in graders]
     turns = [{"role": "user", "content": "the quick brown"}]
     rows = [{"messages": turns, "answer": "fox", "prompt": n} for n in range(6)]

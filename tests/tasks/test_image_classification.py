@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from transformers import ViTImageProcessorPil
 
 from peftkit.adapter import attach
 from peftkit.base.load import load_base
-from peftkit.data.pack import fingerprint
+from peftkit.data.rows.lazy import fingerprint
 from peftkit.errors import DataError
 from peftkit.events import Event, StepDone, Table
 from peftkit.formats.open_adapter import open_adapter
@@ -31,8 +29,9 @@ from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.media.media_classification import ImageClassification, ImageClassificationConfig
 from peftkit.train.loop import fit
 from tests.helpers.families import ARCHITECTURES
+from tests.helpers.folders import write_rows
+from tests.helpers.vision import COLOURS, solid_png
 
-COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
 SIZES = {"vit": 8, "swin": 16}
 
 
@@ -51,19 +50,13 @@ def task_on(model: Any, *, on_event: Any = None, **settings: Any) -> ImageClassi
     return config.on(model, processor, DataConfig(train=""), **events)
 
 
-def png(colour: Any, size: tuple[int, int] = (8, 8), mode: str = "RGB") -> bytes:
-    file = io.BytesIO()
-    Image.new(mode, size, colour).save(file, "PNG")
-    return file.getvalue()
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Three folders of two images each, of unequal sizes."""
     for name, colour in COLOURS.items():
         (tmp_path / "data" / name).mkdir(parents=True)
         for number in range(2):
-            data = png(colour, (9 + number, 41))
+            data = solid_png(colour, (9 + number, 41))
             (tmp_path / "data" / name / f"{number}.png").write_bytes(data)
     return tmp_path / "data"
 
@@ -96,7 +89,7 @@ def test_class_folders_are_labels(folder: Path) -> None:
 def test_rows_name_files_beside_them(folder: Path) -> None:
     path = folder.parent / "rows.jsonl"
     lines = [{"file": "data/red/0.png", "kind": "red"}, {"file": "data/blue/1.png", "kind": "blue"}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(path, lines)
     task = task_on(model_of(), image="file", label="kind")
     rows = task.load(str(path))
     assert [(row.label, row.source) for row in rows] == [(2, f"{path}:1"), (0, f"{path}:2")]
@@ -106,7 +99,7 @@ def test_rows_name_files_beside_them(folder: Path) -> None:
 
 def test_data_sets_hold_bytes_and_name_their_classes(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    parquet(path, [png("green"), png("blue")], [1, 0])
+    parquet(path, [solid_png("green"), solid_png("blue")], [1, 0])
     rows = task_on(model_of()).load(str(path))
     assert [row.label for row in rows] == [1, 0]
     config = ImageClassificationConfig().resolve(DataConfig(train=str(path)))
@@ -124,7 +117,7 @@ def parquet(path: Path, images: list[bytes], labels: list[int]) -> None:
 
 def test_an_image_that_does_not_decode_is_named(tmp_path: Path, folder: Path) -> None:
     path = tmp_path / "a.parquet"
-    parquet(path, [png("red"), b"nothing"], [2, 2])
+    parquet(path, [solid_png("red"), b"nothing"], [2, 2])
     with pytest.raises(DataError, match=r"a.parquet:2\.\n  It is in no image format") as caught:
         task_on(model_of()).load(str(path))
     assert caught.value.exit_code == 2
@@ -142,7 +135,7 @@ def test_an_image_that_does_not_decode_is_named(tmp_path: Path, folder: Path) ->
 
 
 def test_deep_pixels_are_not_cut_off(folder: Path) -> None:
-    (folder / "red" / "2.png").write_bytes(png(40000, mode="I;16"))
+    (folder / "red" / "2.png").write_bytes(solid_png(40000, mode="I;16"))
     with pytest.raises(DataError, match=r"red/2.png(.|\n)*more than 8 bits"):
         task_on(model_of()).load(str(folder))
 
@@ -181,7 +174,7 @@ def test_rows_are_the_same_wherever_they_lie(folder: Path) -> None:
     before = fingerprint(task_on(model_of()).load(str(folder)))
     moved = folder.rename(folder.parent / "moved")
     assert fingerprint(task_on(model_of()).load(str(moved))) == before
-    (moved / "red" / "0.png").write_bytes(png("white"))
+    (moved / "red" / "0.png").write_bytes(solid_png("white"))
     assert fingerprint(task_on(model_of()).load(str(moved))) != before
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from peftkit.data.pack import IGNORE, PackedRows, Row, View
+from peftkit.data.pack import IGNORE, PackedRows, Row
+from peftkit.data.rows.lazy import View
 from peftkit.errors import BaseError, DataError
-from peftkit.forward.padding_free import check_causal, check_packing
+from peftkit.forward.probes import check_causal, check_packing
 from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM
 from tests.helpers.families import ARCHITECTURES, FAMILIES, FURTHER, VOCAB, tiny_tokenizer

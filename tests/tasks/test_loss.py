@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from peftkit.data.pack import IGNORE, Row, collate
 from peftkit.forward.loss import Head, accepted, head_of, target_logits, token_loss
-from tests.conftest import use_small_chunks
+from tests.helpers.adapters import gradients
 from tests.helpers.families import ARCHITECTURES, VOCAB
+from tests.helpers.memory import use_small_chunks
 
 MODELS = (
     *("llama", "gpt2"),  # the second one's head is its embedding
@@ -56,12 +57,6 @@ def by_definition(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
 def loss(model: nn.Module, data: dict[str, Tensor], head: Head | None = None) -> Tensor:
     inputs = accepted(model, {"input_ids": data["input_ids"], "use_cache": False})
     return token_loss(model, head, inputs, data["target_index"], data["targets"])
-
-
-def gradients(model: nn.Module, found: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    found.backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("name", MODELS)

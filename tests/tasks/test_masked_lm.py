@@ -26,9 +26,9 @@ from peftkit.run import run as run_recipe
 from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.text.masked_lm import MaskedLM, MaskedLMConfig
 from peftkit.train.loop import fit
-from tests.conftest import use_small_chunks
 from tests.helpers.classifiers import framing_tokenizer
 from tests.helpers.families import ARCHITECTURES, BOS, EOS, UNK
+from tests.helpers.memory import use_small_chunks
 from tests.helpers.toy import Crash, crash_after
 
 Tokenizer = PreTrainedTokenizerFast

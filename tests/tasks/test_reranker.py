@@ -20,8 +20,9 @@ from peftkit.inference.predict import predict, predict_file
 from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.tasks.retrieval.reranker import Reranker, RerankerConfig, RerankRow
-from tests.helpers.classifiers import save_base, task_for, write_rows
+from tests.helpers.classifiers import save_base, task_for
 from tests.helpers.command_line import peftkit
+from tests.helpers.folders import write_rows
 
 __all__ = ["peftkit"]  # a fixture
 

@@ -26,8 +26,8 @@ from peftkit.tasks.retrieval.embedding import EmbeddingConfig, EmbeddingEncoder
 from peftkit.tasks.text.masked_lm import MaskedEncoder, MaskedLMConfig
 from peftkit.tasks.text.seq2seq import PairEncoder, Seq2SeqConfig
 from peftkit.tasks.texts import Texts
-from tests.helpers.classifiers import write_rows as write
 from tests.helpers.families import ARCHITECTURES
+from tests.helpers.folders import write_rows as write
 
 Tokenizer = PreTrainedTokenizerFast
 FOX = "the quick brown fox jumps over the lazy dog"

@@ -28,10 +28,10 @@ from peftkit.settings import BaseConfig, DataConfig, TrainConfig
 from peftkit.tasks.metrics import rouge_l
 from peftkit.tasks.text.seq2seq import Seq2Seq, Seq2SeqConfig
 from peftkit.train.loop import fit
-from tests.conftest import use_small_chunks
-from tests.helpers.classifiers import write_rows as write
+from tests.helpers.adapters import gradients
 from tests.helpers.families import ARCHITECTURES, EOS, PAD
-from tests.inference.test_short_of_memory import short_of_memory
+from tests.helpers.folders import write_rows as write
+from tests.helpers.memory import limit_memory, use_small_chunks
 
 Tokenizer = PreTrainedTokenizerFast
 ROWS = [
@@ -59,12 +59,6 @@ def by_definition(model: Any, batch: dict[str, Tensor], labels: Tensor) -> Tenso
     """The model's own loss, a mean, for the labels (B, T) with -100 where there is padding."""
     out = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels)
     return out.loss * (labels != -100).sum()
-
-
-def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +169,7 @@ def test_rows_are_answered_fewer_at_a_time_where_memory_runs_out(
     task = task_on(model, tokenizer)
     rows = task.load(write(tmp_path / "a.jsonl", ROWS))
     expected = task.answers(model, rows, max_new_tokens=6)
-    short_of_memory(model.get_encoder(), 1)
+    limit_memory(model.get_encoder(), 1)
     told: list[int] = []
     assert task.answers(model, rows, max_new_tokens=6, on_fewer=told.append) == expected
     assert told[-1] == 1

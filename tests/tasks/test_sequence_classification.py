@@ -18,7 +18,8 @@ from peftkit.tasks.classes.sequence_classification import (
     SequenceClassification,
     SequenceClassificationConfig,
 )
-from tests.helpers.classifiers import TEXTS, save_base, task_for, write_rows, write_texts
+from tests.helpers.classifiers import TEXTS, save_base, task_for, write_texts
+from tests.helpers.folders import write_rows
 
 PROBLEMS: dict[str, list[Any]] = {
     "single_label": ["b", "a", "b"],

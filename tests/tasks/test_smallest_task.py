@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from peftkit.settings import DataConfig, TrainConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
 from peftkit.train.loop import fit
+from tests.helpers.folders import write_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def test_a_task_of_few_names_reads_learns_and_evaluates(
     assert len(names) <= MOST, names
     file = tmp_path / "rows.jsonl"
     rows = [{"text": f"row {n}", "number": n % 3} for n in range(12)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(file, rows)
     attach(llama, LoRA(rank=4))
     heard: list[Event] = []
     data = DataConfig(train=str(file))

@@ -16,7 +16,7 @@ from peftkit.events import Event, StepDone
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from tests.helpers.children import exit_code, start_ranks
-from tests.helpers.speech import hears_frames, saved, whisper, write_rows
+from tests.helpers.speech import hears_frames, saved, whisper, write_speech_rows
 
 TASKS: dict[str, dict[str, Any]] = {
     "transcription": {"type": "transcription", "language": "english"},
@@ -31,7 +31,7 @@ ROWS = [
 
 def write_base(folder: Path) -> None:
     """Write the rows and both bases."""
-    write_rows(folder, ROWS)
+    write_speech_rows(folder, ROWS)
     saved(folder / "transcription", whisper())
     saved(folder / "ctc", hears_frames("Parakeet"))
 

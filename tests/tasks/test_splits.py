@@ -11,8 +11,8 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.config.schema import from_dict
-from peftkit.data.pack import fingerprint
 from peftkit.data.records import sources_of
+from peftkit.data.rows.lazy import fingerprint
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Event, Notice
 from peftkit.recipe import Recipe

@@ -18,8 +18,9 @@ from peftkit.tasks.classes.token_classification import (
     TokenClassification,
     TokenClassificationConfig,
 )
-from tests.helpers.classifiers import TAGS, WORDS, save_base, task_for, write_rows, write_words
+from tests.helpers.classifiers import TAGS, WORDS, save_base, task_for, write_words
 from tests.helpers.families import tiny_tokenizer
+from tests.helpers.folders import write_rows
 
 
 @pytest.fixture(scope="module")

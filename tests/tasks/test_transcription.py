@@ -35,7 +35,8 @@ from peftkit.tasks.media.transcription import Transcription, TranscriptionConfig
 from peftkit.tasks.metrics import error_rates
 from peftkit_cli.app import app
 from tests.helpers.families import ARCHITECTURES
-from tests.helpers.speech import RATE, SEQ2SEQ, encoded, saved, tones, whisper, write_rows
+from tests.helpers.folders import write_rows
+from tests.helpers.speech import RATE, SEQ2SEQ, encoded, saved, tones, whisper, write_speech_rows
 
 pytestmark = pytest.mark.filterwarnings(  # PEFT's own
     "ignore:.is_gradient_checkpointing.:FutureWarning"
@@ -64,7 +65,7 @@ def settings_of(name: str) -> dict[str, Any]:
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    return write_rows(tmp_path / "data", ROWS)
+    return write_speech_rows(tmp_path / "data", ROWS)
 
 
 def recipes_labels(processor: Any, texts: Sequence[str], start: int) -> torch.Tensor:
@@ -104,7 +105,7 @@ def test_labels_are_those_of_transformers_own_recipe(rows: Path) -> None:
 
 def test_a_row_names_its_own_language_and_task(tmp_path: Path) -> None:
     told = [{**ROWS[0], "language": "de", "task": "translate"}, ROWS[1]]
-    path = write_rows(tmp_path, told)
+    path = write_speech_rows(tmp_path, told)
     task = task_on(whisper(), **ENGLISH)
     first, second = task.load(str(path))
     assert [text for _, text in task.spans(first)][2:4] == ["<|de|>", "<|translate|>"]
@@ -198,7 +199,7 @@ def test_folders_and_data_sets_read_the_same(rows: Path, tmp_path: Path) -> None
     parquet.to_parquet(str(tmp_path / "a.parquet"))
     rows.unlink()
     moved = [{"file_name": line["audio"], "text": line["text"]} for line in lines]
-    (folder / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in moved))
+    write_rows(folder / "metadata.jsonl", moved)
     found = [task.load(str(folder)), task.load(str(tmp_path / "a.parquet"))]
     (folder / "metadata.jsonl").unlink()
     table = "".join(f"{line['file_name']},{line['text']}\n" for line in moved)

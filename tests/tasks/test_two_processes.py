@@ -69,7 +69,8 @@ def learn(folder: str, model: str, out: str, accumulation: int, names: Sequence[
 
 
 @pytest.mark.parametrize(
-    "names", [("kto", "grpo"), pytest.param(("teacher",), marks=pytest.mark.slow)]
+    "names",
+    [("kto",), *(pytest.param((name,), marks=pytest.mark.slow) for name in ("grpo", "teacher"))],
 )
 def test_two_processes_learn_what_one_does(
     names: Sequence[str], tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch

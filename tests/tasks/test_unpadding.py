@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from peftkit.adapter import attach
@@ -17,8 +16,9 @@ from peftkit.data.pack import Row
 from peftkit.errors import PeftkitError
 from peftkit.forward.attention import training_attention
 from peftkit.forward.blocks import Blocks
-from peftkit.forward.padding_free import can_unpad, num_positions
-from peftkit.kernels.varlen import one_of_few
+from peftkit.forward.padding_free import num_positions
+from peftkit.forward.probes import can_unpad
+from peftkit.kernels.varlen import rounded_size
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.methods.prompt import PromptTuning
@@ -26,11 +26,21 @@ from peftkit.settings import DataConfig
 from peftkit.tasks.batches import split_micro_batches
 from peftkit.tasks.text.masked_lm import MaskedLM, MaskedLMConfig, MaskedRow
 from peftkit.tasks.text.seq2seq import Seq2Seq, Seq2SeqConfig
-from peftkit.tasks.tokens import CausalLM, TokenTask
-from tests.helpers.families import ARCHITECTURES, FURTHER, VOCAB
+from peftkit.tasks.tokens import TokenTask
+from tests.helpers.families import ARCHITECTURES
+from tests.helpers.padding_free import (
+    FIRST,
+    MODELS,
+    PACKED,
+    ROWS,
+    SHARED_PREFIXES,
+    loss_and_gradients,
+    row_of,
+    task_on,
+    with_prefix,
+)
 
 Tokenizer = PreTrainedTokenizerFast
-MODELS = {**ARCHITECTURES, **FURTHER}
 CAN = {
     *("llama", "qwen3", "gemma2", "gemma3_text", "mistral_swa", "olmo2", "phi3"),
     *("gpt2", "gpt_neox", "mixtral", "qwen3_moe"),
@@ -40,41 +50,6 @@ CANNOT = ["minimax", "jamba", "lfm2", "qwen3_next", "mamba", "mpt"]
 """A state, a convolution or distances go over the bounds of documents."""
 FAST = {"llama", "gemma2", "mistral_swa", "gpt2", "qwen3_moe", "minimax", "mamba"}
 EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
-
-
-def a_row(*lengths: int) -> Row:
-    ids = [3 + (7 * n + 5 * sum(lengths)) % (VOCAB - 3) for n in range(sum(lengths))]
-    firsts = {sum(lengths[:n]) for n in range(len(lengths))}
-    labels = [-100 if n in firsts or n % 3 == 1 else token for n, token in enumerate(ids)]
-    return Row(tuple(ids), tuple(labels), lengths, f"row of {lengths}")
-
-
-def beginning(row: Row, other: Row, length: int) -> Row:
-    """Return a row that begins as another one does."""
-    ids = (*other.input_ids[:length], *row.input_ids[length:])
-    return replace(
-        row, input_ids=ids, labels=tuple(i if n % 3 else -100 for n, i in enumerate(ids))
-    )
-
-
-ROWS = [a_row(9), a_row(25), a_row(4), a_row(17)]
-PACKED = [a_row(9, 11), a_row(25), a_row(4, 2, 3)]
-FIRST = a_row(9)
-SHARING = [
-    *(FIRST, beginning(a_row(25), FIRST, 6), beginning(a_row(17), FIRST, 6), a_row(4), FIRST),
-    *(beginning(a_row(20), a_row(4), 4), beginning(a_row(25), FIRST, 2)),
-]
-"""Five begin with two tokens, four with six; one is there twice, one is how another begins."""
-
-
-def task_on(model: nn.Module, tokenizer: Any, packing: bool = False) -> CausalLM:
-    return CausalLM(model, tokenizer, DataConfig(train="", max_length=32, packing=packing))
-
-
-def learnt(task: TokenTask, model: nn.Module, batch: Any) -> tuple[Tensor, list[Tensor | None]]:
-    loss = task.loss(model, batch)[0]
-    own = [p for p in model.parameters() if p.requires_grad]
-    return loss.detach(), list(torch.autograd.grad(loss, own, allow_unused=True))
 
 
 def num_distinct(rows: Sequence[Row]) -> int:
@@ -94,8 +69,10 @@ def assert_same(task: TokenTask, model: nn.Module, rows: Sequence[Row]) -> None:
         assert "grid_tokens" in batch
         if task.is_causal:
             assert batch["input_ids"].numel() == (num_distinct(rows) // 16 + 1) * 16
-        loss, grads = learnt(task, model, batch)
-    want, wanted = learnt(task, model, task.collate(rows))  # outside of training: padded
+        loss, grads = loss_and_gradients(task, model, batch)
+    want, wanted = loss_and_gradients(
+        task, model, task.collate(rows)
+    )  # outside of training: padded
     torch.testing.assert_close(loss, want, rtol=1e-4, atol=1e-4)
     for a, b in zip(grads, wanted, strict=True):
         assert (a is None) == (b is None)
@@ -118,7 +95,7 @@ def test_one_row_is_the_same_where_it_is_possible(name: str, tokenizer: Tokenize
     assert not possible or name not in CANNOT
     if possible:
         assert_same(task, model, ROWS)
-        assert_same(task, model, SHARING)
+        assert_same(task, model, SHARED_PREFIXES)
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert"])
@@ -151,7 +128,7 @@ def test_documents_that_share_rows_are_apart_too(name: str, tokenizer: Tokenizer
     model = ARCHITECTURES[name]().eval()
     task = task_on(model, tokenizer, packing=True)
     assert_same(task, model, PACKED)
-    assert_same(task, model, [beginning(a_row(9, 11), FIRST, 5), *PACKED, *SHARING])
+    assert_same(task, model, [with_prefix(row_of(9, 11), FIRST, 5), *PACKED, *SHARED_PREFIXES])
 
 
 @pytest.mark.parametrize("way", ["keep", "recompute"])
@@ -164,7 +141,7 @@ def test_recomputed_blocks_find_their_documents(way: Any, tokenizer: Tokenizer) 
     blocks = Blocks(model)
     blocks.set_activations(way)
     assert_same(task_on(model, tokenizer), model, ROWS)
-    assert_same(task_on(model, tokenizer), model, SHARING)
+    assert_same(task_on(model, tokenizer), model, SHARED_PREFIXES)
     blocks.restore()
 
 
@@ -197,10 +174,10 @@ def test_rows_of_one_length_stay_rows(tokenizer: Tokenizer) -> None:
     model = ARCHITECTURES["llama"]()
     task = task_on(model, tokenizer)
     with task.training(model):
-        assert "grid_tokens" not in task.collate([a_row(16), a_row(16)])
-        assert "grid_tokens" not in task.collate([a_row(30)])
-        assert "grid_tokens" in task.collate([a_row(16), a_row(30), a_row(5)])
-        assert "grid_tokens" in task.collate([a_row(100, 100, 100)])  # attention alone is less
+        assert "grid_tokens" not in task.collate([row_of(16), row_of(16)])
+        assert "grid_tokens" not in task.collate([row_of(30)])
+        assert "grid_tokens" in task.collate([row_of(16), row_of(30), row_of(5)])
+        assert "grid_tokens" in task.collate([row_of(100, 100, 100)])  # attention alone is less
 
 
 def test_micro_batches_count_tokens_and_some_of_the_padding(tokenizer: Tokenizer) -> None:
@@ -216,7 +193,7 @@ def test_micro_batches_count_tokens_and_some_of_the_padding(tokenizer: Tokenizer
 
 
 def test_sizes_are_few_and_little_is_lost() -> None:
-    sizes = [one_of_few(size, 8, 16) for size in range(1, 2049)]
+    sizes = [rounded_size(size, 8, 16) for size in range(1, 2049)]
     assert all(0 <= found - size < max(8, size / 16) for size, found in enumerate(sizes, 1))
     assert all(found % 8 == 0 for found in sizes)
     assert len({size for size in sizes if 1024 < size <= 2048}) == 16

@@ -1,4 +1,4 @@
-"""No waiting for the disk: whether bytes are durable cannot be seen from here anyway."""
+"""Runs without waits for the disk, and one that nothing interrupts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from peftkit.execution import out_of_memory
+from tests.helpers.toy import Played, Toy, play
 
 
 @pytest.fixture(autouse=True)
@@ -20,3 +22,10 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 def quick_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what a failed attempt leaves the youngest alone: all that is here takes a second."""
     monkeypatch.setattr(out_of_memory, "gc", SimpleNamespace(collect=lambda: gc.collect(0)))
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    """An uninterrupted run without evaluations."""
+    torch.manual_seed(0)
+    return play(tmp_path_factory.mktemp("whole"), model=Toy(dropout=0.3), eval_every=None)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from peftkit.data.pack import num_tokens, padded
+from peftkit.data.pack import padded
+from peftkit.data.rows.lazy import num_tokens
 from peftkit.tasks.batches import split_micro_batches
 from peftkit.tasks.text.seq2seq import PairRow
 from tests.helpers.toy import Row, Toy, crash_after, make_rows, play, same

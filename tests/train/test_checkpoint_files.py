@@ -19,12 +19,6 @@ from tests.helpers.toy import Crash, Played, Row, Toy, begin, crash_after, go_on
 FILES = ["weights.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Played:
-    """The run that nothing happened to."""
-    return play(tmp_path_factory.mktemp("whole"), model=Toy(dropout=0.3), eval_every=None)
-
-
 def delete(path: Path) -> None:
     path.unlink()
 

@@ -24,10 +24,20 @@ from peftkit.tasks import tokens
 from peftkit.tasks.tokens import CausalLM
 from peftkit.train import memory
 from peftkit.train.memory import is_worth_it
+from tests.helpers.adapters import gradients as gradients_of
 from tests.helpers.families import ARCHITECTURES, FAMILIES
-from tests.helpers.toy import Played, Row, crash_after, make_rows, play, same, trainer_of
-from tests.tasks.test_unpadding import a_row
-from tests.train.test_memory import CausalTask, Deep
+from tests.helpers.padding_free import row_of
+from tests.helpers.toy import (
+    CausalTask,
+    Deep,
+    Played,
+    Row,
+    crash_after,
+    make_rows,
+    play,
+    same,
+    trainer_of,
+)
 
 # torch.compile itself uses what torch has deprecated; who runs Python as usual does not see it
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
@@ -63,7 +73,7 @@ def gradients(model: nn.Module, *batches: Tensor) -> dict[str, Tensor]:
     with training_attention(model):
         for ids in batches:
             model(input_ids=ids, labels=ids).loss.backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return gradients_of(model)
 
 
 def assert_close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
@@ -104,7 +114,7 @@ def test_documents_in_one_row_are_one_graph_whatever_their_lengths(
 ) -> None:
     model = adapted("llama", targets=("v",))
     task = CausalLM(model, tokenizer, DataConfig(train="", max_length=64))
-    batches = [[a_row(n) for n in lengths] for lengths in ((39, 20, 30), (52, 35, 20), (17,) * 7)]
+    batches = [[row_of(n) for n in lengths] for lengths in ((39, 20, 30), (52, 35, 20), (17,) * 7)]
 
     def learnt() -> dict[str, Tensor]:
         model.zero_grad(set_to_none=True)
@@ -113,7 +123,7 @@ def test_documents_in_one_row_are_one_graph_whatever_their_lengths(
                 batch = task.collate(rows)
                 assert "grid_tokens" in batch
                 task.loss(model, batch)[0].backward()
-        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        return gradients_of(model)
 
     wanted = learnt()
     blocks = Blocks(model)

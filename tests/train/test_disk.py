@@ -19,12 +19,6 @@ from peftkit.train.start import prepare_output
 from tests.helpers.toy import Played, Toy, begin, go_on, names, play
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Played:
-    """The run that nothing happened to."""
-    return play(tmp_path_factory.mktemp("whole"), model=Toy(dropout=0.3), eval_every=None)
-
-
 @contextmanager
 def largest_file(num_bytes: int) -> Iterator[None]:
     """Refuse longer files, as a full disk does; python ignores SIGXFSZ."""

@@ -30,12 +30,6 @@ FAILPOINTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Played:
-    """The run that nothing happened to."""
-    return play(tmp_path_factory.mktemp("whole"), model=Toy(dropout=0.3), eval_every=None)
-
-
 def train_and_die(folder: str, where: str, which: int) -> None:
     """Train with a SIGKILL at the `which`th time that a failpoint is passed."""
     passed = 0

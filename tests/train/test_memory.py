@@ -19,9 +19,10 @@ from peftkit.execution.environment import used_bytes
 from peftkit.execution.plan import Activations
 from peftkit.forward.blocks import Blocks
 from peftkit.train import memory
-from peftkit.train.memory import ActivationBytes, saved_by
+from peftkit.train.fitting import ActivationBytes, saved_by
 from tests.helpers.toy import (
     CausalTask,
+    Deep,
     Played,
     Row,
     Toy,
@@ -32,40 +33,6 @@ from tests.helpers.toy import (
     same,
     trainer_of,
 )
-
-
-class GradientCheckpointingLayer(nn.Module):
-    """As transformers' layers of this name: marked, and recomputed through the mark."""
-
-    gradient_checkpointing = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((8,), 0.9), requires_grad=False)
-        self.shift = torch.full((8,), 0.9)  # neither parameter nor buffer, and yet no activation
-
-    def run(self, x: Tensor) -> Tensor:
-        for _ in range(4):
-            x = torch.tanh(x * self.scale) * self.shift  # saves the tanh, (..., 8)
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gradient_checkpointing and self.training:
-            return self._gradient_checkpointing_func(self.run, x)
-        return self.run(x)
-
-
-class Deep(Toy):
-    """Two blocks between embedding and head; what trains lies before them as well."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__(dropout)
-        self.start = nn.Parameter(torch.zeros(8))
-        self.blocks = nn.Sequential(GradientCheckpointingLayer(), GradientCheckpointingLayer())
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.blocks(self.embed(ids) + self.start)
-        return (self.base(x) + self.lora_B(self.lora_A(self.dropout(x)))) * self.magnitude
 
 
 def counted(model: nn.Module, num_tokens: int) -> ActivationBytes:
@@ -195,7 +162,7 @@ def test_where_no_row_fits_it_is_told_before_training(tmp_path: Path, monkeypatc
     assert run.losses == []
     text = str(run.error)
     assert "The longest row, train.jsonl:14, has 9 tokens." in text
-    assert "MB where activations are recomputed." in text
+    assert "B where activations are recomputed." in text
     assert "Rows of 10 tokens would fit" in text
     kept = planned(tmp_path, monkeypatch, 15 * KEEP, gradient_checkpointing=False)
     assert "Rows of 15 tokens would fit" in str(kept.error)
@@ -210,7 +177,7 @@ def test_auto_takes_a_share_of_what_is_free_on_a_cpu(tmp_path: Path, monkeypatch
     monkeypatch.setattr(memory, "free_bytes", lambda: (20 * KEEP + trained) / memory.AUTO_SHARE + 1)
     little = play(tmp_path / "b", model=Deep(), **settings)
     (notice,) = little.notices
-    assert "GB of what is free for activations" in notice
+    assert "iB of free memory for activations" in notice
     assert state_of(tmp_path / "b")["plan"]["tokens"] == 20
     assert little.losses == pytest.approx(plenty.losses, rel=1e-4)
 

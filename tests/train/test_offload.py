@@ -14,6 +14,7 @@ from peftkit.execution.plan import Activations
 from peftkit.forward.blocks import Blocks
 from peftkit.forward.offload import Offload, OffloadedInput
 from peftkit.methods.lora import LoRA
+from tests.helpers.adapters import gradients as gradients_of
 from tests.helpers.families import FAMILIES
 from tests.helpers.toy import same
 
@@ -25,7 +26,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
     for ids in (IDS, IDS[:1, :7]):  # two micro-batches
         model(input_ids=ids, labels=ids).loss.backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return gradients_of(model)
 
 
 @pytest.mark.parametrize("way", ["recompute", "offload"])

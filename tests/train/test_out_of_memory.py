@@ -19,6 +19,7 @@ from peftkit.execution.out_of_memory import is_compile_error, is_out_of_memory
 from peftkit.forward.blocks import Blocks
 from peftkit.methods.lora import LoRA
 from peftkit.train import loop as loop_module
+from tests.helpers.adapters import gradients as gradients_of
 from tests.helpers.families import FAMILIES
 from tests.helpers.toy import (
     COUNTED,
@@ -290,9 +291,8 @@ def test_recomputing_a_transformer_changes_no_gradient() -> None:
     ids = torch.arange(20).reshape(2, 10)
 
     def gradients() -> dict[str, Tensor]:
-        model.zero_grad()
-        model(input_ids=ids, use_cache=False).logits.logsumexp(-1).sum().backward()
-        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        loss = model(input_ids=ids, use_cache=False).logits.logsumexp(-1).sum()
+        return gradients_of(model, loss)
 
     before = gradients()
     blocks = Blocks(model)

@@ -9,11 +9,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from peftkit.formats.peft.folder import named_tensors
-from tests.base.test_gguf_blocks import config_of_a_small_llama, in_blocks
-from tests.base.test_locate import write_gguf
-from tests.helpers.sharded import Settings, alone, events, samples, settings_of, together
-from tests.helpers.vision import CONVERSATIONS, write_rows
+from peftkit.formats.peft.load import named_tensors
+from tests.helpers.gguf_files import config_of_a_small_llama, in_blocks, write_gguf
+from tests.helpers.sharded import Settings, events, run_alone, run_ranks, samples, settings_of
+from tests.helpers.vision import CONVERSATIONS, write_image_rows
 from tests.helpers.vision import FAMILIES as VISION
 
 SECTIONS: dict[str, dict[str, Settings]] = {
@@ -68,7 +67,7 @@ def image_settings(folder: Path, family: str) -> Settings:
     model, processor = VISION[family].build()
     model.save_pretrained(folder / "base")
     processor.save_pretrained(folder / "base")
-    rows = str(write_rows(folder, CONVERSATIONS))
+    rows = str(write_image_rows(folder, CONVERSATIONS))
     train: dict[str, Any] = {"batch_size": 1, "tokens_per_batch": None, "gradient_accumulation": 2}
     base = {"model": str(folder / "base")}
     made = settings_of(folder, "causal_lm", base=base, train=train)
@@ -92,7 +91,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Settings]:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory, cells: dict[str, Settings]) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    assert together(folder, cells) == {}
+    assert run_ranks(folder, cells) == {}
     return folder
 
 
@@ -101,7 +100,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, cells: dict[str, Settings]) ->
 def test_two_processes_that_share_a_base_learn_what_one_does(
     name: str, cells: dict[str, Settings], two: Path, tmp_path: Path
 ) -> None:
-    alone(cells[name], tmp_path / "one")
+    run_alone(cells[name], tmp_path / "one")
     check_same(two / name, tmp_path / "one")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,59 +11,30 @@ import torch
 
 from peftkit.config.schema import from_dict
 from peftkit.errors import ConfigError
-from peftkit.formats.peft.folder import named_tensors
+from peftkit.formats.peft.load import named_tensors
 from peftkit.recipe import Recipe
 from peftkit.run import check, run
-from tests.helpers.sharded import alone, together
-
-WORDS = ("yes", "no", "perhaps", "of course not", "why do you ask me that again")
-ROWS = [
-    {"instruction": f"Say {word} {n}.", "output": f"{word} {n}"} for n in range(3) for word in WORDS
-]
-
-
-def recipe(folder: Path, model: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    data = folder / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    settings: dict[str, dict[str, Any]] = {
-        "base": {"model": str(model), "dtype": "fp32"},
-        "method": {"type": "lora", "rank": 3, "targets": ["q", "v", "down"]},
-        "data": {"train": str(data), "eval": str(data), "max_length": 64, "packing": False},
-        "train": {
-            "max_steps": 5,
-            "batch_size": 2,
-            "learning_rate": 5e-3,
-            "eval_every": 2,
-            # rows of many lengths: the processes take different numbers of micro-batches
-            "tokens_per_batch": 32,
-        },
-    }
-    return {name: {**section, **sections.get(name, {})} for name, section in settings.items()}
-
-
-def losses(folder: Path, key: str = "loss") -> list[float]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [entry[key] for entry in map(json.loads, lines) if "learning_rate" in entry]
+from tests.helpers.sharded import logged_losses, ragged_recipe, run_alone, run_ranks
 
 
 def settings_of(folder: Path, model: Path) -> dict[str, Any]:
     train = {"max_steps": 4, "save_every": 2, "gradient_checkpointing": True}
-    return recipe(folder, model, base={"quantize": "nf4"}, train=train)
+    return ragged_recipe(folder, model, base={"quantize": "nf4"}, train=train)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
     """A run on two processes that share a base in 4 bits and recompute its blocks."""
     directory = tmp_path_factory.mktemp("sharded")
-    assert together(directory, {"two": settings_of(directory, model_folder)}) == {}
+    assert run_ranks(directory, {"two": settings_of(directory, model_folder)}) == {}
     return directory
 
 
 def test_two_processes_that_share_a_base_learn_what_one_does(
     folder: Path, model_folder: Path, tmp_path: Path
 ) -> None:
-    alone(settings_of(folder, model_folder), tmp_path)
-    assert losses(folder / "two") == pytest.approx(losses(tmp_path), rel=1e-5)
+    run_alone(settings_of(folder, model_folder), tmp_path)
+    assert logged_losses(folder / "two") == pytest.approx(logged_losses(tmp_path), rel=1e-5)
     ours, theirs = named_tensors(folder / "two"), named_tensors(tmp_path)
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
@@ -79,16 +49,16 @@ def test_one_process_goes_on_with_a_checkpoint_of_two(
     settings["train"] |= {"output_dir": str(out), "shard": "none", "max_steps": 6}
     again = from_dict(Recipe, settings, "test")
     run(again, resume=True, allow_changes=["train", "num_processes", "rows"])
-    assert len(losses(out)) == 6
+    assert len(logged_losses(out)) == 6
 
 
 def test_one_process_cannot_share_a_base(tmp_path: Path) -> None:
     train = {"shard": "base", "output_dir": str(tmp_path / "run")}
     with pytest.raises(ConfigError, match="There is one process"):
-        run(from_dict(Recipe, recipe(tmp_path, Path("nowhere"), train=train), "test"))
+        run(from_dict(Recipe, ragged_recipe(tmp_path, Path("nowhere"), train=train), "test"))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_sharded_recipe_is_checked_on_one_process(tmp_path: Path, model_folder: Path) -> None:
-    settings = recipe(tmp_path, model_folder, train={"shard": "base"})
+    settings = ragged_recipe(tmp_path, model_folder, train={"shard": "base"})
     check(from_dict(Recipe, settings, "test"))

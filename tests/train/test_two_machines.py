@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.helpers.children import free_port
-from tests.train.test_sharding import losses, recipe
+from tests.helpers.sharded import logged_losses, ragged_recipe
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "several-gpus.md").read_text(encoding="utf-8")
@@ -80,7 +80,7 @@ def two_machines(command: str, folder: Path) -> Iterator[list[subprocess.Popen[s
 
 
 def prepared(folder: Path, model: Path, **train: object) -> None:
-    settings = recipe(folder, model, train={"shard": "base", **train})
+    settings = ragged_recipe(folder, model, train={"shard": "base", **train})
     (folder / "recipe.yaml").write_text(yaml.safe_dump(settings))
 
 
@@ -90,7 +90,7 @@ def test_two_machines_train_one_adapter(launcher: str, tmp_path: Path, model_fol
     with two_machines(commands(launcher)[0], tmp_path) as machines:
         outputs = [machine.communicate(timeout=300) for machine in machines]
         assert [machine.returncode for machine in machines] == [0, 0], outputs
-    assert len(losses(tmp_path / "run")) == 5
+    assert len(logged_losses(tmp_path / "run")) == 5
     assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
     spoke = [out + err for out, err in outputs if "step 1/5" in out + err]
     assert len(spoke) == 1

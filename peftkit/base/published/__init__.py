@@ -1,1 +1,1 @@
-"""Checkpoints that others have quantised: a leaf, imported for a base whose config names one."""
+"""Pre-quantised checkpoints (AWQ, GPTQ, FP8, ...), imported only for a base that is one."""

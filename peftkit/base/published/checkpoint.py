@@ -1,8 +1,8 @@
-"""The quantised checkpoints of others, as their configs describe them.
+"""Pre-quantised checkpoints, as described by their configs.
 
-Those of bitsandbytes are loaded by transformers and keep their bits. The others that are read here
-keep their codes (codes.py); those in 8 bits, and gpt-oss, can be packed in 4 bits too. All else is
-refused by name.
+transformers loads bitsandbytes checkpoints, which keep their bits. peftkit reads the other
+supported formats and keeps their codes (codes.py); 8-bit checkpoints and gpt-oss can also be packed
+in 4 bits. Any other format is an error that names it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ SERVER_ROUNDS = "A server of this format quantises the inputs of layers too; tra
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How a layer's tensors are read.
+    """The storage scheme of a layer's tensors.
 
     Attributes:
-        layout: Which reader: "gptq", "awq", "packed", "int8", "fp8", "mxfp4", "nvfp4", "modelopt",
-            "gguf", or "gpt_oss", whose stacks of experts alone are quantised, in mxfp4.
-        bits: Of a code. group: Columns to a scale; -1 for all of a row.
-        block: Rows and columns to a scale, of FP8; None where it is a row, or the tensor.
-        is_v2: Whether GPTQ stores zeros as they are, and not less one.
+        layout: Name of the reader: "gptq", "awq", "packed", "int8", "fp8", "mxfp4", "nvfp4",
+            "modelopt", "gguf", or "gpt_oss", which quantises only stacks of experts, in mxfp4.
+        bits: Bits per code. group: Columns per scale; -1 for a whole row.
+        block: Rows and columns per scale of FP8; None for a scale per row or per tensor.
+        is_v2: Whether GPTQ stores the zeros themselves; version 1 stores zeros minus one.
         has_zeros: Whether zero points are stored; otherwise the middle code is zero.
-        rounds_inputs: Whether a server quantises activations too.
-        type: Of the blocks of a GGUF file, which differs between its weights.
+        rounds_inputs: Whether servers of this format also quantise activations.
+        type: Block type of a weight in a GGUF file.
     """
 
     layout: str
@@ -66,14 +66,14 @@ class Scheme:
 
 
 class UnreadableError(ValueError):
-    """A format or a layer that cannot be read; the text names it."""
+    """Raised for an unsupported format or an unreadable layer; the message names it."""
 
 
 def scheme_of(settings: Mapping[str, Any], path: str = "") -> Scheme:
-    """Return how a layer is read, from a checkpoint's `quantization_config`.
+    """Return the scheme of a layer, from a checkpoint's `quantization_config`.
 
     Raises:
-        UnreadableError: It is quantised in a way that is not read here.
+        UnreadableError: The layer's format is not supported.
     """
     method = str(settings.get("quant_method"))
     if method == "auto-round":
@@ -124,8 +124,8 @@ def _awq(settings: Mapping[str, Any]) -> Scheme:
 
 def _auto_round(settings: Mapping[str, Any], path: str) -> Scheme:
     form = str(settings.get("packing_format", "auto_round:auto_gptq"))
-    more: Mapping[str, Any] = (settings.get("extra_config") or {}).get(path) or {}
-    of_layer = {**settings, **more, "checkpoint_format": None, "format": None, "version": None}
+    overrides: Mapping[str, Any] = (settings.get("extra_config") or {}).get(path) or {}
+    of_layer = {**settings, **overrides, "checkpoint_format": None, "format": None, "version": None}
     if form.endswith("gptq"):
         return _gptq(of_layer)
     if form.endswith("awq"):
@@ -136,7 +136,7 @@ def _auto_round(settings: Mapping[str, Any], path: str) -> Scheme:
 def _torchao(settings: Mapping[str, Any]) -> Scheme:
     kind = str(settings.get("quant_type"))
     if "Int8" in kind and "Int4" not in kind:
-        group = re.search(r"group_size\W+(\d+)", kind)  # of a granularity, however it is nested
+        group = re.search(r"group_size\W+(\d+)", kind)  # a granularity may be nested at any depth
         size = int(group[1]) if group else -1
         return Scheme("int8", 8, size, rounds_inputs="DynamicActivation" in kind)
     if "Float8" in kind and "Int4" not in kind:
@@ -174,7 +174,7 @@ def _compressed(settings: Mapping[str, Any], path: str) -> Scheme:
 
 
 def _group(groups: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return the settings of a layer: by its name or a pattern first, else by its class."""
+    """Return the settings of a layer; its name or a pattern takes precedence over its class."""
     for group in groups.values():
         for target in group["targets"]:
             if path and (
@@ -186,25 +186,27 @@ def _group(groups: Mapping[str, Any], path: str) -> Mapping[str, Any]:
 
 
 def schemes_of(settings: Mapping[str, Any]) -> list[Scheme]:
-    """Return how a checkpoint's layers are read, each way once; the usual one comes first.
+    """Return the distinct schemes of a checkpoint's layers, the default one first.
 
     Raises:
-        UnreadableError: A layer is quantised in a way that is not read here.
+        UnreadableError: The format of a layer is not supported.
     """
     schemes = [scheme_of(settings)]
     if settings.get("quant_method") == "compressed-tensors":
         for name, group in (settings.get("config_groups") or {}).items():
-            if group.get("weights"):  # others round activations alone
+            if group.get("weights"):  # other groups quantise activations only
                 schemes.append(scheme_of({**settings, "config_groups": {name: group}}))
     if settings.get("quant_method") == "auto-round":
-        for path, more in (settings.get("extra_config") or {}).items():
-            if more.get("bits", settings.get("bits")) <= 8:  # others are left as they are
+        for path, overrides in (settings.get("extra_config") or {}).items():
+            if (
+                overrides.get("bits", settings.get("bits")) <= 8
+            ):  # layers with more bits are not quantised
                 schemes.append(scheme_of(settings, path))
     return list(dict.fromkeys(schemes))
 
 
 def described(settings: Mapping[str, Any]) -> str:
-    """Return a checkpoint's format in words: "awq, 4 bits, groups of 128"."""
+    """Return a description of a checkpoint's format: "awq, 4 bits, groups of 128"."""
     schemes, method = schemes_of(settings), str(settings["quant_method"])
     if method == "gguf":
         counts = Counter(settings["types"].values()).most_common()
@@ -217,7 +219,7 @@ def described(settings: Mapping[str, Any]) -> str:
 
 
 def _form(scheme: Scheme) -> str:
-    """Return bits and blocks in words: "4 bits, groups of 128"."""
+    """Return a description of bits and blocks: "4 bits, groups of 128"."""
     parts = f"a scale for {scheme.block[0]} x {scheme.block[1]}" if scheme.block else ""
     if scheme.group > 0:
         parts = f"groups of {scheme.group}"
@@ -236,14 +238,14 @@ class PublishedCheckpoint:
 
     @property
     def is_bitsandbytes(self) -> bool:
-        """Whether transformers loads it, into layers of bitsandbytes."""
+        """Whether transformers loads the checkpoint, into layers of bitsandbytes."""
         fields = self.settings
         is_named = fields.get("quant_method") == "bitsandbytes"
         return bool(is_named or fields.get("load_in_4bit") or fields.get("load_in_8bit"))
 
     @property
     def has_codes(self) -> bool:
-        """Whether its codes are read here."""
+        """Whether peftkit reads the checkpoint's codes."""
         if self.is_bitsandbytes:
             return False
         try:
@@ -254,12 +256,12 @@ class PublishedCheckpoint:
 
     @property
     def description(self) -> str:
-        """The format in words: "awq, 4 bits, groups of 128"."""
+        """Description of the format: "awq, 4 bits, groups of 128"."""
         return described(self.settings)
 
     @property
     def notice(self) -> str:
-        """The notice for a base that keeps the bits of its files."""
+        """Notice for a base that keeps the bits of its files."""
         notice = f"The base keeps the bits of its files: {self.description}."
         rounds = any(scheme.rounds_inputs for scheme in schemes_of(self.settings))
         return f"{notice} {SERVER_ROUNDS}" if rounds else notice
@@ -268,10 +270,10 @@ class PublishedCheckpoint:
         """Check that the checkpoint can be read.
 
         Args:
-            name: Of the base, for messages. quantize: How it is to be packed.
+            name: The base's name, for messages. quantize: The requested packing.
 
         Raises:
-            BaseError: It is quantised in another way, or is in 4 bits and is to be packed again.
+            BaseError: The format is not supported, or 4-bit weights would be packed again.
         """
         if self.is_bitsandbytes:
             return
@@ -281,8 +283,8 @@ class PublishedCheckpoint:
             raise BaseError(
                 f"cannot read the weights of {name}.",
                 found=f"They are quantised by {problem}.",
-                fix="Give the same model in 16 bits (quantize: nf4 packs it while it is read), or "
-                f"in a format that is read: {READ}.",
+                fix="Use the same model in 16 bits (quantize: nf4 packs it while loading), or in a "
+                f"supported format: {READ}.",
             ) from None
         in_4_bits = [s for s in schemes if s.bits == 4 and s.layout != "gpt_oss"]
         if quantize != "none" and in_4_bits:
@@ -296,15 +298,11 @@ class PublishedCheckpoint:
 
     @property
     def is_gguf(self) -> bool:
-        """Whether it is a GGUF file, whose embeddings may be in blocks too."""
+        """Whether the checkpoint is a GGUF file, whose embeddings may be quantised too."""
         return self.settings.get("quant_method") == "gguf"
 
     def quantizes(self, name: str, weight: Tensor) -> bool:
-        """Tell whether a weight of a linear layer, an embedding or a stack is in codes.
-
-        Args:
-            name: Of the parameter.
-        """
+        """Return whether the named weight of a linear layer, embedding or stack is in codes."""
         if self.is_gguf:
             return name in self.settings["types"]
         return scheme_of(self.settings).layout != "gpt_oss" or weight.dim() == 3
@@ -312,12 +310,13 @@ class PublishedCheckpoint:
     def empty_packed(
         self, shape: torch.Size, path: str, leaf: str, dtype: torch.dtype
     ) -> tuple[Tensor, Packing]:
-        """Return the packed data and the packing of a weight, without values.
+        """Return the uninitialised packed data and the packing of a weight.
 
-        On the default device, as `quant.layers.empty_packed`.
+        They are on the default device, as with `quant.layers.empty_packed`.
 
         Args:
-            shape: Of the weight (..., out, in). path: Of its layer. leaf: Its name in that.
+            shape: Shape (..., out, in) of the weight.
+            path: Path of its layer. leaf: Name of the weight in the layer.
             dtype: Compute dtype.
         """
         name = f"{path}.{leaf}" if self.is_gguf else path
@@ -327,7 +326,7 @@ class PublishedCheckpoint:
 def empty_packed(
     shape: Sequence[int], scheme: Scheme, dtype: torch.dtype
 ) -> tuple[Tensor, Packing]:
-    """Return the packed data and the packing of a weight (..., out, in), without values."""
+    """Return the uninitialised packed data and the packing of a weight (..., out, in)."""
     *lead, rows, width = shape
     if scheme.layout == "gguf":
         packed = torch.empty(*lead, rows, row_bytes(scheme.kind, width), dtype=torch.uint8)

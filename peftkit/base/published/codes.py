@@ -1,7 +1,7 @@
 """The tensors of a quantised weight, read into codes, scales and zeros (kernels/block_scaled.py).
 
-A reader for each format repacks its tensors without loss. The tensors themselves
-say whether a layer is quantised, the config says how (checkpoint.py).
+A reader for each format repacks its tensors without loss. The tensors in the files determine
+whether a layer is quantised, the config determines its scheme (checkpoint.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from peftkit.kernels.packed import PackedFormat, unpack
 from peftkit.quant.layers import import_bitsandbytes
 
 STACKS = {name: [f"{name}_blocks", f"{name}_scales"] for name in ("gate_up_proj", "down_proj")}
-"""Of gpt-oss: a parameter, and the tensors that its files have for it."""
+"""Parameter of gpt-oss -> its tensors in the files."""
 LEAVES = (
     *("weight", "qweight", "qzeros", "scales", "g_idx"),
     *("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
@@ -26,7 +26,7 @@ LEAVES = (
     *("input_global_scale", "input_scale", "activation_scale"),
     *("_weight_qdata", "_weight_scale", "_weight_zero_point"),
 )
-"""Names of a quantised layer's tensors, in any format; those for a server's inputs are unused."""
+"""Names of a quantised layer's tensors in any format; scales of activations are unused."""
 AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
 """Position of the k-th of eight columns in a word."""
 
@@ -43,10 +43,10 @@ def read_codes(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
     """Return a layer's weight as codes.
 
     Args:
-        tensors: By the last part of their names.
+        tensors: The layer's tensors by the last segment of their names.
 
     Raises:
-        UnreadableError: Tensors are missing, or their shapes do not belong together.
+        UnreadableError: Tensors are missing, or their shapes do not fit together.
     """
     try:
         codes = _READERS[scheme.layout](tensors, scheme)
@@ -57,27 +57,27 @@ def read_codes(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
 
 
 def _check(codes: Codes) -> None:
-    """Refuse scales that do not match the blocks in number, or are not finite."""
+    """Raise UnreadableError if scales are not finite or do not match the blocks in number."""
     if codes.form.transposed:
         return
     rows, columns = codes.form.shape
     if codes.form.kind == "int8":
         columns = codes.form.block
     grid = -(-rows // codes.form.rows), -(-columns // codes.form.block)
-    for each in codes.scales:
-        if each.dim() == 2 and tuple(each.shape) != grid:
+    for scale in codes.scales:
+        if scale.dim() == 2 and tuple(scale.shape) != grid:
             raise UnreadableError(
-                f"{each.shape[0]} x {each.shape[1]} scales for {grid[0]} x {grid[1]} blocks of a "
+                f"{scale.shape[0]} x {scale.shape[1]} scales for {grid[0]} x {grid[1]} blocks of a "
                 f"weight of {rows} x {columns}"
             )
-        if each.dtype.itemsize > 1 and each.is_floating_point() and not each.isfinite().all():
+        if scale.dtype.itemsize > 1 and scale.is_floating_point() and not scale.isfinite().all():
             raise UnreadableError("a scale is not finite")
     if codes.form.kind == "fp8" and ((codes.packed & 127) == 127).any():
         raise UnreadableError("a value is NaN")
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:
-    """Return the fields of 32-bit words (..., n), the first ones low, as uint8."""
+    """Return the fields of 32-bit words (..., n) as uint8, lowest bits first."""
     low = words.contiguous().view(torch.uint8)
     return low if bits == 8 else torch.stack([low & 15, low >> 4], -1).flatten(-2)
 
@@ -85,7 +85,7 @@ def _fields(words: Tensor, bits: int) -> Tensor:
 def _integers(
     codes: Tensor, bits: int, scale: Tensor, zero: Tensor | None, group: int, *more: Tensor
 ) -> Codes:
-    """Return integers (out, in) as codes; zeros are dropped if all are the middle one."""
+    """Return integers (out, in) as codes; zeros are dropped if all are the middle code."""
     shape = torch.Size(codes.shape)
     if zero is not None and (zero == 1 << bits - 1).all():
         zero = None
@@ -96,7 +96,7 @@ def _integers(
 
 
 def _sorted_by(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the order of columns that joins groups, and the new place of each column."""
+    """Return the column order that makes groups contiguous, and each column's new position."""
     order = torch.argsort(index.long(), stable=True)
     plain = torch.arange(len(index), device=index.device) // size
     if not torch.equal(index[order].long(), plain):
@@ -105,16 +105,17 @@ def _sorted_by(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _read_gptq(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
-    """Words run along in; those of zeros along out. Version 1 keeps zeros less one.
+    """Read GPTQ: words pack codes along in and zeros along out; version 1 stores zeros minus one.
 
-    The one is added to the word, as it was taken from it: a zero of 0 borrows from its neighbour.
+    The one is added to the packed word, because it was subtracted there: a zero of 0 borrowed from
+    its neighbour.
     """
     bits, scale = scheme.bits, tensors["scales"].t()
     codes = _fields(tensors["qweight"].t(), bits)
     words = tensors["qzeros"]
     if not scheme.is_v2:
-        one = sum(1 << at for at in range(0, 32, bits))
-        words = words + (one - (1 << 32) if one >> 31 else one)
+        ones = sum(1 << at for at in range(0, 32, bits))
+        words = words + (ones - (1 << 32) if ones >> 31 else ones)
     zero = _fields(words, bits).t()[: scale.shape[0]]
     size = codes.shape[1] if scheme.group < 0 else scheme.group
     index = tensors.get("g_idx")
@@ -168,10 +169,10 @@ def _read_int8(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
 
 
 def _by_group(numbers: Tensor, rows: int, num_groups: int) -> Tensor:
-    """Return numbers of a tensor, of rows or of groups as (rows, groups).
+    """Expand numbers per tensor, per row or per group to (rows, groups).
 
     Raises:
-        UnreadableError: They are so many for none of these.
+        UnreadableError: Their count fits none of these.
     """
     if numbers.numel() not in (1, rows, rows * num_groups):
         raise UnreadableError(f"{numbers.numel()} scales for {rows} x {num_groups} groups")
@@ -203,7 +204,7 @@ def _read_fp4(tensors: Mapping[str, Tensor], scheme: Scheme) -> Codes:
     packed = tensors["weight_packed"] if "weight_packed" in tensors else tensors["weight"]
     shape = torch.Size([packed.shape[0], 2 * packed.shape[1]])
     scales: tuple[Tensor, ...] = (tensors["weight_scale"].view(torch.uint8),)
-    if scheme.layout == "nvfp4":  # it divides
+    if scheme.layout == "nvfp4":  # this scale divides
         scales += (tensors["weight_global_scale"].float().reshape(1),)
     elif scheme.layout == "modelopt":
         scales += (tensors["weight_scale_2"].float().reshape(()),)
@@ -237,26 +238,26 @@ _READERS = {
 
 def unpacked(codes: Codes, dtype: torch.dtype) -> Tensor:
     """Return a weight as a tensor of floats."""
-    import_bitsandbytes()  # whose operators unpack 8 bits
+    import_bitsandbytes()  # its operators unpack 8 bits
     return unpack(codes.packed, codes.scales, codes.form, dtype)
 
 
 def some_values(codes: Codes, positions: Tensor) -> Tensor:
     """Return the values at positions of the flattened weight, in float32."""
     rows, width = codes.form.shape[-2:]
-    if codes.form.transposed:  # as the codes lie
+    if codes.form.transposed:  # positions in the stored order of the codes
         rows, width = width, rows
         stack, place = positions // (rows * width), positions % (rows * width)
         positions = stack * rows * width + place % rows * width + place // rows
     at = positions // width
     scales: list[Tensor] = []
-    if codes.scales:  # else the rows hold them
+    if codes.scales:  # blocks of GGUF files hold their scales in the rows
         grid = codes.scales[0].shape
         row = at // rows * grid[-2] + at % rows // codes.form.rows
         scales = [s.flatten(0, -2)[row] if s.dim() > 1 else s for s in codes.scales]
     form = codes.form._replace(shape=torch.Size([len(at), width]), rows=1, transposed=False)
-    part = Codes(codes.packed.flatten(0, -2)[at], form, tuple(scales))
-    return unpacked(part, torch.float32)[torch.arange(len(at)), positions % width]
+    sampled = Codes(codes.packed.flatten(0, -2)[at], form, tuple(scales))
+    return unpacked(sampled, torch.float32)[torch.arange(len(at)), positions % width]
 
 
 def stacked_codes(
@@ -264,11 +265,11 @@ def stacked_codes(
     combined: Callable[[dict[str, Any]], Tensor],
     expected: torch.Size,
 ) -> Codes | None:
-    """Return experts' weights as one stack of codes; None where they have to be dequantised.
+    """Return experts' weights as one stack of codes; None if they must be dequantised.
 
     Args:
-        experts: Each part of the stack (gate, up): its weight in every expert.
-        combined: Makes the model's stack of such lists of tensors.
+        experts: The weights of all experts, by projection of the stack (gate, up).
+        combined: Builds the model's stack from such lists of tensors.
         expected: The shape of the stack.
     """
     first = next(iter(experts.values()))[0]

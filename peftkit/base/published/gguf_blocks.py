@@ -57,10 +57,10 @@ class BlocksLoader(CodesLoader):
         return super().take(name, value)
 
     def install(self, model: nn.Module) -> None:
-        """Let the loaded model compute with its blocks; tell which weights were dequantised.
+        """Let the loaded model compute with its blocks; emit a notice about dequantised weights.
 
         Raises:
-            BaseError: The file changed while it was read; or as `PackingLoader.install`.
+            BaseError: The file changed while it was read; also as `PackingLoader.install`.
         """
         path = self.request.location.gguf_path
         stat = path.stat()
@@ -68,7 +68,7 @@ class BlocksLoader(CodesLoader):
             raise BaseError(
                 f"{path} changed while it was read.",
                 found=f"{self._version.st_size} bytes before, {stat.st_size} now.",
-                fix="Load it again when nothing writes to it.",
+                fix="Load it again when no process writes to it.",
             )
         PackingLoader.install(self, model)
         kept = sum(self._others.values()) + len(self.dequantised)

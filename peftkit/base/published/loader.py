@@ -1,7 +1,7 @@
-"""The loader of quantised checkpoints: keeps their codes, or dequantises and packs them.
+"""The loader of pre-quantised checkpoints: keeps their codes, or dequantises and packs them.
 
-transformers hands over all tensors that a parameter is made of. `CodesLoader` reads them into
-codes; what cannot stay in codes is dequantised and loaded as any weight is (base/pack.py).
+transformers passes all tensors of a parameter together. `CodesLoader` reads them into codes;
+weights that cannot stay in codes are dequantised and loaded like any other weight (base/pack.py).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from transformers.quantizers.base import HfQuantizer
 
 from peftkit.base.fingerprint import sample_positions, shown
 from peftkit.base.pack import (
-    Broken,
     LoaderArguments,
+    LoadingAborted,
     PackingConfig,
     PackingLoader,
     PackingQuantizer,
@@ -44,10 +44,10 @@ METHOD = "peftkit_codes"
 
 
 class CodesLoader(PackingLoader):
-    """Makes each parameter of the tensors that a quantised checkpoint has for it.
+    """Builds each parameter from its tensors in a quantised checkpoint.
 
     Attributes:
-        checkpoint: How the files are quantised.
+        checkpoint: The quantisation of the files.
         dequantised: Names of parameters whose codes could not be kept.
     """
 
@@ -55,12 +55,12 @@ class CodesLoader(PackingLoader):
     dequantised: list[str]
 
     def arguments(self) -> LoaderArguments:
-        """Return the arguments with which transformers loads the model through here."""
+        """Return the arguments with which transformers loads the model through this loader."""
         cls, source, kwargs = super().arguments()
         return cls, source, kwargs | {"quantization_config": CodesConfig(self)}
 
     def begin(self, model: Any) -> None:
-        """Look at the model while it has no weights."""
+        """Inspect the model before it has weights."""
         super().begin(model)
         checkpoint = published(self.request.config)
         assert checkpoint is not None
@@ -72,10 +72,10 @@ class CodesLoader(PackingLoader):
         return self._shapes[name]
 
     def take_codes(self, name: str, codes: Codes) -> Tensor:
-        """Return the parameter that the model keeps, given the codes of its weight.
+        """Return the model's parameter for the codes of its weight.
 
-        The codes are kept, unless they are to be packed in another kind or the model does not
-        multiply with this parameter alone.
+        The codes are kept, unless the request packs them in another kind or the model uses the
+        parameter for more than a matrix product.
         """
         job = self._jobs[name][0] if name in self._jobs else None
         transposes = job is not None and stores_transposed(job[1], job[2])
@@ -98,7 +98,7 @@ class CodesLoader(PackingLoader):
         return self._keep(self._put(codes.packed.to(device)), sampled, packing)
 
     def install(self, model: nn.Module) -> None:
-        """Let the loaded model compute with its packed weights; tell which were dequantised.
+        """Let the loaded model compute with packed weights; emit a notice about dequantised ones.
 
         Raises:
             BaseError: As `PackingLoader.install`.
@@ -118,7 +118,7 @@ class CodesLoader(PackingLoader):
         """Read a layer's tensors.
 
         Raises:
-            BaseError: They are not what the checkpoint's config says.
+            BaseError: The tensors do not match the checkpoint's config.
         """
         path = name.removesuffix(".weight")
         try:
@@ -127,27 +127,27 @@ class CodesLoader(PackingLoader):
             raise BaseError(
                 f"cannot read the quantised weight {path}.",
                 found=f"{problem}; its tensors are {', '.join(sorted(tensors))}.",
-                fix="Download it again, or give the same model in 16 bits.",
+                fix="Download it again, or use the same model in 16 bits.",
             ) from None
 
 
 class StoredConfig(PackingConfig):
-    """Says to transformers that nothing of the files' quantisation is left in the model."""
+    """Tells transformers that the loaded model is no longer quantised in the files' format."""
 
     dequantize = True
 
 
 class StoredQuantizer(PackingQuantizer):
-    """Hands tensors over in the dtype of the files, which transformers would cast otherwise."""
+    """Passes tensors in the dtype of the files; transformers would otherwise cast them."""
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.pre_quantized = True
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> None:
-        """Read tensors as they are, and hand them to the loader.
+        """Pass tensors to the loader without a cast.
 
-        transformers calls this, and not `param_needs_quantization`, for files that are quantised.
+        For quantised files transformers calls this instead of `param_needs_quantization`.
         """
         converter.quantization_operation = self.get_quantize_ops()
 
@@ -161,7 +161,7 @@ class CodesConfig(StoredConfig):
 
 @register_quantizer(METHOD)
 class CodesQuantizer(StoredQuantizer):
-    """Hands all tensors of a parameter to the `CodesLoader`."""
+    """Passes all tensors of a parameter to the `CodesLoader`."""
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -171,16 +171,16 @@ class CodesQuantizer(StoredQuantizer):
         self.serialized_names = STACKS if self._method == "mxfp4" else {"weight": [*LEAVES]}
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """Have the tensors of a parameter read together, before the model's own conversions."""
+        """Read the tensors of a parameter together, before the model's own conversions."""
         converters = HfQuantizer.update_weight_conversions(self, weight_conversions, model)
         for converter in converters:
             operations = getattr(converter, "operations", None) or [None]
-            if isinstance(operations[0], _Read):  # it runs the others itself
+            if isinstance(operations[0], _Read):  # _Read runs the other operations
                 operations[0].rest, converter.operations = operations[1:], operations[:1]
         return [*self._other_names(model), *converters]
 
     def _other_names(self, model: Any) -> list[WeightRenaming]:
-        """Return other names of FP8 scales: of DeepSeek-V4, and of Mistral Large 4."""
+        """Return renamings of FP8 scales in DeepSeek-V4 and Mistral Large 4."""
         if self._method != "fp8":
             return []
         renamings = [WeightRenaming(r"\.qscale_weight", ".weight_scale_inv")]
@@ -189,13 +189,13 @@ class CodesQuantizer(StoredQuantizer):
         return renamings
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> None:
-        """Hand tensors to the loader, unless they are read together: see `_Read`."""
+        """Pass tensors to the loader, unless `_Read` reads them together."""
         operations = getattr(converter, "operations", None) or [None]
         if not isinstance(operations[0], _Read):
             super().get_new_dtype(converter, param, dtype)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        model._weight_conversions = None  # it is saved as any model of its class
+        model._weight_conversions = None  # save it like any model of its class
         return model
 
     def get_load_operations(self) -> dict[str, Any]:
@@ -203,13 +203,13 @@ class CodesQuantizer(StoredQuantizer):
 
 
 class _Read(ConversionOps):
-    """Makes a parameter of a layer's serialized tensors, or a stack of those of its experts."""
+    """Builds a parameter from a layer's serialized tensors, or a stack from its experts'."""
 
     def __init__(self, quantizer: CodesQuantizer) -> None:
         self._config: Any = quantizer.quantization_config  # not copied with the converter
         self.rest: list[ConversionOps] = []
-        """The operations of the model's own converter that follow: they stack experts, and join
-        gate and up. `CodesQuantizer.update_weight_conversions` moves them here."""
+        """The remaining operations of the model's own converter, which stack experts and join gate
+        and up. `CodesQuantizer.update_weight_conversions` moves them here."""
 
     def convert(
         self,
@@ -219,7 +219,7 @@ class _Read(ConversionOps):
         full_layer_name: str = "",
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return the parameter, in its codes where possible."""
+        """Return the parameter, in codes if possible."""
         loader: CodesLoader = self._config.loader
         name = full_layer_name.replace("*.", "0.")
         patterns = (source_patterns, target_patterns)
@@ -228,12 +228,12 @@ class _Read(ConversionOps):
                 more = {**kwargs, "full_layer_name": full_layer_name}
                 return self._stacked(loader, name, input_dict, patterns, more)
             tensors = {leaf: v[0] if isinstance(v, list) else v for leaf, v in input_dict.items()}
-            if set(tensors) == {"weight"}:  # norms, embeddings, layers that stayed dense
+            if set(tensors) == {"weight"}:  # norms, embeddings, unquantised layers
                 value = tensors["weight"]
                 return {name: loader.take(name, value) if loader.takes(name) else value}
             return {name: loader.take_codes(name, loader.read_codes(name, tensors))}
         except Exception as error:
-            raise Broken(error) from None
+            raise LoadingAborted(error) from None
 
     def _stacked(
         self,
@@ -243,9 +243,9 @@ class _Read(ConversionOps):
         patterns: tuple[list[str], list[str]],
         kwargs: dict[str, Any],
     ) -> dict[str, Any]:
-        """Read every expert, then stack and join codes, scales and zeros, each by themselves.
+        """Read every expert, then stack and join codes, scales and zeros separately.
 
-        Their rows have to be the rows of the model's parameter, in whole blocks; other experts are
+        This requires rows of whole blocks in the order of the model's parameter; other experts are
         dequantised and stacked.
         """
         parts: dict[str, dict[str, list[Tensor]]] = {}

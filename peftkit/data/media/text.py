@@ -30,34 +30,26 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from peftkit.data.chat import Chat, Rendered, Span
-from peftkit.data.encode import (
-    Encoder,
-    Style,
-    agreed_style,
-    require_template,
-    row_of,
-    shared_system,
-    special_tokens_around,
-)
-from peftkit.data.format import (
+from peftkit.data.encode import Encoder, agreed_style, require_template, row_of, shared_system
+from peftkit.data.examples import (
     QUESTIONS,
     TURNS,
     Completion,
     Conversation,
     Example,
     Instruction,
-    ParsedRow,
     Text,
     first_of,
-    parse,
-    read_each,
 )
+from peftkit.data.format import ParsedRow, parse, read_each
 from peftkit.data.media.files import ANY_MARK, KINDS, MARKS, Media, Picture, media_of
 from peftkit.data.media.processor import MediaProcessor, MediaTemplate, ReadMedia, expanded
 from peftkit.data.messages import Message, WrongField, kind_of, role_of, text_of, turn_keys
 from peftkit.data.pack import IGNORE, Row, cut_document
 from peftkit.data.records import Record
 from peftkit.data.rows.encoder import Dropped, EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.style import Style
+from peftkit.data.tokens import special_tokens_around
 from peftkit.errors import DataError
 from peftkit.settings import FormatName
 

@@ -1,19 +1,20 @@
-"""Encoded rows: encoded once from a file's records, stored as Arrow, mapped into memory.
+"""The cache of encoded rows: a file is encoded once, stored as Arrow, and memory-mapped.
 
-    records (load) -> examples (format) -> rows (encode) -> Arrow columns -> StoredRows
-        -> View, PackedRows, batches (pack)
+    records (records.py) -> examples (format.py) -> rows (encode.py) -> Arrow columns
+        -> StoredRows -> View, PackedRows, batches (pack.py)
 
 `encoded` returns the rows of a file. They are stored in the cache of Hugging Face datasets, in a
-folder named by a hash of everything they depend on: the bytes of the file, the tokenizer, the
-template, the settings, and the encoding code. So a second start encodes nothing. The folder is
-renamed once it is complete. If several processes need the same rows, one encodes and the others
-wait. Any number of rows fits: 8 to 24 bytes of each are in memory (docs/performance.md).
+folder named by a hash of all their dependencies: the bytes of the file, the tokenizer, the
+template, the settings, and the encoding code. A second start therefore encodes nothing. A complete
+folder gets its final name by a rename. If several processes need the same rows, one encodes and the
+others wait. The number of rows is not limited: each needs 8 to 24 bytes of memory
+(docs/performance.md).
 
 Arrow is used directly. `datasets.map` with the same encoder is not faster (20,000 conversations:
 7.3 s against 7.1 s in one process, 4.4 s against 3.5 s in two) and takes five times the disk (76 MB
-against 16 MB), because records must be copied into a data set first. Its fingerprint of an encoder
-does not see the code of imported modules, and changes when the encoder caches something; it takes
-no lock. It would replace the pool and the file, not the columns, counts and errors.
+against 16 MB), because records must first be copied into a data set. Its fingerprint of an encoder
+ignores the code of imported modules, and changes when the encoder caches something. It takes no
+lock. It would replace the process pool and the file, but not the columns, counts and errors.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from peftkit.events import Listener, Notice, Progress, ignore
 from peftkit.files.disk import alone
 
 REREAD_BYTES = 256 << 20
-"""A larger file with invalid rows is not read again to count them all."""
+"""Larger files with invalid rows are not read again to count all of them."""
 ENCODING_PACKAGES = ("transformers", "tokenizers")
 
 
@@ -50,18 +51,18 @@ def encoded(
     on_event: Listener = ignore,
     processes: int | None = None,
 ) -> StoredRows:
-    """Return the rows of a file or data set, encoded now or before.
+    """Return the rows of a file or data set, from the cache if it has them.
 
     Args:
-        processes: Encode in so many; by default in one per core for a large file, else in one.
+        processes: Number of encoding processes; by default one per core for a large file, else 1.
 
     Raises:
         DataError: Rows cannot be read or used; names them.
-        RunError: The disk has no room for them, or a process was killed.
+        RunError: The disk is full, or a process was killed.
     """
     name, num_lines = _cache_name(where, encoder)
     try:
-        if name is None:  # content unknown: mapped, and deleted with the process
+        if name is None:  # unknown content: a file that is deleted with the process
             return _encode(where, None, num_lines, encoder, on_event, processes)
         folder = cache_folder() / name
         if (rows := _cached(where, folder, encoder)) is not None:
@@ -70,7 +71,7 @@ def encoded(
         waiting = Notice(f"Another process encodes {where}; waiting for it.")
         with alone(folder, lambda: on_event(waiting)):
             if (rows := _cached(where, folder, encoder)) is not None:
-                return rows  # that process encoded them
+                return rows  # the other process has encoded them
             return _encode(where, folder, num_lines, encoder, on_event, processes)
     except OSError as problem:
         raise RunError(
@@ -81,13 +82,13 @@ def encoded(
 
 
 def cache_folder() -> Path:
-    """Return the folder of encoded rows, next to the data sets of Hugging Face."""
+    """Return the folder of encoded rows, within the cache of Hugging Face data sets."""
     home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
     return Path(os.environ.get("HF_DATASETS_CACHE") or Path(home) / "datasets") / "peftkit"
 
 
 def _cache_name(where: str, encoder: RowEncoder) -> tuple[str | None, int]:
-    """Return a hash of all that encoded rows depend on, None: unknown; and the number of lines.
+    """Return a hash of everything that encoded rows depend on, or None, and the number of lines.
 
     Raises:
         DataError: The file cannot be read.
@@ -114,18 +115,18 @@ def _cache_name(where: str, encoder: RowEncoder) -> tuple[str | None, int]:
 
 @cache
 def _code_hash(module: str) -> str:
-    """Return a hash of the code that encodes: this package, and the encoder's own."""
+    """Return a hash of the encoding code: the package data/, and the encoder's package."""
     digest = hashlib.sha256()
-    own, theirs = Path(__file__).parents[1], Path(str(sys.modules[module].__file__))
-    tasks = own.parent / "tasks"
-    for folder in sorted({own, tasks if tasks in theirs.parents else theirs.parent}):
+    data, encoder = Path(__file__).parents[1], Path(str(sys.modules[module].__file__))
+    tasks = data.parent / "tasks"
+    for folder in sorted({data, tasks if tasks in encoder.parents else encoder.parent}):
         for path in sorted(folder.rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest() + "".join(version(name) for name in ENCODING_PACKAGES)
 
 
 def _cached(where: str, folder: Path, encoder: RowEncoder) -> StoredRows | None:
-    """Open the rows of a folder; None if they are missing, damaged, or name changed files."""
+    """Open the rows of a folder; None if they are missing or damaged, or media files changed."""
     try:
         rows = StoredRows(where, folder, encoder.kind)
     except DAMAGED:
@@ -146,13 +147,13 @@ def _encode(
     parent.mkdir(parents=True, exist_ok=True)
     prefix = "making-" if folder is None else f"making-{folder.name}-"
     for stale in parent.glob(f"{prefix}*") if folder is not None else ():
-        shutil.rmtree(stale, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(stale, ignore_errors=True)  # left by a killed process
     temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
         _write(temporary, where, encoder, num_lines, on_event, processes)
         if folder is None:
             return StoredRows(where, temporary, encoder.kind)
-        shutil.rmtree(folder, ignore_errors=True)  # damaged, or naming changed files
+        shutil.rmtree(folder, ignore_errors=True)  # damaged, or of changed media files
         temporary.rename(folder)
         return StoredRows(where, folder, encoder.kind)
     except DataError:
@@ -163,7 +164,7 @@ def _encode(
 
 
 def _check_whole_file(where: str, encoder: RowEncoder) -> None:
-    """Raise the error that counts the wrong rows of the whole file, not of one block."""
+    """Raise the error that counts the invalid rows of the whole file, not of one block."""
     path = Path(where).expanduser()
     if not path.is_file() or path.stat().st_size <= REREAD_BYTES:
         records = [record for part in encoder.parts(where) for record in part()]
@@ -179,10 +180,10 @@ def _write(
     on_event: Listener,
     processes: int | None,
 ) -> None:
-    """Encode rows into a folder, with the facts that are added up over them.
+    """Encode rows into a folder, with the facts that are summed over them.
 
     Raises:
-        DataError: There are no rows, or two of them differ in what all must have in common.
+        DataError: There are no rows, or they differ in a value that all rows must share.
     """
     import pyarrow as pa
 

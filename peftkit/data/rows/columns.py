@@ -16,25 +16,26 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from peftkit.data.pack import IGNORE, Labels, LazyRows, View, num_tokens
+from peftkit.data.pack import IGNORE, Labels
 from peftkit.data.rows.encoder import Dropped
+from peftkit.data.rows.lazy import LazyRows, View, num_tokens
 from peftkit.errors import DataError
 
 ROWS, FACTS = "rows.arrow", "facts.json"
-KEPT = 0
-"""Status of a row; a dropped record has the number of its reason, from 1 on."""
+IS_ROW = 0
+"""Status of a row; a dropped record has the index of its reason plus 1."""
 DAMAGED = (OSError, ValueError, LookupError, TypeError, NotImplementedError, MemoryError)
-"""What reading a damaged file of Arrow, or its facts, raises."""
+"""Errors that reading a damaged Arrow file, or its facts, raises."""
 
 
 class Columns:
-    """The columns of rows of one class, by its annotations; see `columns_of`.
+    """The Arrow columns for rows of one dataclass, from its annotations; see `columns_of`.
 
-    Each row also has its line or source, a status, its number of tokens, and a digest that is equal
-    for rows of equal content.
+    Further columns hold the line or source, a status, the number of tokens, and a digest that is
+    equal for rows of equal content.
 
     Attributes:
-        schema: Arrow's.
+        schema: Arrow schema.
     """
 
     def __init__(self, kind: type[Any]) -> None:
@@ -56,10 +57,10 @@ class Columns:
         self.schema = pa.schema(facts | {f"row.{name}": type for name, type in types.items()})
 
     def batch(self, where: str, rows: Iterable[Any]) -> Any:
-        """Return rows, and records that became none, as a batch of Arrow.
+        """Return rows and dropped records as an Arrow record batch.
 
         Args:
-            where: The file; a source that is no line of it is stored in full.
+            where: The file; the source of a row that is no line of it is stored in full.
         """
         import pyarrow as pa
 
@@ -70,9 +71,9 @@ class Columns:
             columns["line"].append(int(line) if is_line else -1)
             columns["source"].append(None if is_line else row.source)
             values: dict[str, Any] = dict.fromkeys(self._names)
-            status, tokens, digest = KEPT, 0, 0
+            status, tokens, digest = IS_ROW, 0, 0
             if isinstance(row, Dropped):
-                status = 1 + row.why
+                status = 1 + row.reason
             else:
                 values = self._stored(row)
                 tokens, digest = num_tokens(row), self.digest(row, values)
@@ -85,13 +86,13 @@ class Columns:
         return pa.record_batch(arrays, schema=self.schema)
 
     def row(self, table: Any, index: int, source: str) -> tuple[Any, int | None]:
-        """Return a row of a table and its digest; None: its media have not been read."""
+        """Return a row of a table and its digest; None if its media have not been read."""
         values: dict[str, Any] = {}
         ints: dict[str, bytes] = {}
         for name in self._names:
             scalar = table.column(f"row.{name}")[index]
             if name in self._media:
-                media = tuple(self._media[name].opened(one, source) for one in scalar.values)
+                media = tuple(self._media[name].opened(item, source) for item in scalar.values)
                 values[name] = media if name in self._tuples else media[0]
             elif name in self._ints or name in self._floats:  # much faster than as_py
                 numbers = scalar.values.to_numpy(zero_copy_only=False)
@@ -102,11 +103,12 @@ class Columns:
         for name in self._labels:
             values[name] = labels_of(values["input_ids"], values[name])
         row = self._kind(**values, source=source)
-        is_read = all(one.is_read for name in self._media for one in self._media_of(values, name))
+        items = (item for name in self._media for item in self._media_of(values, name))
+        is_read = all(item.is_read for item in items)
         return row, self._digest(row, ints) if is_read else None
 
     def values(self, table: Any, name: str) -> Tensor:
-        """Return the numbers of a field, lists one after the other; dropped rows have none."""
+        """Return the numbers of a field, with lists concatenated and without dropped records."""
         chunks = []
         for chunk in table.column(f"row.{name}").chunks:
             present = chunk.drop_null()
@@ -114,7 +116,7 @@ class Columns:
         return torch.cat(chunks)
 
     def is_current(self, table: Any) -> bool:
-        """Return whether all files that rows name are unchanged."""
+        """Return whether all media files of the rows are unchanged."""
         for name, kind in self._media.items():
             for chunk in table.column(f"row.{name}").chunks:
                 media = chunk.flatten()
@@ -124,24 +126,24 @@ class Columns:
         return True
 
     def _stored(self, row: Any) -> dict[str, Any]:
-        """Return a row's values as Arrow takes them: of labels, where targets begin and end."""
+        """Return a row's values for Arrow; labels become the bounds of their targets."""
         values = {name: getattr(row, name) for name in self._names}
         for name in self._labels:
             values[name] = _bounds(values[name])
         for name in self._media:
-            values[name] = [one.stored() for one in self._media_of(values, name)]
+            values[name] = [item.stored() for item in self._media_of(values, name)]
         return values
 
     def _media_of(self, values: Mapping[str, Any], name: str) -> Sequence[Any]:
         return values[name] if name in self._tuples else (values[name],)
 
     def digest(self, row: Any, stored: Mapping[str, Any] | None = None) -> int:
-        """Return 64 bits that are equal for rows of equal content, whatever their source."""
+        """Return 64 bits that are equal for rows of equal content, regardless of their source."""
         stored = self._stored(row) if stored is None else stored
         return self._digest(row, {n: array("i", stored[n]).tobytes() for n in self._ints})
 
     def _digest(self, row: Any, ints: Mapping[str, bytes]) -> int:
-        """Return the digest of a row whose integers are given as they are stored."""
+        """Return the digest of a row; `ints` are the stored bytes of its integer fields."""
         contents = [
             ints[name]
             if name in self._ints
@@ -153,7 +155,7 @@ class Columns:
         return int.from_bytes(digest, "little", signed=True)
 
     def _text(self, name: str, value: Any) -> str:
-        """Return a value as text, which is the same for the value that Arrow gives back."""
+        """Return a value as text, the same for the value before and after Arrow."""
         return repr(_as_stored(value, float if name in self._fractions else None))
 
 
@@ -168,12 +170,12 @@ def columns_of(kind: type[Any]) -> Columns:
 
 
 def row_digest(row: Any) -> int:
-    """Return 64 bits that are equal for rows of equal content, whatever their source."""
+    """Return 64 bits that are equal for rows of equal content, regardless of their source."""
     return columns_of(type(row)).digest(row)
 
 
 def _arrow_type(annotation: Any) -> Any:
-    """Return Arrow's type for int, float, bool, str, one of them or None, tuples, and media."""
+    """Return the Arrow type for int, float, bool, str, an optional one, tuples, and media."""
     import pyarrow as pa
 
     args = get_args(annotation)
@@ -189,7 +191,7 @@ def _arrow_type(annotation: Any) -> Any:
 
 
 def _element(annotation: Any) -> Any:
-    """Return the class of a field, or of the elements of its tuple; `Media` has columns."""
+    """Return the class of a field, or of the elements of its tuple."""
     return (get_args(annotation) or (annotation,))[0]
 
 
@@ -198,14 +200,14 @@ def _with_tuples(value: Any) -> Any:
 
 
 def _as_stored(value: Any, number: type[float] | None) -> Any:
-    """Return a value as Arrow gives it back: tuples for lists, and numbers of its column's type."""
+    """Return a value as read back from Arrow: tuples for lists, numbers of the column's type."""
     if isinstance(value, list | tuple):
         return tuple(_as_stored(item, number) for item in value)
     return value if number is None or value is None else number(value)
 
 
 def labels_of(ids: Sequence[int], bounds: Sequence[int]) -> tuple[int, ...]:
-    """Return a row's labels: its tokens between the bounds of targets, IGNORE elsewhere."""
+    """Return a row's labels: tokens between the bounds of targets, IGNORE elsewhere."""
     labels = [IGNORE] * len(ids)
     for start, stop in zip(bounds[::2], bounds[1::2], strict=True):
         labels[start:stop] = ids[start:stop]
@@ -213,7 +215,7 @@ def labels_of(ids: Sequence[int], bounds: Sequence[int]) -> tuple[int, ...]:
 
 
 def _bounds(labels: Sequence[int]) -> list[int]:
-    """Return where targets begin and end: [3, 7, 12, 15]."""
+    """Return the bounds of the spans of targets: [3, 7, 12, 15]."""
     bounds: list[int] = []
     is_target = False
     for number, label in enumerate(labels):
@@ -228,23 +230,23 @@ def _numbers(column: Any) -> Tensor:
 
 
 def feed(digest: Any, batch: Any) -> None:
-    """Hash the columns that say which rows there are; each row has a digest of its content."""
+    """Hash the columns that identify the rows, among them the digest of each row's content."""
     for name in ("line", "status", "tokens", "digest"):
         digest.update(batch.column(name).to_numpy().tobytes())
 
 
 class StoredRows(LazyRows):
-    """The rows of a file, in a table that is mapped into memory.
+    """The rows of a file, in a memory-mapped table.
 
     Attributes:
         where: The file.
-        digests: Of each row (rows,), equal for rows of equal content.
+        digests: Digest of each row (rows,), equal for rows of equal content.
         num_read: Records of the file.
         num_dropped: Records without a row.
         counts, agreed, shared, unused: See `EncodedRows`.
 
     Raises:
-        One of DAMAGED: The folder does not hold what `_write` writes, or is damaged.
+        DAMAGED: The folder is damaged, or was not written by `encoded`.
     """
 
     def __init__(self, where: str, folder: Path, kind: type[Any]) -> None:
@@ -259,55 +261,56 @@ class StoredRows(LazyRows):
         self._facts = folder / FACTS
         if len(table) != facts["num_rows"] or table.schema != self._columns.schema:
             raise ValueError("other columns")
-        table.validate(full=True)  # of lists only where they begin and end: 8 bytes of each row
+        table.validate(full=True)  # reads only the bounds of lists: 8 bytes for each row
         digest = hashlib.sha256()
         for batch in table.to_batches():
             feed(digest, batch)
         if digest.hexdigest() != facts["sha256"]:
             raise ValueError("damaged")
         status = _numbers(table.column("status"))
-        self._kept = (status == KEPT).nonzero().flatten()
-        self._dropped = (status != KEPT).nonzero().flatten()
-        self._why = status[self._dropped] - 1
+        self._rows = (status == IS_ROW).nonzero().flatten()
+        self._dropped = (status != IS_ROW).nonzero().flatten()
+        self._reasons = status[self._dropped] - 1
         self.num_dropped = len(self._dropped)
-        self.digests = _numbers(table.column("digest"))[self._kept]
+        self.digests = _numbers(table.column("digest"))[self._rows]
         self.num_read: int = facts["num_read"]
         self.counts: dict[str, int] = Counter(facts["counts"])
         self.agreed: dict[str, str] = facts["agreed"]
         self.shared: dict[str, str] = facts["shared"]
         self.unused: list[str] = facts["unused"]
-        super().__init__(_numbers(table.column("tokens"))[self._kept], self.digests)
+        super().__init__(_numbers(table.column("tokens"))[self._rows], self.digests)
 
     def row(self, place: int) -> Any:
-        index = int(self._kept[place])
+        index = int(self._rows[place])
         source = self._source(index)
         try:
             row, digest = self._columns.row(self._table, index, source)
-        except Exception as error:  # whatever other bytes look like
+        except Exception as error:  # damaged bytes can raise anything
             raise self._damaged(source) from error
         if digest not in (None, int(self.digests[place])):
             raise self._damaged(source)
         return row
 
     def _damaged(self, source: str) -> DataError:
-        """Return the error for a row that was not encoded so; the next start encodes it anew."""
+        """Return the error for a damaged row, and let the next start encode the file again."""
         with contextlib.suppress(OSError):
             self._facts.unlink(missing_ok=True)
         folder = self._facts.parent
         again = f"Delete {folder} and start" if self._facts.exists() else "Start"
         return DataError(
             f"{source}: its encoded row is damaged.",
-            found=f"The file that holds it has changed since it was written: {folder / ROWS}",
-            fix=f"{again} again, with --resume if a step was saved: the rows are encoded anew. "
-            "If it happens often, test the disk and the memory.",
+            found=f"Its file has changed since it was written: {folder / ROWS}",
+            fix=f"{again} again, with --resume if a step was saved: the rows are encoded again. "
+            "If this happens often, test the disk and the memory.",
         )
 
     def values(self, name: str) -> Tensor:
         return self._columns.values(self._table, name)
 
-    def dropped(self, why: int) -> Sequence[str]:
-        """Return the sources of the records that were dropped for this reason."""
-        return [self._source(index) for index in self._dropped[self._why == why].tolist()]
+    def dropped(self, reason: int) -> Sequence[str]:
+        """Return the sources of the records that were dropped for a reason."""
+        places = self._dropped[self._reasons == reason]
+        return [self._source(index) for index in places.tolist()]
 
     def _source(self, index: int) -> str:
         line = self._table.column("line")[index].as_py()
@@ -315,20 +318,20 @@ class StoredRows(LazyRows):
 
     @property
     def is_current(self) -> bool:
-        """Whether all files that rows name are unchanged."""
+        """Whether all media files of the rows are unchanged."""
         return self._columns.is_current(self._table)
 
     @property
     def num_duplicates(self) -> int:
-        """Rows whose content an earlier row has."""
+        """Number of rows that repeat the content of another row."""
         return len(self) - len(self.digests.unique())
 
     def num_shared(self, other: StoredRows) -> int:
-        """Return how many rows have a content that others have too."""
+        """Return how many rows have the content of one of the other rows."""
         return int(torch.isin(self.digests, other.digests).sum())
 
     def held_out(self, share: float) -> tuple[View, View]:
-        """Return a share of the rows last, by a hash of their content, and the others first."""
+        """Split off a share of the rows by a hash of their content: (others, held out)."""
         chunks = (chunk.tolist() for chunk in self.digests.split(1 << 16))
         is_out = torch.tensor([is_held_out(digest, share) for chunk in chunks for digest in chunk])
         is_out = is_out.bool()
@@ -336,6 +339,6 @@ class StoredRows(LazyRows):
 
 
 def is_held_out(digest: int, share: float) -> bool:
-    """Return whether a row of this digest is held out; equal rows are all or none of them."""
-    drawn = hashlib.blake2b(str(digest).encode(), digest_size=8).digest()
-    return int.from_bytes(drawn, "little") < share * 2**64
+    """Return whether rows with this digest are held out."""
+    draw = hashlib.blake2b(str(digest).encode(), digest_size=8).digest()
+    return int.from_bytes(draw, "little") < share * 2**64

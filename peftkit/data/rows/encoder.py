@@ -1,4 +1,4 @@
-"""The protocol of a task's row encoder: records to rows, without the model."""
+"""The interface of a task's row encoder, which needs no model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from peftkit.data.records import Part, Record
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A record that became no row; `why` is the number of its encoder's reason, from 0 on."""
+    """A record without a row; `reason` is its index in `RowEncoder.drops`."""
 
     source: str
-    why: int
+    reason: int
 
 
 @dataclass(slots=True)
@@ -28,11 +28,11 @@ class EncodedRows:
     """The rows of some records.
 
     Attributes:
-        rows: In the order of the records: rows, and `Dropped` for records that became none.
-        agreed: Values that all rows of a file must share, by name: their format.
-        shared: Values that are kept if all rows of a file share them, by name: a system prompt.
-        counts: Added up over the file, by name.
-        unused: Fields that none of the records used.
+        rows: Rows in the order of the records, and `Dropped` for records without a row.
+        agreed: Values that all rows of a file must share, by name: the format.
+        shared: Values stored only if all rows of a file share them, by name: the system prompt.
+        counts: Counts that are summed over the file, by name.
+        unused: Fields that no record used.
     """
 
     rows: list[Any]
@@ -46,10 +46,10 @@ class RowEncoder(ABC):
     """Encoder of records as a task's rows; needs no model.
 
     Attributes:
-        kind: The rows' dataclass, with a `source`.
+        kind: The rows' dataclass, with a field `source`.
         in_processes: Whether several processes may encode a file.
         at_once: Records that are encoded between two reports of progress.
-        drops: Why a record becomes no row, and what to do about it; `Dropped.why` is an index.
+        drops: Reasons to drop a record, each with a fix; `Dropped.reason` is an index.
     """
 
     kind: ClassVar[type[Any]]
@@ -59,35 +59,35 @@ class RowEncoder(ABC):
 
     @abstractmethod
     def key(self, where: str) -> object:
-        """Return everything that rows depend on, except the bytes of their file and the code."""
+        """Return everything that rows depend on, except the file's bytes and the code."""
 
     @abstractmethod
     def read(self, records: Sequence[Record], where: str) -> Any:
-        """Parse records, without tokens.
+        """Parse records without tokenising them.
 
         Raises:
-            DataError: Names the first few records that cannot be used.
+            DataError: Records cannot be used; names the first few.
         """
 
     @abstractmethod
     def rows(self, read: Any) -> EncodedRows:
-        """Encode what `read` returned."""
+        """Encode the result of `read`."""
 
     def parts(self, where: str) -> Iterator[Part]:
-        """Yield functions that read some records each, in the order of the file."""
+        """Yield functions, each of which reads some records, in the order of the file."""
         return records.parts(where)
 
     def stamp(self, where: str) -> object | None:
-        """Return a value that changes with rows that are not a file; None: unknown."""
+        """Return a value that changes with rows from other sources than a file; None: unknown."""
         return records.stamp_of(where)
 
 
 def tokenizer_key(tokenizer: Any) -> tuple[object, ...]:
-    """Return everything that the tokens of a text depend on, for `RowEncoder.key`."""
+    """Return everything in a tokenizer that affects tokens, for `RowEncoder.key`."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     settings = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
     if backend is not None:
-        for name in ("truncation", "padding"):  # left there by the last call
+        for name in ("truncation", "padding"):  # set by the last call
             settings.pop(name, None)
     return (
         type(tokenizer).__name__,

@@ -1,4 +1,4 @@
-"""Encoding of a file in several processes, in the order of its records."""
+"""Encode a file in several processes, in the order of its records."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from peftkit.data.rows.encoder import RowEncoder
 from peftkit.errors import RunError
 
 POOL_PARTS = 16
-"""A file of at least so many parts is worth starting processes for."""
+"""Minimum parts of a file to start processes for."""
 MAX_PROCESSES = 16
 
 
 @dataclass(slots=True)
 class Block:
-    """Some encoded rows of a file, as they come from the process that encoded them.
+    """Some encoded rows of a file.
 
     Attributes:
-        batch: Arrow's.
-        num_read: Records.
+        batch: Arrow record batch.
+        num_read: Number of records.
         first, last: Sources of the first and the last record.
-        fields: Of the records, and whether one of these needed it.
+        fields: Fields of the records, and whether a record used them.
         agreed, shared, counts: See `EncodedRows`.
     """
 
@@ -52,7 +52,7 @@ class Block:
 
 
 def blocks(where: str, encoder: RowEncoder, processes: int | None = None) -> Iterator[Block]:
-    """Yield the rows of a file or data set in their order; few blocks are in memory.
+    """Yield the rows of a file or data set in order, with few blocks in memory.
 
     Raises:
         DataError: Rows cannot be read or used; names the first of them.
@@ -61,7 +61,7 @@ def blocks(where: str, encoder: RowEncoder, processes: int | None = None) -> Ite
     parts = encoder.parts(where)
     first = list(islice(parts, POOL_PARTS))
     if processes is None:
-        # without fork, a process would have to import all of this first
+        # without fork, each process would have to import all modules first
         can_fork = sys.platform not in ("win32", "darwin")
         is_large = len(first) == POOL_PARTS
         processes = min(len(os.sched_getaffinity(0)), MAX_PROCESSES) if is_large and can_fork else 1
@@ -75,17 +75,17 @@ def blocks(where: str, encoder: RowEncoder, processes: int | None = None) -> Ite
 def _in_processes(
     parts: Iterable[Part], where: str, encoder: RowEncoder, processes: int
 ) -> Iterator[Block]:
-    """Encode parts in processes, few of them ahead of the reader."""
+    """Encode parts in processes, with few parts ahead of the reader."""
     columns_of(encoder.kind)  # imports pyarrow, once for all processes
     context = multiprocessing.get_context("fork")
-    known = where, encoder, os.getpid()
-    pool = ProcessPoolExecutor(processes, context, _start_worker, known)
+    job = where, encoder, os.getpid()
+    pool = ProcessPoolExecutor(processes, context, _start_worker, job)
     pending: deque[Future[list[Block]]] = deque()
     try:
         for part in parts:
-            with warnings.catch_warnings():  # of forks with threads: no child uses those
+            with warnings.catch_warnings():  # about forks with threads, which no child uses
                 warnings.simplefilter("ignore", DeprecationWarning)
-                pending.append(pool.submit(_work, part))
+                pending.append(pool.submit(_encode_part, part))
             if len(pending) > 2 * processes:
                 yield from pending.popleft().result()
         while pending:
@@ -94,33 +94,33 @@ def _in_processes(
         raise RunError(
             f"cannot encode {where}",
             found="A process that encoded its rows was killed; memory may have run out.",
-            fix="Start again; with fewer other programs, or cores (taskset), it needs less memory.",
+            fix="Start again with fewer other programs, or with fewer cores (taskset).",
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 _job: tuple[str, RowEncoder] | None = None
-"""The file and the encoder of a worker process: inherited by the fork, not pickled."""
+"""File and encoder of a worker process, inherited by the fork instead of pickled."""
 
 
 def _start_worker(where: str, encoder: RowEncoder, parent: int) -> None:
     global _job
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    gc.freeze()  # a collection would write to all pages that are shared with the parent
+    gc.freeze()  # a collection would write to all pages shared with the parent
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    torch.set_num_threads(1)  # as in the workers of a DataLoader: a fork has no other threads
+    torch.set_num_threads(1)  # as in DataLoader workers: a fork has no other threads
     _job = where, encoder
 
 
 def _end_with(parent: int) -> None:
-    """End this process with the one that started it: it has that one's memory, and its port."""
+    """End this process with its parent, whose memory and ports it would keep in use."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
 
 
-def _work(part: Part) -> list[Block]:
+def _encode_part(part: Part) -> list[Block]:
     assert _job is not None
     return list(_part_blocks(part, *_job))
 

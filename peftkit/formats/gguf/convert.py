@@ -1,11 +1,11 @@
-"""LoRA as GGUF, llama.cpp's format, written and read.
+"""Reads and writes LoRA in llama.cpp's format GGUF.
 
-llama.cpp adds alpha / rank * B A with one alpha for all layers. Its names differ from
-transformers' ("blk.0.attn_q.weight"), and in models like Llama it permutes the rows of q and k, so
-that the halves of the rotary embedding alternate. So names come from the gguf library, rows of B
-are permuted like the base's, and what one alpha cannot express (rsLoRA, rank and alpha patterns) is
-multiplied into B, and lower ranks are padded. What the format cannot hold is refused by name.
-Facts of the format: src/llama-adapter.cpp and conversion/ of llama.cpp.
+llama.cpp adds alpha / rank * B A with one alpha for all layers. Its names differ from transformers'
+("blk.0.attn_q.weight"), and in models like Llama it permutes the rows of q and k to interleave the
+halves of the rotary embedding. Therefore names come from the gguf library, rows of B are permuted
+like the base's, scales that one alpha cannot express (rsLoRA, rank and alpha patterns) are
+multiplied into B, and lower ranks are padded. Unsupported layers are errors that name them. Source:
+src/llama-adapter.cpp and conversion/ of llama.cpp.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ def export_gguf(
     force: bool = False,
     on_event: Listener = ignore,
 ) -> dict[str, str]:
-    """Write an adapter folder as a GGUF file with which llama.cpp computes the same.
+    """Write an adapter folder as a GGUF file with the same effect in llama.cpp.
 
     Args:
         source: A LoRA of peftkit or PEFT.
-        base: Where its base is; by default the one recorded. Only its config is read.
+        base: Its base; by default the recorded one. Only the config is read.
         dtype: "fp32", "fp16", "bf16" or "q8_0".
-        force: Replace a file that is there.
+        force: Replace an existing file.
 
     Raises:
-        AdapterError: The format cannot hold it; lists the layers.
+        AdapterError: The format does not support the adapter; lists the layers.
         BaseError: The base is not found, or its architecture is not supported.
-        OutputError: There is such a file already, or it cannot be written.
+        OutputError: The file exists, or cannot be written.
     """
     require_gguf()
     if out.is_dir() or (out.exists() and not force):
@@ -72,7 +72,7 @@ def export_gguf(
     layers = find_layers(model, architecture)
     if problems := _unfit(modules, layers):
         raise AdapterError(
-            f"llama.cpp cannot hold the adapter {file.folder}",
+            f"llama.cpp does not support the adapter {file.folder}",
             found="\n".join(problems),
             fix="Train without these, or merge it and convert the merged model: peftkit merge",
         )
@@ -95,12 +95,12 @@ def read_gguf(path: Path, model: nn.Module, base: str) -> dict[str, LowRank]:
     """Read a GGUF LoRA: module path to update.
 
     Args:
-        model: The skeleton of `base`, which it belongs to.
+        model: The skeleton of the adapter's `base`.
 
     Raises:
-        AdapterError: It is no GGUF LoRA, is damaged, or does not fit the base: lists the
+        AdapterError: The file is not a GGUF LoRA, is damaged, or does not fit the base: lists the
             tensors.
-        BaseError: The base is of an unknown architecture.
+        BaseError: The base has an unknown architecture.
     """
     require_gguf()
     with disk.open_regular(path) as file:
@@ -111,14 +111,14 @@ def read_gguf(path: Path, model: nn.Module, base: str) -> dict[str, LowRank]:
         if recorded != architecture.name:
             raise AdapterError(
                 f"{path} belongs to another architecture than {base}",
-                found=f"The file says {shown(recorded)}; {base} is {architecture.name!r}.",
+                found=f"The file has {shown(recorded)}; {base} is {architecture.name!r}.",
                 fix="Name the base it was trained on with --base MODEL.",
             )
         layers = find_layers(model, architecture)
         paths = _paired(path, header, layers, base)
         tensors = {name: read_values(path, file, entry) for name, entry in header.tensors.items()}
     check_finite(tensors, path)
-    alpha = header.keys.get(ALPHA, 0.0)  # 0, or none, is a scale of 1 to llama.cpp
+    alpha = header.keys.get(ALPHA, 0.0)  # llama.cpp takes 0 or a missing alpha as a scale of 1
     modules = {}
     for name, module_path in paths.items():
         a, b = tensors[name + A], tensors[name + B]
@@ -151,14 +151,14 @@ def _write(
     dtype: str,
     hub_id: str | None,
 ) -> int:
-    """Write the file whole or not at all; return the number of tensors wider than `dtype`."""
+    """Write the file atomically; return the number of tensors wider than `dtype`."""
     import gguf
 
     message, plain = gguf.GGMLQuantizationType[DTYPES[dtype]], gguf.GGMLQuantizationType.F16
     per_block, _ = gguf.GGML_QUANT_SIZES[message]
     num_wider = 0
     total = sum(tensor.numel() * 4 for tensor in tensors.values())
-    # the library writes to a path only: to the same file, which is then put in place of `out`
+    # the library only writes to a path: write to a temporary file, then replace `out`
     with (
         disk.replacing(out, total) as file,
         contextlib.closing(gguf.GGUFWriter(Path(file.name), architecture.name)) as writer,
@@ -186,7 +186,7 @@ def _write(
 
 
 def _check_range(name: str, tensor: Tensor, kind: str) -> None:
-    """Refuse a dtype in which a number would overflow (the scales of Q8_0 are float16)."""
+    """Raise AdapterError if a number overflows in the dtype (the scales of Q8_0 are float16)."""
     largest = float(tensor.abs().max()) / (127 if kind == "Q8_0" else 1)
     if kind in ("F16", "Q8_0") and largest > torch.finfo(torch.float16).max:
         raise AdapterError(
@@ -241,7 +241,7 @@ def _paired(
 
 
 def _no_layer(stem: str, names: Iterable[str], module_paths: list[str]) -> str:
-    """Say why a name in the file is not a layer that can be adapted."""
+    """Return the reason why a name in the file is not an adaptable layer."""
     if len(module_paths) > 1:
         return "the base has more than one layer of that name: " + ", ".join(module_paths)
     if stem.startswith("token_embd") or "_exps." in stem or "_norm." in stem:
@@ -262,12 +262,12 @@ def _misplaced(stem: str, header: GGUFHeader, layer: GGUFLayer) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How llama.cpp's converter treats an architecture.
+    """The treatment of an architecture by llama.cpp's converter.
 
     Attributes:
         name: Its general.architecture.
-        rotary: The rows of q_proj and k_proj are permuted, head by head.
-        moved: The rows of this tensor are permuted in a way that is not supported here.
+        rotary: Whether the rows of q_proj and k_proj are permuted, head by head.
+        moved: Tensor with an unsupported permutation of its rows.
     """
 
     name: str
@@ -275,8 +275,8 @@ class Architecture:
     moved: str = "\0"
 
 
-# transformers' model_type -> what it is there. Each row was read in llama.cpp's conversion/: one
-# that moves rows and is not marked so would turn an adapter into noise without any error.
+# transformers' model_type -> architecture in llama.cpp. Each entry was checked in its conversion/:
+# a missed permutation of rows would turn an adapter into noise without any error.
 ARCHITECTURES: dict[str, Architecture] = {
     **{name: Architecture("llama", rotary=True) for name in ("llama", "mistral", "mixtral")},
     "granite": Architecture("granite", rotary=True),
@@ -296,12 +296,12 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFLayer:
-    """A linear layer of the base as llama.cpp knows it.
+    """A linear layer of the base in llama.cpp.
 
     Attributes:
-        name: Of its weight there; "" if it has none.
-        shape: (out, in). heads: Whose rows are permuted; 0: none are.
-        refusal: Why it cannot have a LoRA there.
+        name: llama.cpp's name of the weight, or "".
+        shape: (out, in). heads: Number of heads with permuted rows; 0 without a permutation.
+        refusal: Reason why it cannot have a LoRA in llama.cpp.
     """
 
     name: str
@@ -311,19 +311,19 @@ class GGUFLayer:
 
 
 def architecture_of(model: Any, name: str) -> Architecture:
-    """Return how llama.cpp's converter treats a model; BaseError if that is not known."""
+    """Return the architecture of a model in llama.cpp; raise BaseError if it is unknown."""
     model_type = model.config.model_type
     if model_type not in ARCHITECTURES:
         raise BaseError(
-            f"cannot tell how llama.cpp lays out {name}.",
-            found=f"It is of type {model_type!r}. Known are {', '.join(sorted(ARCHITECTURES))}.",
+            f"the layout of {name} in llama.cpp is unknown.",
+            found=f"Its type is {model_type!r}. Supported: {', '.join(sorted(ARCHITECTURES))}.",
             fix="Merge the adapter, and convert the merged model: peftkit merge",
         )
     return ARCHITECTURES[model_type]
 
 
 def find_layers(model: Any, architecture: Architecture) -> dict[str, GGUFLayer]:
-    """Return each linear layer of a model as llama.cpp knows it, by module path."""
+    """Return the linear layers of a model in llama.cpp, by module path."""
     import gguf
 
     config = model.config.get_text_config()
@@ -353,7 +353,7 @@ def find_layers(model: Any, architecture: Architecture) -> dict[str, GGUFLayer]:
 
 
 def rotary_rows(b: Tensor, heads: int, *, back: bool = False) -> Tensor:
-    """Move rows (out, r) from two halves of each head to pairs of one row of each, or back."""
+    """Interleave the rows (out, r) of the two halves of each head, or undo it."""
     if not heads:
         return b
     half = b.shape[0] // heads // 2

@@ -1,8 +1,9 @@
-"""A GGUF LoRA's header, fully checked before any memory is allocated for its tensors; its tensors.
+"""Reads a GGUF LoRA: its header, checked before any memory is allocated for tensors, and tensors.
 
 Format: magic, u32 version, u64 tensor count, u64 key count; the keys; the tensors' infos; padding;
-payload (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The gguf library's own reader
-creates a Python object for every element that a file claims to have; a hostile file can abuse that.
+payload (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The reader of the gguf library
+creates a Python object for every element that a file claims to have, which a hostile file can
+abuse.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from peftkit.errors import AdapterError, first_few
 from peftkit.files.strict_json import shown
-from peftkit.formats.guard import MAX_TENSORS, NAME, what_is
+from peftkit.formats.guard import MAX_TENSORS, NAME, file_kind
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -34,15 +35,15 @@ _SCALARS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?"))) | {10: "Q",
 _STRING, _ARRAY = 8, 9
 
 KINDS = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 8: ("Q8_0", 32, 34), 30: ("BF16", 1, 2)}
-"""ggml's types that adapters are written in: name, numbers in a block, bytes of a block."""
+"""ggml's types of adapters: name, numbers per block, bytes per block."""
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One tensor: its shape in torch's order (ggml's is reversed), and where its bytes are.
+    """A tensor: its shape in torch's order (ggml's is reversed) and the position of its bytes.
 
     Attributes:
-        kind: ggml's type. start: Byte of the file.
+        kind: ggml's type. start: Offset in the file.
     """
 
     kind: int
@@ -53,7 +54,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """A checked header; of an array among the keys it holds the length."""
+    """A checked header; arrays among the keys are represented by their length."""
 
     keys: Mapping[str, Any]
     tensors: Mapping[str, GGUFTensor]
@@ -63,15 +64,14 @@ def read_header(path: Path, file: BinaryIO) -> GGUFHeader:
     """Read and check the header of an open file.
 
     Raises:
-        AdapterError: It is not the GGUF file of an adapter, is truncated, or its sizes are
-            inconsistent.
+        AdapterError: The file is not a GGUF adapter, is truncated, or has inconsistent sizes.
     """
     message = f"cannot read {path} as a GGUF adapter"
     size = os.fstat(file.fileno()).st_size
     cursor = _Cursor(message, file.read(MAX_HEADER_BYTES), cut=size > MAX_HEADER_BYTES)
     if cursor.data[:4] != MAGIC:
-        kind = f"It is {what_is(path)}."
-        raise AdapterError(message, found=kind, fix="Give a LoRA written as GGUF.")
+        kind = f"It is {file_kind(path)}."
+        raise AdapterError(message, found=kind, fix="Use a LoRA in GGUF format.")
     cursor.at = 4
     version = cursor.number("I")
     if version not in VERSIONS:
@@ -89,13 +89,13 @@ def read_header(path: Path, file: BinaryIO) -> GGUFHeader:
     for _ in range(num_keys):
         key = cursor.string()
         if key in keys:
-            raise AdapterError(message, found=f"The key {shown(key)} is given twice.")
+            raise AdapterError(message, found=f"The key {shown(key)} occurs twice.")
         keys[key] = cursor.value(cursor.number("I"))
         if key == "general.type" and keys[key] != "adapter":
-            break  # whatever follows (a base's vocabulary) is not ours
+            break  # a base model, whose other keys (its vocabulary) are not read
     if keys.get("general.type") != "adapter":
         kind = shown(keys.get("general.type", "not given"))
-        fix = "Give the GGUF of a LoRA; a base model goes to --base."
+        fix = "Use the GGUF file of a LoRA; a base model belongs to --base."
         raise AdapterError(message, found=f"Its general.type is {kind}, not 'adapter'.", fix=fix)
     infos = [cursor.tensor_info() for _ in range(num_tensors)]
     alignment = keys.get("general.alignment", 32)
@@ -109,7 +109,7 @@ def read_values(path: Path, file: BinaryIO, entry: GGUFTensor) -> Tensor:
     """Return a tensor of a checked header, in float32.
 
     Raises:
-        AdapterError: The file became shorter.
+        AdapterError: The file was truncated meanwhile.
     """
     import gguf
 
@@ -123,11 +123,11 @@ def read_values(path: Path, file: BinaryIO, entry: GGUFTensor) -> Tensor:
 
 
 _Info = tuple[str, tuple[int, ...], int, int]
-"""A tensor's name, shape, type and offset, as the header has them."""
+"""A tensor's name, shape, type and offset in the header."""
 
 
 def _entries(message: str, infos: list[_Info], payload: int, size: int) -> dict[str, GGUFTensor]:
-    """Check each tensor's entry, and that all of them fit into the file."""
+    """Check each tensor's entry, and that all tensors fit into the file."""
     entries: dict[str, GGUFTensor] = {}
     problems = []
     for name, shape, kind, offset in infos:
@@ -138,7 +138,7 @@ def _entries(message: str, infos: list[_Info], payload: int, size: int) -> dict[
             problem = "the name, or it occurs twice"
         elif not label:
             names = ", ".join(sorted(label for label, _, _ in KINDS.values()))
-            problem = f"ggml's type {kind}; one of {names} is read"
+            problem = f"ggml's type {kind}; the supported types are {names}"
         elif 0 in shape or shape[-1] % per_block:
             problem = f"shape {shape}"
         elif payload + offset + num_bytes > size:
@@ -152,13 +152,13 @@ def _entries(message: str, infos: list[_Info], payload: int, size: int) -> dict[
         raise AdapterError(
             message,
             found=first_few(problems, 5) or "It holds no tensors.",
-            fix="The file is damaged or cut short: get it again.",
+            fix="The file is damaged or truncated: download it again.",
         )
     return entries
 
 
 class _Cursor:
-    """Reads the header's values one after another, never past its end."""
+    """Reads the header's values in order, never past its end."""
 
     def __init__(self, message: str, data: bytes, *, cut: bool) -> None:
         self.message, self.data, self.at = message, data, 0
@@ -179,7 +179,7 @@ class _Cursor:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
     def string(self) -> str:
-        """Return the next string; what is not UTF-8 is escaped."""
+        """Return the next string; invalid UTF-8 is escaped."""
         length = self.number("Q")
         self._strings += 1
         if length > MAX_STRING_BYTES or self._strings > MAX_STRINGS:
@@ -189,7 +189,7 @@ class _Cursor:
         return self.take(length).decode("utf-8", "backslashreplace")
 
     def value(self, kind: int) -> Any:
-        """Return the next value of a key; of an array, its length."""
+        """Return the next value of a key, or the length of an array."""
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
         if kind == _STRING:

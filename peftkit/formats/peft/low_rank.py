@@ -1,6 +1,6 @@
 """LoRA and DoRA adapters as matrices, read and written without a base model.
 
-Converting, combining and comparing adapters need no more than A, B and the scale of each layer.
+To convert, combine and compare adapters, A, B and the scale of each layer suffice.
 Shapes: r rank; out, in features of the layer.
 """
 
@@ -18,19 +18,15 @@ from torch.nn.functional import pad
 
 from peftkit.errors import AdapterError
 from peftkit.files.strict_json import shown
-from peftkit.formats.peft.folder import (
-    AdapterFile,
-    named_tensors,
-    read_adapter,
-    where_fields,
-    write_folder,
-)
+from peftkit.formats.peft.folder import where_fields, write_folder
+from peftkit.formats.peft.load import AdapterFile, named_tensors, read_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.peft.targets import LAYERS, shortest_endings, unmatched
 from peftkit.kernels import svd
-from peftkit.methods.base import MAGNITUDE
 from peftkit.methods.dora import DoRA
-from peftkit.methods.lora import LoRA, peft_scales
+from peftkit.methods.lora import LoRA
+from peftkit.methods.lora_format import peft_scales
+from peftkit.methods.peft_format import MAGNITUDE
 from peftkit.methods.table import SHARED_FIELDS, method_from_peft
 from peftkit.model.places import is_linear, linear_shape, walk
 from peftkit.model.roles import linear_role
@@ -41,10 +37,10 @@ A, B = "lora_A.weight", "lora_B.weight"
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """One layer's update, scaling * B A.
+    """A layer's update, scaling * B A.
 
     Attributes:
-        a: (r, in). b: (out, r). magnitude: (out,), of DoRA, or None.
+        a: (r, in). b: (out, r). magnitude: (out,) for DoRA, or None.
     """
 
     a: Tensor
@@ -65,14 +61,14 @@ class LowRank:
 def read_low_rank(
     folder: str | Path, *, with_head: bool = False
 ) -> tuple[AdapterFile, dict[str, LowRank]]:
-    """Read a LoRA or DoRA adapter folder: module path to update, in the order of the file's names.
+    """Read a LoRA or DoRA adapter folder: module path to update, in the file's order.
 
     Args:
         with_head: Accept other trained modules, such as a head; they are not read.
 
     Raises:
-        AdapterError: It is another kind of adapter; its tensors are missing, unexpected or
-            misshapen (all are listed); or tensors have to be computed from the base's weights.
+        AdapterError: The adapter has another method; its tensors are missing, unexpected or
+            misshapen (all are listed); or its tensors depend on the base's weights.
     """
     file = read_adapter(folder)
     method = method_from_peft(file.fields)
@@ -82,14 +78,14 @@ def read_low_rank(
     if others and not with_head:
         raise AdapterError(
             f"{file.folder} is not only a LoRA",
-            found=f"{others[0]}: {shown(file.fields[others[0]])}; these weights are trained too",
+            found=f"{others[0]}: {shown(file.fields[others[0]])}; these weights are trained too.",
             fix="Load it on its base, or merge it: peftkit merge ADAPTER",
         )
     if method.init in ("pissa", "olora"):
         raise AdapterError(
-            f"{file.folder} needs its base to be read",
-            found=f"init_lora_weights: {method.init}; its initial value is computed from the base",
-            fix="Load it with --base and save it again: that writes a plain LoRA.",
+            f"cannot read {file.folder} without its base",
+            found=f"init_lora_weights: {method.init}; its initial value is computed from the base.",
+            fix="Load it with --base and save it again, which writes a plain LoRA.",
         )
     if file.fields.get("target_parameters"):
         raise AdapterError(
@@ -111,7 +107,7 @@ def read_low_rank(
         raise AdapterError(
             f"the tensors of {file.folder} do not match its config",
             found="\n".join(problems) or "it has none",
-            fix="Get the adapter again.",
+            fix="Download the adapter again.",
         )
     return file, updates
 
@@ -119,10 +115,10 @@ def read_low_rank(
 def by_module(
     tensors: Mapping[str, Tensor], names: Collection[str]
 ) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
-    """Return tensors by module and own name, and what is unexpected or missing.
+    """Return tensors by module and name in the module, and the unexpected and missing ones.
 
     Args:
-        names: Of the tensors that each module has; modules that lack one are left out.
+        names: Names of each module's tensors; modules that lack one are left out.
     """
     parts: dict[str, dict[str, Tensor]] = {}
     problems = []
@@ -159,14 +155,14 @@ def save_low_rank(
     """Write updates as an adapter folder that peftkit and PEFT load.
 
     Args:
-        targets: What the config names, endings that match no other layer of the base; None: the
-            shortest that tell the layers apart from each other.
-        transposed: The base's layers are Conv1D.
-        dtype: Of the tensors.
+        targets: The config's targets, endings that match no other layer of the base; None means
+            the shortest endings that distinguish the layers.
+        transposed: Whether the base's layers are Conv1D.
+        dtype: Dtype of the tensors.
 
     Raises:
-        AdapterError: There is nothing to write, a tensor is not finite, or some layers have a
-            magnitude and others have none.
+        AdapterError: There is nothing to write, a tensor is not finite, or only some layers have a
+            magnitude.
     """
     with_magnitude = {path for path, m in modules.items() if m.magnitude is not None}
     if not modules or (with_magnitude and len(with_magnitude) < len(modules)):
@@ -200,10 +196,10 @@ def save_low_rank(
     return write_folder(Path(folder), state, fields, method, provenance)
 
 
-def own_targets(file: AdapterFile, modules: Mapping[str, LowRank]) -> list[str]:
-    """Return the targets for a rewritten config: the file's own endings, which fit its base.
+def rewritten_targets(file: AdapterFile, modules: Mapping[str, LowRank]) -> list[str]:
+    """Return the targets for a rewritten config: the file's endings, which fit its base.
 
-    If the file has more than endings, the full paths are returned.
+    If the file's targets are not all endings, return the full paths.
     """
     targets = file.fields.get("target_modules")
     if isinstance(targets, list) and not any(file.fields.get(key) for key in LAYERS):
@@ -214,11 +210,11 @@ def own_targets(file: AdapterFile, modules: Mapping[str, LowRank]) -> list[str]:
 def layers_of(
     file: AdapterFile, modules: Mapping[str, LowRank], model: nn.Module
 ) -> dict[str, nn.Module]:
-    """Return the bare linear layers that an adapter's updates belong to, by path.
+    """Return the bare linear layers of an adapter's updates, by path.
 
     Raises:
-        AdapterError: Lists every layer that is missing or of another shape, and every target of
-            the config without tensors.
+        AdapterError: Layers are missing or have another shape, or targets have no tensors; lists
+            all of them.
     """
     linears = {path: module for path, module, _ in walk(model) if is_linear(module)}
     problems = misfits(modules, linears)
@@ -234,18 +230,18 @@ def layers_of(
 
 
 def misfits(modules: Mapping[str, LowRank], linears: Mapping[str, nn.Module]) -> list[str]:
-    """Return what keeps updates from fitting a model's linear layers, by path; [] if they do."""
+    """Return the mismatches between updates and a model's linear layers; [] if they fit."""
     problems = [f"no such layer: {path}" for path in modules if path not in linears]
     for path in [path for path in modules if path in linears]:
-        given = (modules[path].a.shape[1], modules[path].b.shape[0])
-        if given != (shape := linear_shape(linears[path])):
-            update, layer = (f"{num_in} -> {num_out}" for num_in, num_out in (given, shape))
+        update_shape = (modules[path].a.shape[1], modules[path].b.shape[0])
+        if update_shape != (layer_shape := linear_shape(linears[path])):
+            update, layer = (f"{size[0]} -> {size[1]}" for size in (update_shape, layer_shape))
             problems.append(f"misshapen: {path} is {update}, not {layer}")
     return problems
 
 
 def uniform(modules: Mapping[str, LowRank]) -> tuple[dict[str, LowRank], int, float]:
-    """Give all layers one rank and one scale, without changing what they compute.
+    """Give all layers one rank and one scale, without changing their output.
 
     Lower ranks are padded with zeros; scales other than the most common are multiplied into B.
 
@@ -257,7 +253,7 @@ def uniform(modules: Mapping[str, LowRank]) -> tuple[dict[str, LowRank], int, fl
     even = {}
     for path, module in modules.items():
         b, missing = module.b, rank - module.rank
-        if module.scaling != scaling:  # in float64, so that there is one rounding only
+        if module.scaling != scaling:  # in float64, to round only once
             b = (b.double() * (module.scaling / scaling)).to(b.dtype)
         a, b = pad(module.a, (0, 0, 0, missing)), pad(b, (0, missing))
         even[path] = replace(module, a=a, b=b, scaling=scaling)
@@ -269,12 +265,11 @@ class RoleUpdate:
     """An adapter's updates of the layers of one role.
 
     Attributes:
-        num_layers: How many it adapts.
-        norm: The Frobenius norm of their updates s B A together; of DoRA without its magnitudes.
-        rank: The largest of a layer.
-        effective_rank: The mean over the layers of exp(entropy of a layer's singular values as
-            shares) (Roy and Vetterli, 2007): r where all r directions weigh the same, near 1 where
-            one does nearly all.
+        num_layers: Number of adapted layers.
+        norm: Frobenius norm of all their updates s B A; for DoRA without the magnitudes.
+        rank: Largest rank of a layer.
+        effective_rank: Mean over the layers of exp(entropy of the singular values as shares) (Roy
+            and Vetterli, 2007): r if all r directions have equal weight, near 1 if one dominates.
     """
 
     role: str
@@ -285,7 +280,7 @@ class RoleUpdate:
 
 
 def role_updates(updates: Mapping[str, LowRank]) -> list[RoleUpdate]:
-    """Measure updates by role, from their factors: no matrix of a layer's own size is formed."""
+    """Measure updates by role from their factors, without forming a matrix of a layer's size."""
     roles: dict[str, list[LowRank]] = {}
     for path, update in updates.items():
         roles.setdefault(linear_role(path), []).append(update)

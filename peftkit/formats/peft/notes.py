@@ -1,8 +1,8 @@
-"""peftkit.json: the facts about an adapter that PEFT's config cannot hold.
+"""peftkit.json: the metadata of an adapter that PEFT's config cannot hold.
 
-The user's method, a copy of the config's fields that affect the computation, the base and how it
-was loaded, the prompt style, the task, and hashes of the tensors and of these settings. The hashes
-reveal damage and careless edits; they are no signature.
+It holds the user's method, a copy of the config's fields that affect the computation, the base and
+its loading settings, the prompt style, the task, and hashes of the tensors and of these settings.
+The hashes detect damage and careless edits; they are not a signature.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.config.schema import from_dict
-from peftkit.data.encode import Style
+from peftkit.data.style import Style
 from peftkit.errors import AdapterError, PeftkitError
 from peftkit.files.disk import sha256_of, write_json
 from peftkit.files.strict_json import shown
@@ -41,23 +41,23 @@ WHERE_FIELDS = {
     "revision",
     "target_modules",
 }
-"""Fields on the base and the targets, which do not change what the tensors compute."""
+"""Fields on the base and the targets, which do not affect the computation of the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """The origin of an adapter, and how it was trained.
+    """The origin of an adapter and its training settings.
 
     Attributes:
         base: Short name, hub id or path of the base. revision: Its commit, if pinned.
         hub_id: The base's id on the hub, if it is published.
-        fingerprint: Of the base's weights; an adapter on other weights is refused.
-        trunk: The same without any head, for adapters of another task over the same base.
-        loading: dtype, quantize and double_quant with which the base was loaded.
-        prompt_style: How prompts are formatted; None if unknown.
+        fingerprint: Fingerprint of the base's weights; other weights are refused.
+        trunk: Fingerprint without any head, for adapters of other tasks over the same base.
+        loading: dtype, quantize and double_quant of the base in training.
+        prompt_style: Format of the prompts; None if unknown.
         task_type: PEFT's name of the task.
-        task: A recipe's `task` section, with its labels; None if unknown.
-        plan: How the run was carried out (`ExecutionPlan.as_dict`); None if unknown.
+        task: The recipe's `task` section with its labels; None if unknown.
+        plan: Execution plan of the run (`ExecutionPlan.as_dict`); None if unknown.
     """
 
     base: str | None = None
@@ -75,10 +75,10 @@ class Provenance:
 def write_notes(
     path: Path, tensors: Path, method: Method, fields: Mapping[str, Any], origin: Provenance
 ) -> None:
-    """Write peftkit.json for an adapter whose other files are written.
+    """Write peftkit.json, after the other files of the adapter.
 
     Args:
-        tensors: Its tensor file. fields: Its config.
+        tensors: The tensor file. fields: The config.
     """
     spec, config = method.model_dump(mode="json"), computing(fields)
     settings = settings_digest(spec, config, origin.task)
@@ -110,10 +110,10 @@ def read_notes(
     """Read peftkit.json, and compare the adapter's other files with it.
 
     Args:
-        tensors, config: Its other files. fields: The content of the config.
+        tensors, config: The adapter's other files. fields: The content of the config.
 
     Raises:
-        AdapterError: It is invalid, or the tensors or settings are not those that were saved.
+        AdapterError: The file is invalid, or the tensors or settings differ from the saved ones.
     """
     notes = read_json(path)
     try:
@@ -150,7 +150,7 @@ def read_notes(
             "one",
             fix="Restore it; or delete it to load the folder as its adapter_config.json says.",
         )
-    if digests.get("origin", computed) != computed:  # earlier versions had none
+    if digests.get("origin", computed) != computed:  # absent in files of earlier versions
         raise AdapterError(
             f"{path} was changed after the adapter was saved",
             found="the sha256 of its prompt style, and of how the base is loaded, differs from the "
@@ -184,7 +184,7 @@ def computing(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def computing_origin(base: Mapping[str, Any], style: Any) -> dict[str, Any]:
-    """Return what prompts and comparisons depend on, without the name of a base that may move."""
+    """Return the settings of prompts and comparisons, without the base's name, which may change."""
     names = ("fingerprint", "trunk", "loading")
     return {"prompt_style": style, **{name: base.get(name) for name in names}}
 
@@ -196,16 +196,16 @@ def settings_digest(*settings: Mapping[str, Any] | None) -> str:
 
 
 def check_config(path: Path, fields: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise AdapterError, naming the fields, if a config computes something else than was saved.
+    """Raise AdapterError, naming the fields, if a config differs from the saved one.
 
     Args:
-        path: Of the config, for the message.
-        fields: Its content now.
-        saved: Its `computing` fields when it was saved.
+        path: Path of the config, for the message.
+        fields: The current content.
+        saved: The `computing` fields at the time of saving.
     """
     now = computing(fields)
     differing = [
-        f"{shown(name)}: {shown(now.get(name))}, and was {shown(saved.get(name))}"
+        f"{shown(name)}: {shown(now.get(name))}, but {shown(saved.get(name))} was saved"
         for name in sorted(now.keys() | saved.keys())
         if (now.get(name) or None) != (saved.get(name) or None)
     ]

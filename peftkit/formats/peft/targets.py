@@ -1,4 +1,4 @@
-"""Which modules PEFT's config names: written for an adapter, and found again in a model.
+"""The modules in PEFT's config: written for an adapter, and matched in a model.
 
 `target_modules` is a list of dotted endings, or one regular expression for whole paths.
 """
@@ -17,7 +17,7 @@ from peftkit.adapter import Adapter
 from peftkit.errors import AdapterError, first_few
 from peftkit.files.safe_regex import fullmatches
 from peftkit.files.strict_json import shown
-from peftkit.methods.base import AdapterModule, Method
+from peftkit.methods.base import Method
 from peftkit.methods.table import SHARED_FIELDS, format_of
 from peftkit.model.places import is_transposed
 from peftkit.model.targets import Site
@@ -27,7 +27,7 @@ LAYERS = ("layers_to_transform", "exclude_modules")
 """Fields that exclude modules from the targets again."""
 PATTERNS = ("rank_pattern", "alpha_pattern")
 _TAKEN = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""Module names that PEFT takes for experts in a model with stacked experts."""
+"""Module names that PEFT treats as experts in a model with stacked experts."""
 _IMPLIED = dict.fromkeys(("SEQ_CLS", "TOKEN_CLS"), ("classifier", "score"))
 """task_type -> modules that PEFT adds to `modules_to_save` implicitly."""
 _MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
@@ -36,9 +36,14 @@ _REFUSED = "out_proj"
 
 def written_fields(adapter: Adapter) -> dict[str, Any]:
     """Return the config fields of the adapter's method and targets."""
-    modules, method, form = adapter.own, adapter.method, format_of(adapter.method)
+    modules, method, form = adapter.method_modules, adapter.method, format_of(adapter.method)
     places = method.candidates(adapter.model)
-    as_weights = _as_weights(modules, places) if form.peft_type == "LORA" else set()
+    as_weights: set[str] = set()
+    if form.peft_type == "LORA" and any(places.values()):
+        # in models with stacked experts PEFT maps these names to the experts, which were modules
+        # in older versions of transformers; the tensors are the same as `target_parameters`
+        dense = (path for path, module in modules.items() if not module.stacked)
+        as_weights = {path for path in dense if path.rpartition(".")[2] in _TAKEN}
     parameters = {f"{path}.{name}" for path, module in modules.items() for name in module.stacked}
     parameters |= {f"{path}.weight" for path in as_weights}
     subsets: dict[str, set[str]] = {field: set() for field in ("", *form.subset_fields)}
@@ -77,13 +82,13 @@ def _fields_of_copies(adapter: Adapter, others: set[str]) -> dict[str, Any]:
     if isinstance(method.token_rows, dict):
         own_rows = {path: module.tokens.tolist() for path, module in rows.items() if module.owned}
         fields["trainable_token_indices"] = own_rows
-    elif rows:  # of the input embedding, and of what is tied to it
+    elif rows:  # of the input embedding, and of modules tied to it
         fields["trainable_token_indices"] = list(method.token_rows)
     return fields
 
 
 def _bare_endings(paths: Collection[str], others: Collection[str]) -> list[str]:
-    """Return endings as PEFT reads `modules_to_save`, which ignores dots."""
+    """Return the endings for `modules_to_save`, where PEFT ignores dots."""
     return sorted(
         next(
             (
@@ -97,48 +102,37 @@ def _bare_endings(paths: Collection[str], others: Collection[str]) -> list[str]:
     )
 
 
-def _as_weights(
-    modules: Mapping[str, AdapterModule], places: Mapping[str, tuple[str, ...]]
-) -> set[str]:
-    """Return the linear layers that must be written as `target_parameters` for PEFT.
-
-    In models with stacked experts PEFT takes some module names for the experts', which were modules
-    in older versions of transformers. The tensors of a layer are the same in both forms.
-    """
-    if not any(places.values()):
-        return set()
-    return {p for p, m in modules.items() if not m.stacked and p.rpartition(".")[2] in _TAKEN}
-
-
 def refused_by_peft(adapter: Adapter) -> str:
-    """Return why PEFT will not load an adapter saved here, if that is known; else "".
+    """Return a known reason why PEFT does not load an adapter, or "".
 
     PEFT 0.21 refuses LoRA on out_proj by the model's type (tuners_utils.py), and reads stacks of
-    experts as (experts, out, in) unless the module has the attribute is_transposed (Llama 4's has
-    not). peftkit computes what the model computes.
+    experts as (experts, out, in) unless the module has the attribute is_transposed (Llama 4's does
+    not). peftkit follows the model's layout.
     """
     if format_of(adapter.method).peft_type != "LORA":
         return ""
     kind = getattr(getattr(adapter.model, "config", None), "model_type", "")
     reason = ""
-    if kind in _MAMBA and any(path.rpartition(".")[2] == _REFUSED for path in adapter.own):
+    if kind in _MAMBA and any(
+        path.rpartition(".")[2] == _REFUSED for path in adapter.method_modules
+    ):
         reason = f"it takes no LoRA on {_REFUSED} in models of type {kind}"
-    for path, module in adapter.own.items():
+    for path, module in adapter.method_modules.items():
         experts = module.base
         if module.stacked and is_transposed(experts) and not hasattr(experts, "is_transposed"):
-            reason = f"it takes the rows of the stacks in {path} for columns"
+            reason = f"it swaps the rows and columns of the stacks in {path}"
     if not reason:
         return ""
     return (
-        f"PEFT does not load this adapter: {reason}. peftkit loads and merges it; for PEFT, leave "
-        "these out of the targets."
+        f"PEFT does not load this adapter: {reason}. peftkit loads and merges it; for PEFT, remove "
+        "these from the targets."
     )
 
 
 def sites_of(
     fields: Mapping[str, Any], places: Mapping[str, tuple[str, ...]], with_tensors: Collection[str]
 ) -> list[Site]:
-    """Return the sites that a PEFT config names or the file has tensors for.
+    """Return the sites that a PEFT config targets or the file has tensors for.
 
     Args:
         fields: The config.
@@ -164,10 +158,10 @@ def _stacks(places: Mapping[str, tuple[str, ...]]) -> set[str]:
 
 
 def check_targets(targets: Any, message: str, name: str = "target_modules") -> None:
-    """Check the type of `target_modules`, or of a field like it.
+    """Check the type of `target_modules` or a similar field.
 
     Raises:
-        AdapterError: It is neither null, a string, nor a list of strings.
+        AdapterError: The value is not null, a string or a list of strings.
     """
     if isinstance(targets, list) and all(isinstance(target, str) for target in targets):
         return
@@ -175,12 +169,12 @@ def check_targets(targets: Any, message: str, name: str = "target_modules") -> N
         raise AdapterError(
             message,
             found=f"{name}: {shown(targets)}",
-            fix="It is a list of module names, or one regular expression.",
+            fix="It must be a list of module names, or one regular expression.",
         )
 
 
 def targeted(paths: Iterable[str], targets: Any) -> list[str]:
-    """Return those paths that `target_modules` names; none where it names no module itself.
+    """Return the paths that `target_modules` matches; none if it names no module ("all-linear").
 
     Raises:
         AdapterError: The pattern is invalid, or takes too long.
@@ -193,14 +187,14 @@ def targeted(paths: Iterable[str], targets: Any) -> list[str]:
 
 
 def unmatched(targets: Any, paths: Collection[str]) -> list[str]:
-    """Return the endings in `target_modules` that name none of `paths`."""
+    """Return the endings in `target_modules` that match none of `paths`."""
     if not isinstance(targets, list):
         return []
     return sorted(t for t in targets if not any(ends_with(path, t) for path in paths))
 
 
 def shortest_endings(paths: Iterable[str], others: Collection[str]) -> list[str]:
-    """Return the shortest dotted endings that name all of `paths` and none of `others`."""
+    """Return the shortest dotted endings that match all of `paths` and none of `others`."""
     pending, chosen, length = set(paths), set(), 1
     while pending:
         for path in sorted(pending):
@@ -213,12 +207,12 @@ def shortest_endings(paths: Iterable[str], others: Collection[str]) -> list[str]
 
 
 def ends_with(path: str, ending: str) -> bool:
-    """Whether a dotted path is, or ends with, another."""
+    """Return whether a dotted path equals or ends with another."""
     return path == ending or path.endswith("." + ending)
 
 
 def with_implied_heads(fields: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
-    """Return a config with the heads in `modules_to_save` that its task implies and its file holds.
+    """Return a config with `modules_to_save` extended by heads that the task implies, if present.
 
     Older PEFT wrote null there (peft_model.py: PeftModelForSequenceClassification).
     """
@@ -247,15 +241,15 @@ def fit_to_model(
     """Find the sites of an adapter's tensors in a model.
 
     Args:
-        method, fields, tensors: The folder's method, config, and names of tensors.
-        folder: For messages.
-        made_here: The method has the user's targets, with roles and rows of fused layers, which
-            PEFT's config cannot name. Otherwise the sites come from config and
-            tensors, and the returned method names them.
+        method, fields, tensors: The folder's method, config, and tensor names.
+        folder: The folder, for messages.
+        made_here: Whether the method has the user's targets, with roles and rows of fused layers,
+            which PEFT's config cannot express. Otherwise the sites come from config and tensors,
+            and the returned method targets them.
 
     Raises:
-        AdapterError: A tensor belongs to no module that the method could adapt, or is missing.
-        TargetError: The method names a module that is not in this model.
+        AdapterError: A tensor is missing, or belongs to no module that the method can adapt.
+        TargetError: The method targets a module that is not in this model.
     """
     full = _trained_fully(fields, tensors, model, folder)
     rows: Iterable[str] = ()
@@ -266,11 +260,11 @@ def fit_to_model(
     others = [f"{path}." for path in (*full, *rows)]
     rest = [name for name in tensors if not name.startswith(tuple(others))]
     places, shared = method.candidates(model), method.shared_names
-    strange = sorted(name for name in rest if name not in shared and not _owner(name, places))
-    if strange or not rest:
+    unexpected = sorted(name for name in rest if name not in shared and not _owner(name, places))
+    if unexpected or not rest:
         raise AdapterError(
             f"the adapter in {folder} does not fit {type(model).__name__}",
-            found="\n".join(f"unexpected: {name}" for name in strange) or "no tensors",
+            found="\n".join(f"unexpected: {name}" for name in unexpected) or "no tensors",
             fix="Use the base it was trained on: peftkit inspect ADAPTER",
         )
     if made_here:
@@ -287,9 +281,9 @@ def fit_to_model(
 def _trained_fully(
     fields: Mapping[str, Any], tensors: Collection[str], model: nn.Module, folder: Path
 ) -> list[str]:
-    """Return the paths of the modules that `modules_to_save` names.
+    """Return the paths of the modules that match `modules_to_save`.
 
-    By PEFT's own rule, which ignores dots. A name may match nothing in this model.
+    This follows PEFT's rule, which ignores dots. A name may match no module.
     """
     names = fields.get(SHARED_FIELDS["train_fully"]) or ()
     paths = [
@@ -315,16 +309,16 @@ def _owner(name: str, places: Collection[str]) -> str:
 
 
 def check_targets_of(fields: Mapping[str, Any], adapter: Adapter, folder: Path) -> None:
-    """Refuse a config whose targets are not the modules with tensors: scales would be wrong.
+    """Refuse a config whose targets differ from the modules with tensors: scales would be wrong.
 
     Raises:
-        AdapterError: Names targets without tensors, or modules with tensors that are no target.
+        AdapterError: Targets have no tensors, or modules with tensors are not targeted.
     """
-    paths = {path for path, module in adapter.own.items() if not module.stacked}
+    paths = {path for path, module in adapter.method_modules.items() if not module.stacked}
     targets = fields.get("target_modules")
     stacks = [
         f"{path}.{name}"
-        for path, module in adapter.own.items()
+        for path, module in adapter.method_modules.items()
         for name in module.stacked or ("weight",)
     ]
     missing = unmatched(targets, paths | adapter.full)
@@ -346,5 +340,4 @@ def check_targets_of(fields: Mapping[str, Any], adapter: Adapter, folder: Path) 
 
 
 def _some(names: Sequence[str]) -> str:
-    """Return the first few of untrusted names, shortened."""
     return first_few(map(shown, names), 5, ", ")

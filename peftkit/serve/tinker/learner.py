@@ -1,7 +1,7 @@
-"""How tenants learn over one base: seated for one operation, and taken off after it.
+"""Train tenants over one base: an operation attaches a tenant and detaches it afterwards.
 
-An operation adds all of its gradient to a tenant's, or nothing: where memory runs out, it is done
-again with fewer rows at once.
+An operation adds its complete gradient to a tenant's, or nothing. If memory runs out, it repeats
+with a smaller plan.
 """
 
 from __future__ import annotations
@@ -16,17 +16,8 @@ from torch import Tensor
 from peftkit.adapter import attach, group_modules, refresh_copies
 from peftkit.base.load import Base
 from peftkit.execution.environment import free_now
-from peftkit.execution.out_of_memory import is_out_of_memory, release_memory
-from peftkit.execution.plan import (
-    CPU_TOKENS,
-    GPU_TOKENS,
-    Activations,
-    ExecutionPlan,
-    activation_modes,
-    choose,
-    plan_of,
-    smaller,
-)
+from peftkit.execution.out_of_memory import attempt
+from peftkit.execution.plan import CPU_TOKENS, GPU_TOKENS, Activations, ExecutionPlan
 from peftkit.forward.blocks import Blocks
 from peftkit.forward.fused import fused_modules
 from peftkit.forward.loss import Head, find_head
@@ -39,49 +30,48 @@ from peftkit.serve.tinker.losses import LOSSES, Loss, Settings
 from peftkit.serve.tinker.rows import Datum, DatumTask
 from peftkit.serve.tinker.tenant import Tenant
 from peftkit.tasks.batches import split_micro_batches
-from peftkit.train.memory import AUTO_SHARE, saved_by
-from peftkit.train.optim import LossScale
+from peftkit.train.fitting import AUTO_SHARE, Costs, Fitting, choose, saved_by
 
 ROWS = 1024
-"""Rows at once, at most."""
+"""Maximum rows at once."""
 PROBE = 64
-"""Tokens of the row whose activations are counted."""
+"""Tokens of the row that measures the activations."""
 
-Found = list[dict[str, Tensor]]
-"""Of each datum: `logprobs` and `elementwise_loss`."""
+Outputs = list[dict[str, Tensor]]
+"""`logprobs` and `elementwise_loss` of each datum."""
 
 
 class DoesNotFit(RequestError):
-    """A row does not fit into the memory that is left to it."""
+    """A row does not fit into the free memory."""
 
 
 class Learner:
-    """A base over which tenants learn in turn; all calls come from the thread that has it."""
+    """A base over which tenants train in turn, called by one thread."""
 
     def __init__(self, base: Base) -> None:
         self.base, self.model = base, base.model
-        plan, blocks = plan_of(base.model), Blocks(base.model)
-        tokens = GPU_TOKENS if plan.on_gpu else CPU_TOKENS
-        has_blocks, streamed = bool(blocks.blocks), blocks.are_streamed
-        self._modes = activation_modes(
-            "auto", on_gpu=plan.on_gpu, has_blocks=has_blocks, streamed=streamed
+        plan = ExecutionPlan.for_model(base.model)
+        plan = replace(plan, rows=ROWS, tokens=GPU_TOKENS if plan.on_gpu else CPU_TOKENS)
+        self.fitting = Fitting(
+            plan,
+            Blocks(base.model).activation_modes("auto"),
+            lambda rows: self.task.num_positions(rows),
+            needs_scale=plan.on_gpu and plan.dtype == "float16",
         )
-        self._requested = replace(plan, rows=ROWS, tokens=tokens, activations=self._modes[0])
-        self._plan = self._requested
-        self._scale = LossScale(needed=plan.on_gpu and plan.dtype == "float16")
+        self.plan = self.fitting.requested
         self._task: DatumTask | None = None
-        self._costs: dict[tuple[int, int], list[tuple[Activations, float]]] = {}
+        self._costs: dict[tuple[int, int], Costs] = {}
 
     @property
     def task(self) -> DatumTask:
-        """How rows go through the model: made when it is first needed, as it runs the model."""
+        """The task, made at its first use, since it runs the model."""
         if self._task is None:
             with evaluating(self.model):
                 self._task = DatumTask(self.model, self.base.tokenizer)
         return self._task
 
     def head(self) -> Head | None:
-        """Return the model's head with what is on it; None: it cannot be had apart."""
+        """Return the model's head with its adapter; None if it cannot run separately."""
         bare, module = self.task.head, find_head(self.model)
         if bare is None or module is None:
             return None
@@ -91,7 +81,7 @@ class Learner:
         """Return a new tenant.
 
         Args:
-            fresh: Whether to set initial values; False: they are loaded next.
+            fresh: Whether to set initial values; False if they are loaded next.
 
         Raises:
             TargetError: The method does not suit the model.
@@ -103,7 +93,7 @@ class Learner:
 
     @contextmanager
     def on(self, tenant: Tenant) -> Iterator[None]:
-        """Have a tenant's modules on the base within the context."""
+        """Attach a tenant's modules to the base within the context."""
         with lifted(self.model):
             for path, module in tenant.adapter.modules.items():
                 self.model.set_submodule(path, module)
@@ -111,69 +101,79 @@ class Learner:
 
     @contextmanager
     def seated(self, tenant: Tenant, activations: Activations = "keep") -> Iterator[None]:
-        """Have a tenant on the base within the context, ready to learn.
+        """Attach a tenant and prepare the model for training within the context.
 
-        No module drops anything: log-probabilities are those of answers.
+        Dropout is off, so log-probabilities equal the log-probabilities of sampling.
         """
         task, model = self.task, self.model
         with self.on(tenant), modes_kept(model), ExitStack() as stack:
             model.eval()
             for module in tenant.adapter.modules.values():
-                module.training = True  # itself alone: it computes with its group
-            if self._plan.fused_kernels:
+                module.training = True  # not its children: it computes with its group
+            if self.plan.fused_kernels:
                 stack.enter_context(fused_modules(model))
             if activations != "keep":
-                blocks = Blocks(model, self._plan)
+                blocks = Blocks(model, self.plan)
                 stack.callback(blocks.restore)
                 blocks.set_activations(activations)
                 for module in model.modules():
                     if hasattr(module, "gradient_checkpointing"):
-                        module.training = True  # else transformers recomputes nothing
-            stack.enter_context(task.training(model, self._plan))
+                        module.training = True  # otherwise transformers recomputes nothing
+            stack.enter_context(task.training(model, self.plan))
             yield
 
     def forward(
         self, tenant: Tenant, rows: Sequence[Datum], loss: Loss, settings: Settings, backward: bool
-    ) -> tuple[Found, float]:
-        """Return what is found of each row, and the sum of losses; gradients are added.
+    ) -> tuple[Outputs, float]:
+        """Return the outputs of each row and the sum of losses; add to the tenant's gradients.
 
         Raises:
             DoesNotFit: A row is too long.
         """
-        planned = plan = self._planned(tenant, rows) if backward else self._plan
+        scale = self.fitting.scale
+        planned = plan = self._planned(tenant, rows) if backward else self.plan
         before = tenant.take_gradients()
+
+        def undo() -> None:
+            tenant.take_gradients()
+            refresh_copies(tenant.layers)
+
+        def passes() -> tuple[Outputs, float]:
+            with self.seated(tenant, plan.activations if backward else "keep"):
+                return self._passes(rows, loss, settings, plan, backward)
+
+        def compute() -> tuple[tuple[Outputs, float], float] | None:
+            factor = scale.factor  # `overflows` may change it after the pass
+            outputs = attempt(passes, undo=undo)
+            return None if outputs is None else (outputs, factor)
+
+        def overflows(_: object) -> bool:
+            gradients = [p.grad for p in tenant.parameters.values() if p.grad is not None]
+            if scale.needed and not all(bool(grad.isfinite().all()) for grad in gradients):
+                return backward
+            if backward:
+                scale.went_well()
+            return False
+
+        def step_down() -> None:
+            nonlocal plan
+            smaller = self.fitting.smaller(plan, self._parts(rows, plan))
+            if smaller is None:
+                raise _too_long(_longest(rows))
+            plan = smaller
+
         try:
-            while True:
-                outputs, factor = None, self._scale.factor  # of this pass: then it may grow
-                try:
-                    with self.seated(tenant, plan.activations if backward else "keep"):
-                        outputs = self._passes(rows, loss, settings, plan, backward)
-                except Exception as error:
-                    if not is_out_of_memory(error):
-                        raise
-                if outputs is not None and (not backward or self._is_finite(tenant)):
-                    break
-                tenant.take_gradients()
-                if outputs is None:  # outside of `except`, whose traceback holds the activations
-                    refresh_copies(tenant.layers)
-                    release_memory()
-                    plan = self._smaller(plan, rows)
+            outputs, factor = self.fitting.retry(
+                compute, overflows=overflows, step_down=step_down, undo=tenant.take_gradients
+            )
         except BaseException:
             tenant.set_gradients(before)
             refresh_copies(tenant.layers)
             raise
         if plan is not planned:
-            self._plan = plan  # others begin with it: not with one that fitted nothing
+            self.plan = plan  # later operations start with it, unless no row fitted
         tenant.add_gradients(before, 1 / factor)
         return outputs
-
-    def _is_finite(self, tenant: Tenant) -> bool:
-        """Whether gradients of 16-bit floats are finite; else their factor is lower next time."""
-        gradients = [p.grad for p in tenant.parameters.values() if p.grad is not None]
-        if not self._scale.needed or all(bool(each.isfinite().all()) for each in gradients):
-            self._scale.went_well()
-            return True
-        return not self._scale.overflowed()
 
     def _passes(
         self,
@@ -182,7 +182,7 @@ class Learner:
         settings: Settings,
         plan: ExecutionPlan,
         backward: bool,
-    ) -> tuple[Found, float]:
+    ) -> tuple[Outputs, float]:
         task, head, outputs = self.task, self.head(), dict[int, dict[str, Tensor]]()
         total = torch.zeros((), dtype=torch.float64)
         for part in self._parts(rows, plan):
@@ -190,7 +190,7 @@ class Learner:
             with torch.set_grad_enabled(learns):
                 summed, *columns = task.losses(self.model, head, part, loss, settings)
                 if learns:
-                    (summed * self._scale.factor).backward()
+                    (summed * self.fitting.scale.factor).backward()
             task.forget_layout()
             sizes = [len(row.input_ids) for row in part]
             parts = (each.float().cpu().split(sizes) for each in columns)
@@ -206,52 +206,38 @@ class Learner:
         )
 
     def _planned(self, tenant: Tenant, rows: Sequence[Datum]) -> ExecutionPlan:
-        """Return the plan by which rows fit into the memory that is free.
+        """Return the plan with which rows fit into the free memory.
 
         Raises:
-            DoesNotFit: The longest row does not.
+            DoesNotFit: The longest row does not fit.
         """
         environment = free_now(self.model.device)
         if environment.memory is None:
-            return self._plan
+            return self.plan
         costs, longest = self._costs_of(tenant), _longest(rows)
         available = AUTO_SHARE * environment.usable - tenant.num_later
-        requested = replace(self._plan, rows=min(ROWS, len(rows)))
+        requested = replace(self.plan, rows=min(ROWS, len(rows)))
         plan = choose(requested, costs, available, self.task.num_positions([longest]))
         if plan is None:
             raise _too_long(longest, int(max(available, 0) / min(cost for _, cost in costs)))
-        return replace(plan, rows=self._plan.rows)
+        return replace(plan, rows=self.plan.rows)
 
-    def _costs_of(self, tenant: Tenant) -> list[tuple[Activations, float]]:
-        """Return the bytes that a token's activations take, by mode; counted once for each size."""
+    def _costs_of(self, tenant: Tenant) -> Costs:
+        """Return the costs of each activation mode, counted once for each adapter size."""
         key = tenant.num_bytes, len(tenant.parameters)
         if key not in self._costs:
-            size = min(PROBE, context_length(self.model) or PROBE)
-            row = Datum.of([3 + n % 5 for n in range(size)])
+            length = min(PROBE, context_length(self.model) or PROBE)
+            row = Datum.of([3 + n % 5 for n in range(length)])
             loss, blocks = LOSSES["cross_entropy"], Blocks(self.model).blocks
             with self.seated(tenant), torch.enable_grad():
-                tokens, head = self.task.num_positions([row]), self.head()
+                head = self.head()
                 saved = saved_by(
                     lambda: self.task.losses(self.model, head, [row], loss, Settings())[0], blocks
                 )
                 self.task.forget_layout()
             refresh_copies(tenant.layers)
-            modes = self._modes
-            self._costs[key] = [(mode, max(1.0, saved.needed(mode) / tokens)) for mode in modes]
+            self._costs[key] = self.fitting.costs((saved, [row]))
         return self._costs[key]
-
-    def _smaller(self, plan: ExecutionPlan, rows: Sequence[Datum]) -> ExecutionPlan:
-        """Return the next plan after one that ran out of memory.
-
-        Raises:
-            DoesNotFit: There is none.
-        """
-        parts = self._parts(rows, plan)
-        most, tokens = max(map(len, parts)), max(map(self.task.num_positions, parts))
-        less = smaller(plan, self._requested, self._modes, rows=most, tokens=tokens)
-        if less is None:
-            raise _too_long(_longest(rows))
-        return less
 
 
 def _longest(rows: Sequence[Datum]) -> Datum:

@@ -18,7 +18,7 @@ from peftkit.data.pack import padded, padded_rows
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.forward.attention import TrainingAttention, training_attention
 from peftkit.forward.loss import Head, target_logits, target_rows, unwrapped
-from peftkit.forward.padding_free import can_unpad
+from peftkit.forward.probes import can_unpad
 from peftkit.inference.engine import context_length
 from peftkit.kernels.cross_entropy import ChunkedValues, parts_of, rows_of_chunk
 from peftkit.serve.requests import RequestError
@@ -154,7 +154,7 @@ class DatumTask(TokenTask):
 
     @contextmanager
     def training(self, model: nn.Module, plan: ExecutionPlan | None = None) -> Iterator[None]:
-        how: dict[str, Any] = {"documents": self._unpads is not False, "known": self._known}
+        how: dict[str, Any] = {"documents": self._unpads is not False, "previous": self._known}
         with training_attention(model, plan, **how) as self._known:
             if self._unpads is None:
                 known = self._known

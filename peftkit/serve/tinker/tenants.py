@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from peftkit.adapter import group_modules
-from peftkit.data.encode import default_style
+from peftkit.data.generation import default_style
 from peftkit.execution.environment import free_now
 from peftkit.execution.out_of_memory import is_out_of_memory, release_memory
 from peftkit.files.tensors import read_tensors, specs_of, write_tensor_stream, write_tensors

@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from peftkit.data.encode import Style, prompt_ids, stop_ids
+from peftkit.data.generation import prompt_ids, stop_ids
+from peftkit.data.style import Style
 from peftkit.errors import PeftkitError, RunError
 from peftkit.inference.engine import Request as AnswerRequest
 from peftkit.inference.sampling import Sampling, seed_of
@@ -120,7 +121,7 @@ class _Api:
                 grading = Grading(grader, self._ask, CODE_SECONDS, UserCode())
                 (grade,) = grading.grades([Answered(body.model_sample, body.item, "the item")])
         except RunError as error:
-            raise RequestError(error.asked, found=error.found, fix=error.fix) from None
+            raise RequestError(error.problem, found=error.found, fix=error.fix) from None
         parts = dict(grade.parts)
         metadata = {
             "errors": {name: name == grade.problem for name in PROBLEMS},
@@ -158,7 +159,7 @@ class _Api:
 def _of_the_server(error: Exception) -> RequestError:
     """Return what the model failed with; what a grader fails with is the request's."""
     assert isinstance(error, PeftkitError)
-    return RequestError(error.asked, found=error.found, fix=error.fix, status=status_of(error))
+    return RequestError(error.problem, found=error.found, fix=error.fix, status=status_of(error))
 
 
 PROBLEMS = (

@@ -45,7 +45,9 @@ def grader_of(told: Mapping[str, Any], training: Training, folder: Path) -> Grad
     try:
         return from_dict(GraderBox, {"grader": _own(told, training, folder)}, "the grader").grader
     except ConfigError as error:
-        raise RequestError(error.asked, found=error.found, fix=error.fix, param="grader") from None
+        raise RequestError(
+            error.problem, found=error.found, fix=error.fix, param="grader"
+        ) from None
 
 
 def _own(told: Mapping[str, Any], training: Training, folder: Path) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def count_rows(
                 if num_bad <= MAX_NAMED:
                     told.append(f"Line {record.source.rpartition(':')[2]}: {problem}")
     except DataError as error:
-        text = public(f"{error.asked} {error.found} {error.fix}", path)
+        text = public(f"{error.problem} {error.found} {error.fix}", path)
         raise JobError("invalid_file_format", text, param) from None
     if num_bad:
         more = f" And {num_bad - MAX_NAMED} more." if num_bad > MAX_NAMED else ""
@@ -82,7 +82,7 @@ def _problem(record: Record, method: Kind, fields: Collection[str], first: str) 
     except WrongField as problem:
         return f"{problem}."
     except DataError as error:
-        return f"{_without_source(error.found or error.asked, record.source)}."
+        return f"{_without_source(error.found or error.problem, record.source)}."
     lacking = sorted(set(fields) - record.fields.keys())
     return f"{lacking[0]}: missing, and the grader reads it." if lacking else ""
 

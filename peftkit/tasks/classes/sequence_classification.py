@@ -15,7 +15,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.base.purpose import ClassHead, ProblemType, labels_of
+from peftkit.base.heads import ClassHead, ProblemType, labels_of
 from peftkit.data.records import Record
 from peftkit.data.rows.columns import StoredRows
 from peftkit.errors import BaseError, ConfigError, DataError

@@ -18,7 +18,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from peftkit.base.purpose import labels_of
+from peftkit.base.heads import labels_of
 from peftkit.data.messages import WrongField, texts_of
 from peftkit.data.records import Record
 from peftkit.data.rows.columns import StoredRows

@@ -19,7 +19,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from peftkit.data.encode import stop_ids
+from peftkit.data.generation import stop_ids
 from peftkit.data.pack import Row
 from peftkit.data.rows.columns import StoredRows, row_digest
 from peftkit.errors import AdapterError, ConfigError
@@ -35,8 +35,9 @@ from peftkit.kernels.divergence import (
     chunked_divergence,
     reference_divergence,
 )
-from peftkit.model.modes import SideAdapter, evaluating
+from peftkit.model.modes import evaluating
 from peftkit.model.places import unwrap_adapter
+from peftkit.model.side_adapter import SideAdapter
 from peftkit.settings import CHAT
 from peftkit.tasks.base import Run
 from peftkit.tasks.distill.rows import Distilled, DistillEncoder, TeacherPrompt, read_prompt

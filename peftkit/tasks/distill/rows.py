@@ -15,17 +15,18 @@ from peftkit.data.encode import (
     NOTHING,
     DocumentEncoder,
     Encoder,
-    Style,
-    prompt_ids,
     require_template,
     shared_system,
 )
-from peftkit.data.format import Conversation, ParsedRow
+from peftkit.data.examples import Conversation
+from peftkit.data.format import ParsedRow
+from peftkit.data.generation import prompt_ids
 from peftkit.data.messages import Message, WrongField, parse_messages
 from peftkit.data.pack import IGNORE, Row
 from peftkit.data.prompts import PromptExample, read_prompts
 from peftkit.data.records import Record
 from peftkit.data.rows.encoder import Dropped, EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.style import Style
 from peftkit.errors import DataError, neighbours
 from peftkit.settings import DataConfig
 

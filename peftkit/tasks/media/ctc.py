@@ -22,7 +22,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.base.purpose import ClassHead, Processor, Purpose
+from peftkit.base.heads import ClassHead
+from peftkit.base.purpose import Processor, Purpose
 from peftkit.data.media.files import Audio
 from peftkit.data.records import iterate_records, sources_of
 from peftkit.data.rows.encoder import tokenizer_key

@@ -16,7 +16,8 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor, nn
 
-from peftkit.base.purpose import ProblemType, Processor, labels_of
+from peftkit.base.heads import ProblemType, labels_of
+from peftkit.base.purpose import Processor
 from peftkit.data.media.files import Audio, Media, MediaClass, Picture
 from peftkit.data.records import Part, Record, iterate_records, sources_of
 from peftkit.data.rows.columns import StoredRows

@@ -23,7 +23,7 @@ from peftkit.data.pack import IGNORE, collate
 from peftkit.data.rows.columns import StoredRows
 from peftkit.errors import BaseError
 from peftkit.forward.loss import unwrapped
-from peftkit.forward.padding_free import check_causal_answer
+from peftkit.forward.probes import check_causal_answer
 from peftkit.settings import CHAT, DataConfig
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.rows import exact_length

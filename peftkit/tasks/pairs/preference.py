@@ -18,11 +18,13 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from peftkit.data.encode import shared_system
-from peftkit.data.pack import IGNORE, LazyRows, Row, cut_document, labelled_segments
+from peftkit.data.pack import IGNORE, Row, cut_document
 from peftkit.data.preferences import Pair, Verdict, check_both_labels, read_pairs_of, read_verdicts
 from peftkit.data.records import Record
+from peftkit.data.row_text import labelled_segments
 from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.encoder import Dropped, EncodedRows
+from peftkit.data.rows.lazy import LazyRows
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, ignore
 from peftkit.settings import CHAT, DataConfig

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.data.encode import Encoder
-from peftkit.data.format import Example
-from peftkit.data.pack import IGNORE, Labels, Row, View, cut_document, tokens_of_each
+from peftkit.data.examples import Example
+from peftkit.data.pack import IGNORE, Labels, Row, cut_document
 from peftkit.data.preferences import NOTHING_TO_COMPARE
 from peftkit.data.rows.columns import row_digest
 from peftkit.data.rows.encoder import RowEncoder, tokenizer_key
+from peftkit.data.rows.lazy import View, tokens_of_each
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice, Progress, Stage
 from peftkit.execution.parallel import Part

@@ -17,10 +17,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.base.purpose import ClassHead
+from peftkit.base.heads import ClassHead
 from peftkit.data.chat import Chat
 from peftkit.data.encode import Encoder
-from peftkit.data.format import Completion, Conversation, Example, Instruction, Text, parse
+from peftkit.data.examples import Completion, Conversation, Example, Instruction, Text
+from peftkit.data.format import parse
 from peftkit.data.preferences import NOTHING_TO_COMPARE, PAIRS, SIDES, read_pair
 from peftkit.data.records import Record
 from peftkit.data.rows.encoder import Dropped, EncodedRows

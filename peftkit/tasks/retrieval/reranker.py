@@ -26,7 +26,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peftkit.base.purpose import ClassHead
+from peftkit.base.heads import ClassHead
 from peftkit.data.messages import WrongField, full_text, texts_of
 from peftkit.data.records import Record
 from peftkit.data.rows.columns import StoredRows

@@ -19,18 +19,21 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from peftkit.data.encode import Encoder, Style, prompt_ids, shared_system, stop_ids
-from peftkit.data.format import Completion, Conversation, Example
+from peftkit.data.encode import Encoder, shared_system
+from peftkit.data.examples import Completion, Conversation, Example
+from peftkit.data.generation import prompt_ids, stop_ids
 from peftkit.data.messages import Message
 from peftkit.data.pack import IGNORE, Row, padded_rows
 from peftkit.data.prompts import PromptExample, read_prompts
 from peftkit.data.records import Record
 from peftkit.data.rows.encoder import Dropped, EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.style import Style
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, ScoredAnswer, ignore
 from peftkit.forward.loss import accepted, target_rows, unwrapped
 from peftkit.inference.generate import ModelSampler, SampledAnswer, answers_to
-from peftkit.model.modes import SideAdapter, adapters_off
+from peftkit.model.modes import adapters_off
+from peftkit.model.side_adapter import SideAdapter
 from peftkit.settings import CHAT
 from peftkit.tasks.base import Run
 from peftkit.tasks.documents import Rollout, RolloutTask

@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from peftkit.data.encode import Style, prompt_ids
+from peftkit.data.generation import prompt_ids
+from peftkit.data.style import Style
 from peftkit.data.turns import Turns
 from peftkit.errors import ConfigError, RunError
 from peftkit.inference.cache import num_common

@@ -24,7 +24,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from peftkit.data.format import ParsedRow, Text, parse
+from peftkit.data.examples import Text
+from peftkit.data.format import ParsedRow, parse
 from peftkit.data.pack import padded_rows
 from peftkit.data.records import Record
 from peftkit.data.rows.columns import StoredRows

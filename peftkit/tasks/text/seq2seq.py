@@ -19,11 +19,14 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from peftkit.data.format import Completion, Example, FieldNames, Instruction, ParsedRow, parse
-from peftkit.data.pack import padded_rows, tokens_of_each
+from peftkit.data.examples import Completion, Example, Instruction
+from peftkit.data.field_names import FieldNames
+from peftkit.data.format import ParsedRow, parse
+from peftkit.data.pack import padded_rows
 from peftkit.data.records import Record
 from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.encoder import Dropped, EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.rows.lazy import tokens_of_each
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.forward.loss import in_dtype_of, unwrapped

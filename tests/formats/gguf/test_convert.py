@@ -21,11 +21,13 @@ from peftkit.errors import AdapterError, OutputError
 from peftkit.events import Event, Notice
 from peftkit.formats.exchange import import_adapter
 from peftkit.formats.gguf.convert import export_gguf
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
+from tests.helpers.adapters import perturb
 from tests.helpers.families import ARCHITECTURES
 
 gguf = pytest.importorskip("gguf")
@@ -150,9 +152,7 @@ def test_imported_it_loads_onto_the_base_and_computes_the_same(tmp_path: Path) -
     model = ARCHITECTURES["llama"]().eval()
     model.save_pretrained(tmp_path / "base")
     adapter = attach(model, LoRA(rank=4, alpha=8, targets=("q", "k", "up")))
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
+    perturb(adapter.parameters())
     ids = torch.arange(12)[None] + 3
     expected = model(input_ids=ids).logits
     save_adapter(adapter, tmp_path / "one")

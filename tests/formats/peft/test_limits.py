@@ -21,7 +21,8 @@ from transformers import (
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError
 from peftkit.formats.open_adapter import task_of
-from peftkit.formats.peft.folder import load_adapter, read_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter, read_adapter
 from peftkit.formats.peft.low_rank import read_low_rank
 from peftkit.formats.peft.targets import refused_by_peft
 from peftkit.methods.lora import LoRA

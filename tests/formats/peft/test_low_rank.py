@@ -10,11 +10,13 @@ import torch
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.low_rank import LowRank, read_low_rank, role_updates, save_low_rank
 from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.dora import DoRA
 from peftkit.methods.lora import LoRA
+from tests.helpers.adapters import perturb
 from tests.helpers.families import FAMILIES
 
 METHODS = {
@@ -30,9 +32,7 @@ METHODS = {
 def test_read_written_and_read_again_it_computes_the_same(name: str, tmp_path: Path) -> None:
     model = FAMILIES["llama"]().eval()
     adapter = attach(model, METHODS[name])
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
+    perturb(adapter.parameters())
     ids = torch.arange(12)[None] + 3
     expected = model(input_ids=ids).logits
     save_adapter(adapter, tmp_path / "one")

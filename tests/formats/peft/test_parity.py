@@ -11,11 +11,12 @@ from typing import Any
 import peft
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.targets import shortest_endings
 from peftkit.methods.base import Method
 from peftkit.methods.dora import DoRA
@@ -24,6 +25,7 @@ from peftkit.methods.lora import LoRA
 from peftkit.methods.own_parameters import LNTuning
 from peftkit.methods.vera import VeRA
 from tests.helpers import grid, laws
+from tests.helpers.adapters import logits
 from tests.helpers.families import ARCHITECTURES, FAMILIES
 
 pytestmark = pytest.mark.filterwarnings(
@@ -103,11 +105,6 @@ THEIRS_EXPERTS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"gate_up_proj": 5},
     },
 }
-
-
-def logits(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=torch.arange(20).view(2, 10) + 3).logits
 
 
 def nudge(model: nn.Module) -> None:

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from peftkit.adapter import attach
 from peftkit.errors import AdapterError
 from peftkit.formats.exchange import import_adapter
-from peftkit.formats.peft.folder import load_adapter, save_adapter
+from peftkit.formats.peft.folder import save_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.methods.lora import LoRA
-from tests.formats.test_mlx import logits
+from tests.helpers.adapters import logits, perturb
 from tests.helpers.families import ARCHITECTURES
 
 RANK = 3
@@ -39,9 +40,7 @@ def test_stacks_of_todays_peft_are_imported(
 ) -> None:
     model = ARCHITECTURES[family]().eval()
     adapter = attach(model, LoRA(rank=RANK, alpha=5, targets=targets))
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
+    perturb(adapter.parameters())
     expected = logits(model)
     source = save_adapter(adapter, tmp_path / "one")
     adapter.detach()
@@ -62,5 +61,5 @@ def test_stacks_of_an_unknown_layout_stay_refused(version: str | None, tmp_path:
     (source / "peftkit.json").unlink()
     path = source / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"peft_version": version}))
-    with pytest.raises(AdapterError, match="cannot tell the layout"):
+    with pytest.raises(AdapterError, match="layout of the adapter's stacked experts"):
         import_adapter(source, tmp_path / "two", base=base_of(model, tmp_path / "base"))

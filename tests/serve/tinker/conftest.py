@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,9 @@ from peftkit.model.lift import take_off
 from peftkit.serve.app import Limits, make_app
 from peftkit.serve.training import TrainingOptions
 from peftkit.settings import BaseConfig
+from tests.helpers.bank import tiny_base
+from tests.helpers.serving import HERE, Serve
 from tests.helpers.wire_client import Client
-from tests.inference.test_bank import a_base
-
-HERE = "http://127.0.0.1:8000"
-Serve = Callable[..., TestClient]
 
 
 @pytest.fixture
@@ -35,7 +33,7 @@ def serve(llama: Any, tokenizer: Any, tmp_path: Path) -> Iterator[Serve]:
             take_off(llama)
             options = TrainingOptions(folder=tmp_path / "state", base=BaseConfig(model="tiny"))
             app = make_app(
-                AdapterBank(a_base(llama, tokenizer)),
+                AdapterBank(tiny_base(llama, tokenizer)),
                 training=options,
                 limits=Limits(max_waiting=512),
                 **named,

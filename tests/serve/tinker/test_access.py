@@ -14,8 +14,8 @@ pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is n
 
 from peftkit.serve.tinker import api, rows, wire
 from peftkit.serve.tinker.bodies import Ordered
+from tests.helpers.serving import Serve
 from tests.helpers.wire_client import API, Client, datum, message
-from tests.serve.tinker.conftest import Serve
 
 ANN, BOB = "tml-ann", "tml-bob"
 DATA = [datum([5, 6, 7, 8])]

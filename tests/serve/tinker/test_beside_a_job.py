@@ -16,10 +16,9 @@ from peftkit.events import StepDone
 from peftkit.execution.signals import Interrupted, stop_here
 from peftkit.recipe import Recipe
 from peftkit.run import run
+from tests.helpers.serving import adapter_bytes, recipe
+from tests.helpers.tinker import MIXED_RANKS, PROMPT, train_steps
 from tests.helpers.wire_client import Client
-from tests.serve.test_turns import recipe, weights
-from tests.serve.tinker.test_learning import UNLIKE, learn
-from tests.serve.tinker.test_samples import PROMPT
 
 
 class Job:
@@ -48,18 +47,18 @@ class Job:
 def test_models_learn_and_answer_beside_a_job_as_they_do_alone(
     client: Client, tmp_path: Path
 ) -> None:
-    alone = [learn(client.model(**config), 3) for config in UNLIKE]
+    alone = [train_steps(client.model(**config), 3) for config in MIXED_RANKS]
     said = client.sample(client.sampler(), PROMPT, prompt_logprobs=True)
     job = Job(client, recipe(tmp_path, "long", max_steps=100_000, save_every=100_000))
     assert job.begun.wait(60)
     before = job.steps
-    assert [learn(client.model(**config), 3) for config in UNLIKE] == alone
+    assert [train_steps(client.model(**config), 3) for config in MIXED_RANKS] == alone
     assert client.sample(client.sampler(), PROMPT, prompt_logprobs=True) == said
     assert not job.ended.is_set()
     assert job.steps > before + 6
     job.is_enough = True
     assert job.ended.wait(60)
-    assert learn(client.model(**UNLIKE[0]), 3) == alone[0]
+    assert train_steps(client.model(**MIXED_RANKS[0]), 3) == alone[0]
 
 
 def test_a_job_beside_models_ends_bit_equal_to_one_alone(client: Client, tmp_path: Path) -> None:
@@ -67,7 +66,7 @@ def test_a_job_beside_models_ends_bit_equal_to_one_alone(client: Client, tmp_pat
         job = Job(client, recipe(tmp_path, name, max_steps=12))
         if name == "beside":
             assert job.begun.wait(60)
-            learn(client.model(), 4)
+            train_steps(client.model(), 4)
         assert job.ended.wait(60)
         assert job.steps == 12
-    assert weights(tmp_path / "beside") == weights(tmp_path / "alone")
+    assert adapter_bytes(tmp_path / "beside") == adapter_bytes(tmp_path / "alone")

@@ -19,15 +19,10 @@ from peftkit.serve.tinker import learner, tenants
 from peftkit.serve.tinker.learner import Learner
 from peftkit.serve.tinker.losses import LOSSES, Settings
 from peftkit.train.optim import LossScale
-from tests.helpers.wire_client import Client, Model, datum
-from tests.inference.test_bank import a_base
-from tests.serve.tinker.test_losses import formula
+from tests.helpers.bank import tiny_base
+from tests.helpers.tinker import CE_DATA, MIXED_RANKS, loss_formula, train_steps
+from tests.helpers.wire_client import Client, datum
 
-CE = [
-    datum([5, 6, 7, 8, 9, 10, 11]),
-    datum([5, 6, 7, 30, 31, 32], weights=[0, 0, 1, 1, 0.5]),
-    datum([40, 41, 42], weights=[-1.0, 0.3]),
-]
 ADAM = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-7, "weight_decay": 0.1, "grad_clip_norm": 5.0}
 
 
@@ -64,7 +59,7 @@ def plain_loss(model: nn.Module, data: Any, loss: str) -> tuple[Tensor, list[Ten
             "datum": torch.zeros(len(x), dtype=torch.long),
             **given,
         }
-        total = total + formula(loss, x, inputs, 0.8, 1.2, 0.05)
+        total = total + loss_formula(loss, x, inputs, 0.8, 1.2, 0.05)
         found.append(x.detach())
     return total, found
 
@@ -73,7 +68,7 @@ def plain_loss(model: nn.Module, data: Any, loss: str) -> tuple[Tensor, list[Ten
 def test_losses_gradients_and_steps_are_those_of_a_plain_loop(
     client: Client, llama: Any, loss: str
 ) -> None:
-    data = CE if loss == "cross_entropy" else [rewarded(1), rewarded(2)]
+    data = CE_DATA if loss == "cross_entropy" else [rewarded(1), rewarded(2)]
     other, parameters = plain(llama, 4, targets=("attention", "ffn", "head"))
     optimizer = torch.optim.AdamW(parameters, lr=0.02, betas=(0.8, 0.9), eps=1e-7, weight_decay=0.1)
     model = client.model(rank=4, seed=7, train_unembed=True)
@@ -130,45 +125,28 @@ def test_gspo_takes_the_ratio_of_a_whole_datum(client: Client, llama: Any) -> No
 
 def test_gradients_add_up_until_the_step_and_forward_alone_adds_none(client: Client) -> None:
     whole, parts, none = (client.model(seed=3) for _ in range(3))
-    whole.forward(CE)
-    for one in CE:
+    whole.forward(CE_DATA)
+    for one in CE_DATA:
         parts.forward([one])
-        parts.forward(CE, forward_only=True)
+        parts.forward(CE_DATA, forward_only=True)
     expected = whole.step(learning_rate=0.1)["metrics"]["grad_norm:mean"]
     assert parts.step(learning_rate=0.1)["metrics"]["grad_norm:mean"] == pytest.approx(
         expected, rel=1e-5
     )
-    after = whole.forward(CE)[0]
-    assert parts.forward(CE)[0] == pytest.approx(after, rel=1e-5)
-    before = none.forward(CE, forward_only=True)[0]
+    after = whole.forward(CE_DATA)[0]
+    assert parts.forward(CE_DATA)[0] == pytest.approx(after, rel=1e-5)
+    before = none.forward(CE_DATA, forward_only=True)[0]
     assert none.step(learning_rate=0.1)["metrics"]["grad_norm:mean"] == 0.0
-    assert none.forward(CE)[0] == pytest.approx(before, rel=1e-5) != after
-
-
-def learn(model: Model, number: int) -> list[Any]:
-    """Take some steps; return all that is told of them."""
-    told: list[Any] = []
-    for _ in range(number):
-        total, rows = model.forward(CE)
-        told += [total, [row["logprobs"].tolist() for row in rows]]
-        told.append(model.step(learning_rate=0.05))
-    return told
-
-
-UNLIKE = (
-    {"rank": 2, "seed": 1},
-    {"rank": 5, "seed": 2, "train_mlp": False, "train_unembed": True},
-    {"rank": 3, "seed": 1, "train_attn": False},
-)
+    assert none.forward(CE_DATA)[0] == pytest.approx(before, rel=1e-5) != after
 
 
 def test_tenants_of_unlike_ranks_learn_what_each_learns_alone(client: Client) -> None:
-    alone = [learn(client.model(**config), 4) for config in UNLIKE]
-    models = [client.model(**config) for config in UNLIKE]
-    mixed: list[list[Any]] = [[] for _ in UNLIKE]
+    alone = [train_steps(client.model(**config), 4) for config in MIXED_RANKS]
+    models = [client.model(**config) for config in MIXED_RANKS]
+    mixed: list[list[Any]] = [[] for _ in MIXED_RANKS]
     for _ in range(4):
         for told, model in zip(mixed, models, strict=True):
-            told += learn(model, 1)
+            told += train_steps(model, 1)
     assert mixed == alone
     assert alone[0] != alone[2]
 
@@ -176,14 +154,14 @@ def test_tenants_of_unlike_ranks_learn_what_each_learns_alone(client: Client) ->
 def test_tenants_that_were_on_the_disk_learn_the_same(
     client: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    alone = [learn(client.model(**config), 3) for config in UNLIKE]
+    alone = [train_steps(client.model(**config), 3) for config in MIXED_RANKS]
     monkeypatch.setattr(tenants, "MAX_HERE", 1)
-    models = [client.model(**config) for config in UNLIKE]
+    models = [client.model(**config) for config in MIXED_RANKS]
     away = tmp_path / "state" / "tinker" / "away"
     assert len(list(away.iterdir())) == 5
-    mixed: list[list[Any]] = [[] for _ in UNLIKE]
+    mixed: list[list[Any]] = [[] for _ in MIXED_RANKS]
     for _ in range(3):
-        halves = [model.forward(CE) for model in models]  # its gradient waits on the disk
+        halves = [model.forward(CE_DATA) for model in models]  # its gradient waits on the disk
         for told, model, (total, rows) in zip(mixed, models, halves, strict=True):
             told += [total, [row["logprobs"].tolist() for row in rows]]
             told.append(model.step(learning_rate=0.05))
@@ -192,7 +170,7 @@ def test_tenants_that_were_on_the_disk_learn_the_same(
 
 def test_common_beginnings_are_computed_once(client: Client, llama: Any) -> None:
     model = client.model()
-    model.forward(CE)  # finds out about the base
+    model.forward(CE_DATA)  # finds out about the base
     seen: list[int] = []
     handle = llama.model.embed_tokens.register_forward_hook(
         lambda module, args, out: seen.append(args[0].numel())
@@ -232,26 +210,26 @@ class Memory:
 def test_memory_that_runs_out_gives_fewer_rows_and_the_same_gradient(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = learn(client.model(), 2)
+    expected = train_steps(client.model(), 2)
     model = client.model()
-    model.forward(CE[:1])
+    model.forward(CE_DATA[:1])
     memory = Memory(monkeypatch, most=6)
-    model.forward(CE[1:])
+    model.forward(CE_DATA[1:])
     norm = model.step(learning_rate=0.05)["metrics"]["grad_norm:mean"]
     assert memory.failures
     assert norm == pytest.approx(expected[2]["metrics"]["grad_norm:mean"], rel=1e-4)
-    assert model.forward(CE)[0] == pytest.approx(expected[3], rel=1e-4)
+    assert model.forward(CE_DATA)[0] == pytest.approx(expected[3], rel=1e-4)
 
 
 def test_a_row_that_does_not_fit_leaves_the_gradient_as_it_was(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = learn(client.model(), 1)[2]["metrics"]["grad_norm:mean"]
+    expected = train_steps(client.model(), 1)[2]["metrics"]["grad_norm:mean"]
     model = client.model()
-    model.forward(CE)
+    model.forward(CE_DATA)
     with monkeypatch.context() as patch:
         memory = Memory(patch, most=20)
-        failed = model.forward([*CE, datum(range(5, 60))])
+        failed = model.forward([*CE_DATA, datum(range(5, 60))])
     assert memory.failures
     assert failed["category"] == "user"
     assert "datum 3 alone does not fit" in failed["error"]
@@ -263,7 +241,7 @@ def test_a_row_that_fits_without_the_others_sends_them_to_the_disk(
     client: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runs_out: str
 ) -> None:
     model, _, _ = (client.model() for _ in range(3))
-    expected = model.forward(CE)[0]
+    expected = model.forward(CE_DATA)[0]
     away, losses = tmp_path / "state" / "tinker" / "away", learner.DatumTask.losses
 
     def is_full() -> bool:
@@ -281,31 +259,35 @@ def test_a_row_that_fits_without_the_others_sends_them_to_the_disk(
         monkeypatch.setattr(learner, "free_now", free)
     else:
         monkeypatch.setattr(learner.DatumTask, "losses", bounded)
-    assert model.forward(CE)[0] == pytest.approx(expected, rel=1e-5)
+    assert model.forward(CE_DATA)[0] == pytest.approx(expected, rel=1e-5)
 
 
 def test_only_a_pass_that_went_well_makes_later_ones_smaller(
     llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    teacher = Learner(a_base(llama, tokenizer))
+    teacher = Learner(tiny_base(llama, tokenizer))
     tenant = teacher.new(LoRA(rank=2, alpha=32), 1, fresh=True)
     rows = [learner.Datum.of(list(range(5, 25))) for _ in range(4)]
-    before, rest = teacher._plan, (LOSSES["cross_entropy"], Settings(), True)
+    before, rest = teacher.plan, (LOSSES["cross_entropy"], Settings(), True)
     with monkeypatch.context() as patch:
         Memory(patch, most=10)
         with pytest.raises(learner.RequestError, match="alone does not fit"):
             teacher.forward(tenant, rows, *rest)
-    assert teacher._plan == before
+    assert teacher.plan == before
     Memory(monkeypatch, most=40)
     teacher.forward(tenant, rows, *rest)
-    assert teacher._plan.less_than(before)
+    assert teacher.plan.less_than(before)
 
 
 def test_a_step_that_runs_out_of_memory_is_done_again_as_if_it_had_not(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (client.model(seed=3) for _ in range(2))
-    expected = first.forward(CE), first.step(grad_clip_norm=1.0), first.forward(CE)
+    expected = (
+        first.forward(CE_DATA),
+        first.step(grad_clip_norm=1.0),
+        first.forward(CE_DATA),
+    )
     zeros, num_calls = torch.zeros_like, 0
 
     def bounded(*args: Any, **named: Any) -> Tensor:
@@ -315,12 +297,12 @@ def test_a_step_that_runs_out_of_memory_is_done_again_as_if_it_had_not(
             raise torch.OutOfMemoryError("out of memory")
         return zeros(*args, **named)
 
-    before = second.forward(CE)
+    before = second.forward(CE_DATA)
     monkeypatch.setattr(torch, "zeros_like", bounded)
     stepped = second.step(grad_clip_norm=1.0)
     assert num_calls > 4
     assert stepped["metrics"]["grad_norm:mean"] > 1.0
-    assert (before[0], stepped, second.forward(CE)[0]) == (
+    assert (before[0], stepped, second.forward(CE_DATA)[0]) == (
         *(expected[0][0], expected[1]),
         expected[2][0],
     )
@@ -328,23 +310,23 @@ def test_a_step_that_runs_out_of_memory_is_done_again_as_if_it_had_not(
 
 def test_a_gradient_that_is_not_finite_is_dropped_and_nothing_else(client: Client) -> None:
     model = client.model()
-    expected = model.forward(CE)[0]
+    expected = model.forward(CE_DATA)[0]
     model.step(learning_rate=0.0)
     ids, inputs = datum([5, 6, 7], logprobs=[-300.0, 0.0], advantages=[1.0, 1.0])
     assert abs(model.forward([(ids, inputs)], "importance_sampling")[0]) == float("inf")
     failed = model.step()
     assert failed["category"] == "user"
     assert "not finite" in failed["error"]
-    assert model.forward(CE)[0] == pytest.approx(expected, rel=1e-5)
+    assert model.forward(CE_DATA)[0] == pytest.approx(expected, rel=1e-5)
     assert model.step()["metrics"]["grad_norm:mean"] > 0
 
 
 def test_a_gradient_is_whole_in_the_pass_after_which_its_factor_grows(
     llama: Any, tokenizer: Any
 ) -> None:
-    teacher = Learner(a_base(llama, tokenizer))
+    teacher = Learner(tiny_base(llama, tokenizer))
     tenant = teacher.new(LoRA(rank=2, alpha=32), 1, fresh=True)
-    teacher._scale = scale = LossScale(needed=True)  # as on a GPU with fp16
+    teacher.fitting.scale = scale = LossScale(needed=True)  # as on a GPU with fp16
     before, rows = scale.factor, [learner.Datum.of([5, 6, 7, 8, 9])]
 
     def gradients(backward: bool = True) -> list[Tensor | None]:
@@ -363,7 +345,7 @@ def test_a_gradient_is_whole_in_the_pass_after_which_its_factor_grows(
 def test_rows_are_planned_by_what_their_activations_take(
     llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    teacher = Learner(a_base(llama, tokenizer))
+    teacher = Learner(tiny_base(llama, tokenizer))
     tenant = teacher.new(LoRA(rank=2, alpha=32), 1, fresh=True)
     rows = [learner.Datum.of(list(range(5, 5 + length))) for length in (90, 30, 20, 10)]
     loss = LOSSES["cross_entropy"]

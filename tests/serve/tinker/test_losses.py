@@ -14,8 +14,7 @@ pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is n
 
 from peftkit.serve.requests import RequestError
 from peftkit.serve.tinker.losses import LOSSES, Settings, loss_of, settings_of
-
-LENGTHS = (5, 9)
+from tests.helpers.tinker import LENGTHS, loss_formula
 
 
 def some(seed: int, scale: float = 1.0) -> Tensor:
@@ -37,33 +36,6 @@ def inputs() -> dict[str, Tensor]:
     }
 
 
-def formula(name: str, x: Tensor, i: dict[str, Tensor], lo: float, hi: float, beta: float) -> Any:
-    """Return the sum of losses, token by token."""
-    total: Any = 0.0
-    starts = (0, LENGTHS[0])
-    for n in range(len(x)):
-        q, a, w = i["logprobs"][n], i["advantages"][n], i["weights"][n]
-        r = (x[n] - q).exp()
-        if name == "gspo":
-            start = starts[int(i["datum"][n])]
-            rows = slice(start, start + LENGTHS[int(i["datum"][n])])
-            m = i["sequence_ratio_mask"][rows]
-            s = ((x[rows] - i["logprobs"][rows]) * m).sum().div(m.sum()).exp().detach()
-            r = s * x[n].exp() / x[n].exp().detach()
-        clipped = min(max(r.item(), lo), hi)
-        inside = r if lo <= r.item() <= hi else torch.tensor(clipped)
-        gain = {
-            "cross_entropy": x[n],
-            "importance_sampling": r * a,
-            "ppo": torch.minimum(r * a, inside * a),
-            "gspo": torch.minimum(r * a, inside * a),
-            "cispo": clipped * x[n] * a,
-            "dro": x[n] * a - beta / 2 * (x[n] - q) ** 2,
-        }[name]
-        total = total - w * gain
-    return total
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_and_its_gradient_are_the_formula_s(name: str) -> None:
     given = {key: value for key, value in (("beta", 0.3),) if key in LOSSES[name].settings}
@@ -73,7 +45,7 @@ def test_a_loss_and_its_gradient_are_the_formula_s(name: str) -> None:
     settings = settings_of(name, given)
     ours, theirs = (some(0).requires_grad_() for _ in range(2))
     loss = LOSSES[name].of_tokens(ours, inputs(), settings).sum()
-    expected = formula(name, theirs, inputs(), 0.7, 1.1, 0.3)
+    expected = loss_formula(name, theirs, inputs(), 0.7, 1.1, 0.3)
     loss.backward()
     expected.backward()
     assert math.isclose(loss.item(), expected.item(), rel_tol=1e-5)

@@ -12,9 +12,8 @@ import torch
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 
 from peftkit.serve.tinker import weights, wire
+from tests.helpers.tinker import PROMPT
 from tests.helpers.wire_client import Client, Model, datum
-
-PROMPT = [5, 6, 7, 8]
 
 
 def tokens(sequence: Any) -> list[int]:

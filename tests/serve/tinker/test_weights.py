@@ -10,29 +10,29 @@ import torch
 
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 
-from peftkit.formats.peft.folder import load_adapter
+from peftkit.formats.peft.load import load_adapter
 from peftkit.serve.tinker import weights, wire
+from tests.helpers.serving import Serve
+from tests.helpers.tinker import CE_DATA, MIXED_RANKS, train_steps
 from tests.helpers.wire_client import API, Client, datum
-from tests.serve.tinker.conftest import Serve
-from tests.serve.tinker.test_learning import CE, UNLIKE, learn
 
 
-@pytest.mark.parametrize("config", UNLIKE[:2])
+@pytest.mark.parametrize("config", MIXED_RANKS[:2])
 def test_a_model_goes_on_from_its_saved_state_bit_equal(
     client: Client, config: dict[str, Any]
 ) -> None:
     model = client.model(**config)
-    learn(model, 2)
+    train_steps(model, 2)
     path = model.call("save_weights", path="half-way")["path"]
     assert path == f"tinker://{model.id}/weights/half-way"
-    expected = learn(model, 2)
-    assert learn(client.load(path, optimizer=True), 2) == expected
-    without = learn(client.load(path, optimizer=False), 2)
+    expected = train_steps(model, 2)
+    assert train_steps(client.load(path, optimizer=True), 2) == expected
+    without = train_steps(client.load(path, optimizer=False), 2)
     assert without[:2] == expected[:2]
     assert without != expected
     into = client.model(**config)
     assert into.call("load_weights", path=path, optimizer=True)["path"] == path
-    assert learn(into, 2) == expected
+    assert train_steps(into, 2) == expected
     assert "before anything else" in into.call("load_weights", path=path, optimizer=True)["error"]
     other = client.model(rank=1)
     assert "does not fit" in other.call("load_weights", path=path, optimizer=True)["error"]
@@ -44,8 +44,10 @@ def test_a_model_goes_on_from_its_saved_state_bit_equal(
 def test_weights_of_a_sampler_have_no_optimizer_to_go_on_with(client: Client) -> None:
     model, into = client.model(), client.model()
     before = model.call("save_weights", path="fresh")["path"]
-    assert client.load(before, optimizer=True).forward(CE)  # there is none before the first step
-    learn(model, 1)
+    assert client.load(before, optimizer=True).forward(
+        CE_DATA
+    )  # there is none before the first step
+    train_steps(model, 1)
     path = model.call("save_weights_for_sampler", path="x")["path"]
     place = {"session_id": client.session, "model_seq_id": 9}
     refused = client.ask("load_weights", **place, path=path, optimizer=True)
@@ -53,15 +55,15 @@ def test_weights_of_a_sampler_have_no_optimizer_to_go_on_with(client: Client) ->
     assert "saved without an optimizer" in refused.text
     failed = into.call("load_weights", path=path, optimizer=True)
     assert "saved without an optimizer" in failed["error"]
-    assert client.load(path, optimizer=False).forward(CE)[0] == model.forward(CE)[0]
+    assert client.load(path, optimizer=False).forward(CE_DATA)[0] == model.forward(CE_DATA)[0]
 
 
 def test_saved_weights_are_an_adapter_that_peft_and_peftkit_load(
     client: Client, llama: Any, tmp_path: Path
 ) -> None:
     model = client.model(rank=3, train_unembed=True)
-    learn(model, 2)
-    _, rows = model.forward(CE)
+    train_steps(model, 2)
+    _, rows = model.forward(CE_DATA)
     model.call("save_weights", path="x")
     (folder,) = (tmp_path / "state" / "tinker" / "weights").iterdir()
     assert {file.name for file in folder.iterdir()} == {
@@ -70,7 +72,7 @@ def test_saved_weights_are_an_adapter_that_peft_and_peftkit_load(
     }
 
     def log_probs(loaded: Any) -> torch.Tensor:
-        ids, inputs = CE[0]
+        ids, inputs = CE_DATA[0]
         with torch.no_grad():
             found = loaded(torch.tensor([ids])).logits[0].log_softmax(-1)
         return found.gather(1, inputs["target_tokens"][:, None])[:, 0]
@@ -88,11 +90,11 @@ def test_names_are_taken_once_unless_they_are_overwritten(client: Client, tmp_pa
     folders = tmp_path / "state" / "tinker" / "weights"
     path = model.call("save_weights", path="x")["path"]
     assert "already" in model.call("save_weights", path="x")["error"]
-    learn(model, 1)
+    train_steps(model, 1)
     assert model.call("save_weights", path="x", overwrite=True)["path"] == path
     assert len(list(folders.iterdir())) == 1
-    before = model.forward(CE)[0]
-    assert client.load(path, optimizer=False).forward(CE)[0] == before
+    before = model.forward(CE_DATA)[0]
+    assert client.load(path, optimizer=False).forward(CE_DATA)[0] == before
     assert model.call("save_weights")["path"].endswith("/weights/step-7")
 
 
@@ -177,14 +179,14 @@ def test_weights_go_when_their_time_is_over(
 def test_after_a_restart_saved_weights_are_there_and_lost_models_say_so(serve: Serve) -> None:
     client = Client(serve())
     model, unsaved = client.model(), client.model()
-    learn(model, 2)
+    train_steps(model, 2)
     path = model.call("save_weights", path="x")["path"]
     named = model.call("save_weights_for_sampler", path="y")["path"]
     sampler, answer = client.sampler(named), [5, 6, 7]
     said = client.sample(sampler, answer).sequences[0].tokens
     lost = model.call("save_weights_for_sampler", sampling_session_seq_id=50)
-    expected = learn(model, 2)
-    waiting = model.submit(CE)
+    expected = train_steps(model, 2)
+    waiting = model.submit(CE_DATA)
     client.http = serve()
     assert client.post("session_heartbeat", session_id=client.session)
     assert client.sample(sampler, answer, 9).sequences[0].tokens == said
@@ -204,7 +206,7 @@ def test_after_a_restart_saved_weights_are_there_and_lost_models_say_so(serve: S
         sampling_params={},
     )
     assert refused.status_code == 404
-    assert learn(client.load(path, optimizer=True), 2) == expected
+    assert train_steps(client.load(path, optimizer=True), 2) == expected
     assert [one["checkpoint_id"] for one in client.get("checkpoints")["checkpoints"]] == [
         "sampler_weights/y",
         "weights/x",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from openai.types import FileDeleted, FileObject
 
-from tests.serve.tuning.conftest import FILES, JOBS, Client, Served, chats, hyper
+from tests.helpers.jobs import FILES, JOBS, Client, Served, chats, hyper
 
 KEYS = ("a key of one", "a key of another")
 

@@ -8,8 +8,7 @@ import pytest
 from openai.types.fine_tuning.alpha import GraderRunResponse
 
 from peftkit.inference.cached_engine import CachedEngine
-from tests.serve.tuning.conftest import Client, Served
-from tests.serve.tuning.test_jobs import LIKE
+from tests.helpers.jobs import LIKE, Client, Served
 
 PATH = "/v1/fine_tuning/alpha/graders"
 ITEM = {"answer": "brown fox"}

@@ -8,8 +8,9 @@ import csv
 import json
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,9 +20,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from peftkit import open_adapter
-from peftkit.defaults import PREFERENCE_RATE, learning_rate_of
 from peftkit.errors import ConfigError
-from peftkit.formats.peft.folder import read_adapter
+from peftkit.formats.peft.load import read_adapter
 from peftkit.inference.generate import generate
 from peftkit.recipe import load
 from peftkit.report.history import read_history
@@ -29,50 +29,23 @@ from peftkit.serve.requests import read_body
 from peftkit.serve.store import Store, StoreError
 from peftkit.serve.tuning import jobs, pages, progress
 from peftkit.serve.tuning.documents import CHECKPOINT, changing
-from peftkit.serve.tuning.recipes import ANSWER_TOKENS, ANSWERS, PROMPTS, REWARDS_RATE
 from peftkit.train import checkpoint_files
-from peftkit_cli.about import recipe_file
 from peftkit_cli.app import app
 from tests.helpers.call_templates import TEMPLATES
-from tests.serve.tuning.conftest import (
+from tests.helpers.jobs import (
     FILES,
     JOBS,
+    LIKE,
+    PAIRS,
     WEIGHTS,
     Client,
     Served,
     chats,
+    graded,
     hyper,
+    prompts,
     serving,
 )
-
-PAIRS = [
-    {
-        "input": {"messages": [{"role": "user", "content": f"the quick {n}"}]},
-        "preferred_output": [{"role": "assistant", "content": "brown fox"}],
-        "non_preferred_output": [{"role": "assistant", "content": "lazy dog"}],
-    }
-    for n in range(12)
-]
-LIKE = {
-    "type": "text_similarity",
-    "name": "like",
-    "input": "{{sample.output_text}}",
-    "reference": "{{item.answer}}",
-    "evaluation_metric": "fuzzy_match",
-}
-
-
-def prompts(number: int = 4) -> list[dict[str, Any]]:
-    """Return rows of reinforcement."""
-    turns = [{"role": "user", "content": "the quick"}]
-    return [{"messages": turns, "answer": f"brown fox {n}"} for n in range(number)]
-
-
-def graded(grader: Any, **settings: Any) -> dict[str, Any]:
-    """Return a method of reinforcement."""
-    settings = {"n_epochs": 1, "batch_size": 4, "compute_multiplier": 0.25, **settings}
-    section = {"grader": grader, "hyperparameters": settings}
-    return {"type": "reinforcement", "reinforcement": section}
 
 
 def said(folder: Path) -> str:
@@ -88,104 +61,112 @@ def figures(client: Client, id: str) -> list[dict[str, Any]]:
     return [one["data"] for one in reversed(events) if one["type"] == "metrics"]
 
 
-def test_a_supervised_job_from_its_rows_to_the_chat(client: Client, alone: bytes) -> None:
-    valid = client.upload(chats(3))
-    job = client.job(chats(), validation_file=valid, method=hyper(), suffix="My fox!")
-    done = FineTuningJob.model_validate(client.until(job["id"]), strict=True)
+class Trained(NamedTuple):
+    """A supervised job that has ended, and what the base answered during it."""
+
+    client: Client
+    job: dict[str, Any]
+    folder: Path
+    answers: set[str]
+
+
+@pytest.fixture(scope="module")
+def trained(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    with serving(model_folder, tmp_path_factory.mktemp("trained")) as client:
+        answers = {client.say("base")}
+        valid = client.upload(chats(3))
+        told = {"suffix": "My fox!", "metadata": {"a": "b"}, "method": hyper()}
+        job = client.job(chats(), validation_file=valid, **told)
+        assert job["status"] == "validating_files"
+        while client.get(f"{JOBS}/{job['id']}").json()["status"] not in ("succeeded", "failed"):
+            answers.add(client.say("base"))
+        yield Trained(client, client.until(job["id"]), client.folder / "jobs" / job["id"], answers)
+
+
+def test_a_supervised_job_trains_what_its_recipe_trains(trained: Trained, alone: bytes) -> None:
+    done = FineTuningJob.model_validate(trained.job, strict=True)
     assert (done.status, done.seed, done.error) == ("succeeded", 7, None)
     assert done.finished_at
-    name, folder = done.fine_tuned_model or "", client.folder / "jobs" / job["id"]
+    assert done.metadata == {"a": "b"}
+    name = done.fine_tuned_model or ""
     assert (name[:22], len(name)) == ("ft:base:local:My-fox-:", 30)
-    assert (folder / WEIGHTS).read_bytes() == alone
-    assert client.say(name) == said(folder)
-    # its checkpoints answer, too
+    assert (trained.folder / WEIGHTS).read_bytes() == alone
+    assert trained.client.say(name) == said(trained.folder)
+    listed = trained.client.get(JOBS, params={"limit": 100}).json()
+    assert listed["data"][-1] == trained.job
+
+
+def test_a_chat_beside_a_job_is_answered_as_without_one(trained: Trained) -> None:
+    assert trained.answers == {trained.client.say("base")}
+
+
+def test_checkpoints_of_a_job_are_models(trained: Trained) -> None:
+    client, job = trained.client, trained.job
     listed = client.get(f"{JOBS}/{job['id']}/checkpoints").json()
     kept = [FineTuningJobCheckpoint.model_validate(one, strict=True) for one in listed["data"]]
+    name = job["fine_tuned_model"]
     names = [name, f"{name}:ckpt-step-6", f"{name}:ckpt-step-3"]
     assert [one.fine_tuned_model_checkpoint for one in kept] == names
     assert [one.step_number for one in kept] == [9, 6, 3]
     assert all(one.metrics.train_loss and one.metrics.full_valid_loss for one in kept)
     models = [one["id"] for one in client.get("/v1/models").json()["data"]]
-    assert set(models) == {"base", *names}
+    assert {"base", *names} <= set(models)
     assert client.say(names[2]) != client.say("base")
-    # the figures of each step
-    (result,) = done.result_files
-    about = client.get(f"{FILES}/{result}").json()
+
+
+def test_the_result_file_has_the_losses_of_each_step(trained: Trained) -> None:
+    (result,) = trained.job["result_files"]
+    about = trained.client.get(f"{FILES}/{result}").json()
     assert (about["filename"], about["purpose"]) == ("step_metrics.csv", "fine-tune-results")
-    table = base64.b64decode(client.get(f"{FILES}/{result}/content").content).decode()
-    rows = list(csv.DictReader(table.splitlines()))
-    losses = read_history(folder).curves["loss"]
-    assert [float(row["train_loss"]) for row in rows] == pytest.approx([*losses.values()], abs=1e-5)
+    content = trained.client.get(f"{FILES}/{result}/content").content
+    rows = list(csv.DictReader(base64.b64decode(content).decode().splitlines()))
+    history = read_history(trained.folder)
+    losses = [*history.curves["loss"].values()]
+    assert [float(row["train_loss"]) for row in rows] == pytest.approx(losses, abs=1e-5)
     assert [row["step"] for row in rows if row["valid_loss"]] == ["3", "6", "9"]
-    assert done.trained_tokens == read_history(folder).num_tokens > 0
+    assert trained.job["trained_tokens"] == history.num_tokens > 0
 
 
-def test_what_a_job_tells_while_it_runs(shared: Client) -> None:
-    valid = shared.upload(chats(3))
-    job = shared.job(chats(), validation_file=valid, method=hyper(n_epochs=2), metadata={"a": "b"})
-    assert job["status"] == "validating_files"
-    shared.until(job["id"])
-    told = shared.events(job["id"])
+def test_events_report_each_step_and_checkpoint(trained: Trained) -> None:
+    client, job = trained.client, trained.job
+    told = client.events(job["id"])
     start = told.index("Fine-tuning job started")
     assert told[:4] == [
         f"Created fine-tuning job: {job['id']}",
         f"Validating training file: {job['training_file']}",
-        f"Validating validation file: {valid}",
+        f"Validating validation file: {job['validation_file']}",
         "Files validated, moving job to queued state",
     ]
     assert [text.partition(":")[0] for text in told[start + 1 :]] == [
-        *(f"Step {n}/6" for n in (1, 2, 3)),
+        *(f"Step {n}/9" for n in (1, 2, 3)),
         "Checkpoint created at step 3",
-        *(f"Step {n}/6" for n in (4, 5, 6)),
+        *(f"Step {n}/9" for n in (4, 5, 6)),
         "Checkpoint created at step 6",
+        *(f"Step {n}/9" for n in (7, 8, 9)),
+        "Checkpoint created at step 9",
         "New fine-tuned model created",
         "The job has successfully completed",
     ]
     has_loss = [", validation loss=" in text for text in told if text.startswith("Step ")]
-    assert has_loss == [False, False, True] * 2
-    page = shared.get(f"{JOBS}/{job['id']}/events", params={"limit": 3}).json()
+    assert has_loss == [False, False, True] * 3
+    page = client.get(f"{JOBS}/{job['id']}/events", params={"limit": 3}).json()
     assert page["has_more"] is True
     shown = [FineTuningJobEvent.model_validate(one, strict=True) for one in page["data"]]
     assert [one.message for one in shown] == told[:-4:-1]
     after = {"after": page["data"][-1]["id"], "limit": 100}
-    rest = shared.get(f"{JOBS}/{job['id']}/events", params=after).json()["data"]
+    rest = client.get(f"{JOBS}/{job['id']}/events", params=after).json()["data"]
     assert [one["message"] for one in rest] == told[-4::-1]
-    assert figures(shared, job["id"])[0].keys() >= {"step", "train_loss", "total_steps"}
-    assert any("Step 1/6" in line for line in shared.told)
-    assert shared.get(f"{JOBS}/{job['id']}").json()["metadata"] == {"a": "b"}
-    listed = shared.get(JOBS, params={"limit": 1}).json()
-    assert [one["id"] for one in listed["data"]] == [job["id"]]
+    assert figures(client, job["id"])[0].keys() >= {"step", "train_loss", "total_steps"}
+    assert any("Step 1/9" in line for line in client.told)
 
 
-def test_auto_becomes_numbers_by_the_rules_of_defaults(shared: Client) -> None:
-    names = ("n_epochs", "batch_size", "learning_rate_multiplier")
-    job = shared.job(chats(120), hyperparameters={"n_epochs": "auto"})
-    assert job["hyperparameters"] == dict.fromkeys(names, "auto")
-    while (found := shared.get(f"{JOBS}/{job['id']}").json())["status"] == "validating_files":
-        pass
-    shared.post(f"{JOBS}/{job['id']}/cancel")
-    assert found["hyperparameters"] == dict(zip(names, (5, 4, 1.0), strict=True))
-    told = load(shared.folder / "jobs" / job["id"] / "recipe.yaml")
-    assert (told.train.learning_rate, told.train.epochs, told.method.rank) == (1e-2, 5.0, 16)
-    assert not told.data.packing
-
-
-def test_rates_and_answers_are_those_of_the_ready_made_recipes() -> None:
-    rewards = load(recipe_file("grpo"))
-    assert (rewards.train.learning_rate, rewards.train.batch_size) == (REWARDS_RATE, PROMPTS)
-    task = rewards.task.model_dump()
-    assert (task["answers"], task["max_new_tokens"]) == (ANSWERS, ANSWER_TOKENS)
-
-
-@pytest.mark.parametrize("kind", ["old", "method"])
-def test_hyperparameters_stand_in_either_place(shared: Client, kind: str) -> None:
-    given = {"n_epochs": 1, "batch_size": 12, "learning_rate_multiplier": 0.5}
-    body = {"hyperparameters": given} if kind == "old" else {"method": hyper(**given)}
-    job = shared.until(shared.job(chats(), **body)["id"])
-    assert job["hyperparameters"] == job["method"]["supervised"]["hyperparameters"] == given
-    told = load(shared.folder / "jobs" / job["id"] / "recipe.yaml")
-    assert told.train.learning_rate == pytest.approx(0.5 * 1e-2)
-    assert [one["step"] for one in figures(shared, job["id"])] == [1]
+def test_a_job_s_folder_is_a_run(trained: Trained, tmp_path: Path) -> None:
+    folder, command = trained.folder, CliRunner().invoke
+    listed = json.loads(command(app, ["runs", str(trained.client.folder), "--json"]).stdout)
+    states = {Path(one["run"]).name: (one["state"], one["step"]) for one in listed}
+    assert states[folder.name] == ("finished", 9)
+    assert command(app, ["report", str(folder)]).exit_code == 0
+    assert command(app, ["merge", str(folder), "--out", str(tmp_path / "merged")]).exit_code == 0
 
 
 def test_weights_and_tools_of_rows_are_learnt_as_they_say(client: Client) -> None:
@@ -217,123 +198,68 @@ def test_weights_and_tools_of_rows_are_learnt_as_they_say(client: Client) -> Non
     assert "parameters" in shown
 
 
-def test_a_dpo_job_prefers_and_goes_on_from_a_job_s_model(shared: Client) -> None:
-    first = shared.until(shared.job(chats(), method=hyper(n_epochs=1))["id"])
-    body = {"model": first["fine_tuned_model"], "method": hyper("dpo", beta=0.3, n_epochs=1)}
-    job = shared.until(shared.job(PAIRS, **body)["id"])
+def test_a_dpo_job_starts_from_the_model_of_a_job(trained: Trained) -> None:
+    client = trained.client
+    body = {"model": trained.job["fine_tuned_model"], "method": hyper("dpo", n_epochs=1)}
+    job = client.until(client.job(PAIRS, **body)["id"])
     assert job["status"] == "succeeded", job["error"]
     assert job["fine_tuned_model"].startswith("ft:base:local::")
-    folder = shared.folder / "jobs" / job["id"]
-    told = load(folder / "recipe.yaml")
-    assert told.method.start_from == str(folder / "start")
-    assert told.task.model_dump().items() >= {"loss": "dpo", "beta": 0.3}.items()
-    rate = PREFERENCE_RATE * learning_rate_of(32)
-    assert told.train.learning_rate == pytest.approx(5 * rate)
+    folder = client.folder / "jobs" / job["id"]
+    assert load(folder / "recipe.yaml").method.start_from == str(folder / "start")
     names = {"train_loss", "train_accuracy", "train_margin"}
-    assert figures(shared, job["id"])[0].keys() >= names
-    assert shared.say(job["fine_tuned_model"]) == said(folder)
+    assert figures(client, job["id"])[0].keys() >= names
+    assert client.say(job["fine_tuned_model"]) == said(folder)
 
 
-def test_a_reinforcement_job_learns_from_its_grader(shared: Client) -> None:
+SOURCE = "def grade(sample, item):\n    return sample['output_text'].count('o') / 9\n"
+FUNCTION = {"type": "python", "name": "own", "source": SOURCE, "image_tag": "2025-05-08"}
+
+
+def test_a_reinforcement_job_learns_from_its_grader(served: Served) -> None:
     score = {
         "type": "score_model",
         "name": "polite",
         "model": "base",
         "input": [{"role": "user", "content": [{"type": "input_text", "text": "{{item.answer}}"}]}],
-        "range": None,
+        "range": [0, 9],
         "sampling_params": {"seed": None, "max_completions_tokens": 2},
     }
-    parts = {"like": LIKE, "polite": {**score, "range": [0, 9]}}
+    parts = {"like": LIKE, "polite": score}
     grader = {"type": "multi", "name": "all", "graders": parts, "calculate_output": "like"}
-    valid = shared.upload(prompts(1))
     method = graded(grader, eval_interval=1, eval_samples="auto")
-    job = shared.until(shared.job(prompts(), validation_file=valid, method=method)["id"])
-    assert job["status"] == "succeeded", job["error"]
-    assert job["method"]["reinforcement"]["grader"] == grader
-    told = load(shared.folder / "jobs" / job["id"] / "recipe.yaml")
-    assert told.task.model_dump()["answers"] == 2
-    assert (told.train.eval_every, told.train.schedule) == (1, "constant")
-    assert "valid_loss" in figures(shared, job["id"])[-1]
-
-
-def test_functions_of_clients_run_only_where_the_operator_says_so(served: Served) -> None:
-    source = "def grade(sample, item):\n    return sample['output_text'].count('o') / 9\n"
-    grader = {"type": "python", "name": "own", "source": source, "image_tag": "2025-05-08"}
-    with served() as client:
-        body = {"model": "base", "training_file": client.upload(prompts())}
-        refused = client.post(JOBS, json={**body, "method": graded(grader)})
-        assert refused.status_code == 403
-        assert "--run-graders" in refused.json()["error"]["message"]
-        assert client.get(JOBS).json()["data"] == []
-        assert not [*client.folder.rglob("*.py")]
     with served(allow_code=True) as client:
-        job = client.until(client.job(prompts(), method=graded(grader))["id"])
+        valid = client.upload(prompts(1))
+        job = client.until(client.job(prompts(), validation_file=valid, method=method)["id"])
         assert job["status"] == "succeeded", job["error"]
-        assert (client.folder / "jobs" / job["id"] / "grader.py").read_text() == source
+        assert job["method"]["reinforcement"]["grader"] == grader
+        assert "valid_loss" in figures(client, job["id"])[-1]
+        job = client.until(client.job(prompts(), method=graded(FUNCTION))["id"])
+        assert job["status"] == "succeeded", job["error"]
+        assert (client.folder / "jobs" / job["id"] / "grader.py").read_text() == SOURCE
         assert all(0 < one["train_reward"] < 9 for one in figures(client, job["id"]))
 
 
-BAD: list[tuple[Any, dict[str, Any], str, str]] = [
-    (chats(9), {}, "invalid_n_examples", "9 rows; supervised takes 10 at least"),
-    (b"not JSON\n" * 10, {}, "invalid_file_format", "line 1 as JSON"),
-    (b"", {}, "invalid_file_format", "empty"),
-    (b"\x1f\x8b\x08", {}, "invalid_file_format", "gzip"),
-    (b"[" * 5000, {}, "invalid_file_format", ""),
-    (b'{"a": ' * 5000, {}, "invalid_file_format", "nested too deep"),
-    ([*chats(), {"messages": []}], {}, "invalid_training_file", "Line 13: messages: empty"),
-    (
-        [*chats(11), {"messages": [{"role": "user", "content": "x"}]}] * 7,
-        {},
-        "invalid_training_file",
-        "7 of 84 rows cannot be used. Line 12: messages: there is no assistant turn.",
-    ),
-    (
-        [*chats(), {"messages": [{"role": "assistant", "content": "x", "weight": 2}]}],
-        {},
-        "invalid_training_file",
-        "Line 13: messages[0].weight: expected 0 or 1",
-    ),
-    ([*chats(), {"prompt": "a", "completion": "b"}], {}, "invalid_training_file", "Line 13: its"),
-    ([{"text": "a"}] * 10, {}, "invalid_training_file", "Line 1: messages: missing"),
-    (
-        chats(),
-        {"method": hyper("dpo")},
-        "invalid_training_file",
-        "Line 1: preferred_output: missing; its fields: messages",
-    ),
-    (
-        [*PAIRS, {**PAIRS[0], "input": {"messages": "x"}}],
-        {"method": hyper("dpo")},
-        "invalid_training_file",
-        "Line 13: input.messages: expected a list",
-    ),
-    (
-        [*prompts(3), {"messages": prompts()[0]["messages"]}],
-        {"method": graded(LIKE)},
-        "invalid_training_file",
-        "Line 4: answer: missing, and the grader reads it",
-    ),
-]
+def test_functions_of_clients_run_only_if_the_operator_allows_it(shared: Client) -> None:
+    number = len(shared.get(JOBS, params={"limit": 100}).json()["data"])
+    body = {"model": "base", "training_file": shared.upload(prompts())}
+    refused = shared.post(JOBS, json={**body, "method": graded(FUNCTION)})
+    assert refused.status_code == 403
+    assert "--run-graders" in refused.json()["error"]["message"]
+    assert len(shared.get(JOBS, params={"limit": 100}).json()["data"]) == number
+    assert not [*shared.folder.rglob("*.py")]
 
 
-@pytest.mark.parametrize(("rows", "body", "code", "told"), BAD, ids=[one[3][:30] for one in BAD])
-def test_a_bad_file_fails_the_job_with_the_line(
-    shared: Client, rows: Any, body: dict[str, Any], code: str, told: str
-) -> None:
-    job = shared.until(shared.job(rows, **body)["id"])
+@pytest.mark.parametrize("kind", ["training", "validation"])
+def test_a_bad_file_fails_the_job_with_the_line(shared: Client, kind: str) -> None:
+    bad = shared.upload([*chats(12), {"messages": "x"}])
+    files = {"training_file": shared.upload(chats()), f"{kind}_file": bad}
+    job = shared.until(shared.job(**files)["id"])
     error = job["error"]
-    assert (job["status"], error["code"], error["param"]) == ("failed", code, "training_file")
-    assert told in error["message"]
-    assert str(shared.folder) not in error["message"]
+    assert (error["code"], error["param"]) == (f"invalid_{kind}_file", f"{kind}_file")
+    assert "Line 13" in error["message"]
+    assert job["status"] == "failed"
     assert shared.events(job["id"])[-1] == f"The job failed: {error['message']}"
     assert FineTuningJob.model_validate(job, strict=True).error
-
-
-def test_a_bad_validation_file_is_named(shared: Client) -> None:
-    bad = shared.upload([*chats(2), {"messages": "x"}])
-    error = shared.until(shared.job(chats(), validation_file=bad)["id"])["error"]
-    assert (error["code"], error["param"]) == ("invalid_validation_file", "validation_file")
-    assert "Line 3" in error["message"]
 
 
 def test_what_only_the_run_can_see_fails_the_job_and_not_the_next_one(shared: Client) -> None:
@@ -347,7 +273,6 @@ def test_what_only_the_run_can_see_fails_the_job_and_not_the_next_one(shared: Cl
     assert job["status"] == "succeeded"
 
 
-GRADED: dict[str, Any] = {"type": "reinforcement"}
 REFUSED: list[tuple[dict[str, Any], str | None, int]] = [
     ({"model": "gpt-4o-mini"}, "model", 404),
     ({"training_file": "file-x"}, "training_file", 404),
@@ -387,17 +312,6 @@ def test_a_job_that_cannot_be_is_refused_by_its_field(
     refused = shared.post(JOBS, json={"model": "base", "training_file": file, **body})
     assert (refused.status_code, refused.json()["error"]["param"]) == (status, param), refused.text
     assert len(shared.get(JOBS, params={"limit": 100}).json()["data"]) == number
-
-
-def test_wandb_is_the_recipe_s_where_it_is_installed(
-    shared: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("peftkit.serve.tuning.jobs.require_trackers", lambda names: None)
-    asked = [{"type": "wandb", "wandb": {"project": "peftkit"}}]
-    job = shared.job(chats(), integrations=asked)
-    assert job["integrations"] == asked
-    assert "wandb is not installed" in shared.until(job["id"])["error"]["message"]  # nor is it here
-    assert load(shared.folder / "jobs" / job["id"] / "recipe.yaml").train.log_to == ("wandb",)
 
 
 NONE = [b"", b"{", b"[]", b"\xff", b'{"model": NaN}', b"{" * 2000, b"x" * 2**21]
@@ -486,7 +400,9 @@ def test_a_job_that_was_interrupted_ends_with_the_same_bits(
     ("other", "changes"),
     [
         ({"dtype": "bf16"}, ['base.computes_in: "float32" -> "bfloat16"', "base.dtype: "]),
-        ({"quantize": "nf4"}, ['base.quantize: "none" -> "nf4"']),
+        pytest.param(
+            {"quantize": "nf4"}, ['base.quantize: "none" -> "nf4"'], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_jobs_go_on_over_a_base_that_is_loaded_otherwise_and_say_so(
@@ -635,28 +551,6 @@ def test_the_number_of_jobs_that_wait_is_bounded(
             client.post(f"{JOBS}/{id}/cancel")
         gate.go()
         assert client.post(JOBS, json=body).status_code == 200
-
-
-def test_a_job_s_folder_is_a_run(shared: Client, tmp_path: Path) -> None:
-    job = shared.until(shared.job(chats(), method=hyper(n_epochs=1))["id"])
-    folder, command = shared.folder / "jobs" / job["id"], CliRunner().invoke
-    listed = json.loads(command(app, ["runs", str(shared.folder), "--json"]).stdout)
-    states = {Path(one["run"]).name: (one["state"], one["step"]) for one in listed}
-    assert states[folder.name] == ("finished", 3)
-    assert command(app, ["report", str(folder)]).exit_code == 0
-    assert command(app, ["merge", str(folder), "--out", str(tmp_path / "merged")]).exit_code == 0
-
-
-def test_a_chat_beside_a_job_is_answered_as_alone_and_the_job_learns_the_same(
-    client: Client, alone: bytes
-) -> None:
-    expected = client.say("base")
-    id = client.job(chats(), method=hyper())["id"]
-    heard = []
-    while client.get(f"{JOBS}/{id}").json()["status"] not in ("succeeded", "failed"):
-        heard.append(client.say("base"))
-    assert set(heard) == {expected}
-    assert (client.folder / "jobs" / id / WEIGHTS).read_bytes() == alone
 
 
 class Full:

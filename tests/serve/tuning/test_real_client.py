@@ -15,8 +15,7 @@ import openai
 import pytest
 
 from tests.helpers.command_line import ROOT, start
-from tests.serve.tuning.conftest import JOBS, WEIGHTS, chats, hyper, serving
-from tests.serve.tuning.test_jobs import PAIRS
+from tests.helpers.jobs import JOBS, PAIRS, WEIGHTS, chats, hyper, serving
 
 NAME = "gpt-4o-mini-2024-07-18"
 KEY = "a-key-of-this-test"
@@ -55,6 +54,7 @@ def steps(client: Any, id: str) -> int:
     return max([event.data["step"] for event in told if event.type == "metrics"], default=0)
 
 
+@pytest.mark.slow  # test_jobs.py has pauses, restarts and cancellations in this process
 def test_openai_s_client_trains_and_chats_and_a_killed_server_goes_on(
     model_folder: Path,
     tmp_path: Path,

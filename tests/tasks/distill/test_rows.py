@@ -15,7 +15,9 @@ from peftkit.errors import DataError
 from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig
 from peftkit.tasks.distill.rows import TeacherPrompt, read_prompt
-from tests.helpers.distill_cases import PROMPT, QUESTIONS, settings, task_on, write, write_rows
+from tests.helpers.distill_cases import PROMPT, QUESTIONS, settings, write_questions
+from tests.helpers.folders import write_rows as write
+from tests.helpers.pair_cases import task_on
 
 TURNS = (
     {"role": "user", "content": "the quick fox?"},
@@ -82,7 +84,7 @@ def model(llama: PreTrainedModel) -> PreTrainedModel:
 def test_both_documents_end_in_the_same_tokens(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    task, rows = task_on(model, tokenizer, settings(tmp_path), write_rows(tmp_path))
+    task, rows = task_on(model, tokenizer, settings(tmp_path), write_questions(tmp_path))
     assert [row.source.rpartition(":")[2] for row in rows] == ["1", "2", "3", "4", "5"]
     for row, (_, answer) in zip(rows, QUESTIONS, strict=True):
         student, teacher = row.documents
@@ -96,7 +98,7 @@ def test_both_documents_end_in_the_same_tokens(
 def test_an_answer_is_cut_alike_in_both_documents(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    file = write_rows(tmp_path)
+    file = write_questions(tmp_path)
     _, whole = task_on(model, tokenizer, settings(tmp_path), file)
     length = max(len(row.documents[0].input_ids) for row in whole) - 2
     _, rows = task_on(model, tokenizer, settings(tmp_path), file, max_length=length)
@@ -157,4 +159,4 @@ def test_a_prompt_longer_than_the_context_leaves_no_row(
     asked = settings(tmp_path)
     (tmp_path / "prompt.md").write_text("the quick brown fox " * 500)
     with pytest.raises(DataError, match="teacher's prompt"):
-        task_on(model, tokenizer, asked, write_rows(tmp_path))
+        task_on(model, tokenizer, asked, write_questions(tmp_path))

@@ -15,13 +15,13 @@ from peftkit.events import EvalDone, Event, RolledOut, RunStarted, Stage, StepDo
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.run import run
 from peftkit.tasks.distill.teacher import FILE
-from tests.helpers.distill_cases import write_prompt, write_rows
+from tests.helpers.distill_cases import write_prompt, write_questions
 from tests.helpers.finished import WEIGHTS, Finished, finished, recipe
 
 
 def spec(folder: Path, model_folder: Path) -> dict[str, Any]:
     """Return a recipe of four steps over five questions."""
-    file = write_rows(folder)
+    file = write_questions(folder)
     return {
         "task": {
             "type": "distill",

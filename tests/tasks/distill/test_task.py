@@ -31,8 +31,8 @@ from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning
 from peftkit.tasks.distill.rows import Distilled
 from peftkit.tasks.distill.teacher import other_model
-from tests.helpers.distill_cases import settings, task_on, write_rows
-from tests.helpers.pair_cases import moved_adapter
+from tests.helpers.distill_cases import settings, write_questions
+from tests.helpers.pair_cases import moved_adapter, task_on
 
 
 def logits_of(model: nn.Module, row: Row) -> Tensor:
@@ -76,7 +76,7 @@ def test_loss_and_gradient_are_the_definition(
 ) -> None:
     adapter = moved_adapter(llama)
     asked = settings(tmp_path, **kind)
-    task, rows = task_on(llama, tokenizer, asked, write_rows(tmp_path))
+    task, rows = task_on(llama, tokenizer, asked, write_questions(tmp_path))
     parameters = list(adapter.parameters())
     expected = dense(llama, adapter, rows, asked.divergence)
     wanted = torch.autograd.grad(expected, parameters)
@@ -112,7 +112,7 @@ def test_a_teacher_may_be_another_adapter_or_model(
         teacher = load_base(str(folder), dtype="fp32").model
     adapter = moved_adapter(base.model, LoRA(rank=2, targets=("k", "down", "up")))
     asked = settings(tmp_path, kind="jsd", teacher={who: str(folder)})
-    task, rows = task_on(base.model, tokenizer, asked, write_rows(tmp_path))
+    task, rows = task_on(base.model, tokenizer, asked, write_questions(tmp_path))
     assert rows[0].lengths[0] == rows[0].lengths[1]  # no prompt is asked for
     if who == "adapter":
         assert task.other_adapters == [str(folder)]
@@ -154,7 +154,7 @@ def test_a_model_whose_head_is_not_apart_gives_the_same(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     moved_adapter(llama)
-    task, rows = task_on(llama, tokenizer, settings(tmp_path), write_rows(tmp_path))
+    task, rows = task_on(llama, tokenizer, settings(tmp_path), write_questions(tmp_path))
     wanted = task.loss(llama, task.collate(rows))
     task._head = None
     found = task.loss(llama, task.collate(rows))
@@ -168,10 +168,10 @@ def test_the_teacher_is_the_bare_base_with_the_prompt_in_front(
     method: Method, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     llama.requires_grad_(False)
-    task, rows = task_on(llama, tokenizer, settings(tmp_path), write_rows(tmp_path))
+    task, rows = task_on(llama, tokenizer, settings(tmp_path), write_questions(tmp_path))
     bare = task.teacher_hidden(llama, task.collate(rows))
     adapter = moved_adapter(llama, method)
-    task, rows = task_on(llama, tokenizer, settings(tmp_path), write_rows(tmp_path))
+    task, rows = task_on(llama, tokenizer, settings(tmp_path), write_questions(tmp_path))
     found = task.teacher_hidden(llama, task.collate(rows))
     torch.testing.assert_close(found, bare, rtol=0, atol=1e-5)
     assert all(module.enabled for module in adapter.modules.values())
@@ -183,7 +183,7 @@ def test_a_teacher_without_another_prompt_than_the_student_is_at_zero(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     adapter = moved_adapter(llama)
-    task, rows = task_on(llama, tokenizer, settings(tmp_path), write_rows(tmp_path))
+    task, rows = task_on(llama, tokenizer, settings(tmp_path), write_questions(tmp_path))
     same = [
         Distilled(2 * one.input_ids, 2 * one.labels, 2 * one.lengths, row.source)
         for row in rows
@@ -205,7 +205,7 @@ def test_an_adapter_on_the_head_is_refused(
 ) -> None:
     moved_adapter(llama, method)
     with pytest.raises(AdapterError, match="on the head"):
-        task_on(llama, tokenizer, settings(tmp_path), write_rows(tmp_path))
+        task_on(llama, tokenizer, settings(tmp_path), write_questions(tmp_path))
 
 
 def test_settings_that_nothing_reads_are_refused(tmp_path: Path) -> None:

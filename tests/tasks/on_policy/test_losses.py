@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,14 +11,17 @@ from torch import Tensor, nn
 from torch.nn.functional import log_softmax
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from peftkit.adapter import Adapter
-from peftkit.settings import DataConfig
-from peftkit.tasks.rewards.grpo import GRPO, Group, GRPOConfig
+from peftkit.tasks.rewards.grpo import Group
 from peftkit.tasks.rewards.grpo_losses import advantages
-from peftkit.tasks.rewards.reward_functions import RewardTerm
+from tests.helpers.on_policy import (
+    FORMULAS,
+    KL,
+    MAX_NEW,
+    gradients,
+    task_of,
+)
 from tests.helpers.pair_cases import moved_adapter
 
-MAX_NEW, KL = 7, 0.3
 GROUPS = (
     ((5, 9, 4, 11), ((7, 8, 3), (12, 3), (6, 6, 6, 10, 3)), (1.1, -0.4, -0.7)),
     ((9, 2), ((4, 4, 3), (13, 3)), (-0.5, 0.5)),
@@ -29,16 +30,6 @@ GROUPS = (
 
 def make_groups() -> list[Group]:
     return [Group(prompt, answers, worth, "rows:1") for prompt, answers, worth in GROUPS]
-
-
-def task_of(model: nn.Module, tokenizer: PreTrainedTokenizerFast, loss: str, **more: Any) -> GRPO:
-    asked = GRPOConfig(
-        rewards=(RewardTerm(use="exact_match"),),
-        loss=loss,  # type: ignore[arg-type]
-        max_new_tokens=MAX_NEW,
-        **more,
-    )
-    return asked.on(model, tokenizer, DataConfig(train="x", max_length=32))
 
 
 def each_answer(model: nn.Module) -> list[Tensor]:
@@ -51,46 +42,6 @@ def each_answer(model: nn.Module) -> list[Tensor]:
             every = log_softmax(logits.double(), -1).gather(1, ids[0, 1:, None])[:, 0]
             found.append(every[len(prompt) - 1 :])
     return found
-
-
-def clipped(r: Tensor, a: float, low: float, high: float) -> Tensor:
-    return -torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
-
-
-def soft(r: Tensor, a: float, t: float) -> Tensor:
-    return -a * (4 / t / (1 + (-t * (r - 1)).exp())).mean()
-
-
-def gamma(lp: Tensor, old: Tensor, a: float, k: float, rate: float) -> Tensor:
-    w = (lp - old).sum().exp().detach()
-    return (-(w**k) * (rate * (1 - w)).exp() * a * lp).sum()
-
-
-Formula = Callable[[Tensor, Tensor, float], Tensor]
-FORMULAS: dict[str, tuple[Formula, str]] = {
-    "dapo": (lambda lp, old, a: clipped((lp - old).exp(), a, 0.2, 0.28).sum(), "tokens"),
-    "grpo": (lambda lp, old, a: clipped((lp - old).exp(), a, 0.2, 0.2).mean(), "answers"),
-    "dr_grpo": (
-        lambda lp, old, a: clipped((lp - old).exp(), a, 0.2, 0.2).sum() / MAX_NEW,
-        "answers",
-    ),
-    "gspo": (lambda lp, old, a: clipped((lp - old).mean().exp(), a, 3e-4, 4e-4), "answers"),
-    "cispo": (
-        lambda lp, old, a: -((lp - old).exp().clamp(max=5.0).detach() * a * lp).sum(),
-        "tokens",
-    ),
-    "rloo": (lambda lp, old, a: clipped((lp - old).sum().exp(), a, 0.2, 0.2), "answers"),
-    "luspo": (
-        lambda lp, old, a: len(lp) * clipped((lp - old).mean().exp(), a, 3e-4, 4e-4),
-        "answers",
-    ),
-    "sapo": (lambda lp, old, a: soft((lp - old).exp(), a, 1.0 if a > 0 else 1.05), "answers"),
-    "vespo": (lambda lp, old, a: gamma(lp, old, a, *((2, 3) if a >= 0 else (3, 2))), "tokens"),
-}
-
-
-def gradients(adapter: Adapter) -> Tensor:
-    return torch.cat([p.grad.flatten() for p in adapter.parameters() if p.grad is not None])
 
 
 @pytest.mark.parametrize(

@@ -23,91 +23,23 @@ from peftkit.run import run as run_recipe
 from peftkit.settings import DataConfig
 from peftkit.tasks.rewards.reward_functions import Rewards, RewardTerm
 from peftkit_cli.app import run
-from tests.helpers.classifiers import write_rows as write
 from tests.helpers.finished import WEIGHTS, Finished, finished, recipe
+from tests.helpers.folders import write_rows as write
+from tests.helpers.on_policy import REWARDS, reward_recipe
 from tests.helpers.pair_cases import moved_adapter
-
-REWARDS = """
-import asyncio, time
-
-def share_of_o(prompts, completions, **columns):
-    return [text.count("o") / (len(text) + 1) for text in texts(completions)]
-
-async def later(prompts, completions, word, **columns):
-    await asyncio.sleep(0)
-    assert len(word) == len(completions)
-    return [None if n % 2 else float(len(text)) for n, text in enumerate(texts(completions))]
-
-def texts(completions):
-    return [c if isinstance(c, str) else c[0]["content"] for c in completions]
-
-def always(prompts, completions, **columns):
-    return [1.0] * len(completions)
-
-def short(prompts, completions, **columns):
-    return [1.0]
-
-def huge(prompts, completions, **columns):
-    return [10**400] * len(completions)
-
-def endless(prompts, completions, **columns):
-    return [10**5000] * len(completions)
-
-def pairs(prompts, completions, **columns):
-    import torch
-    return [torch.ones(2)] * len(completions)
-
-def nan(prompts, completions, **columns):
-    return [float("nan")] * len(completions)
-
-def raises(prompts, completions, **columns):
-    raise KeyError("price")
-
-def hangs(prompts, completions, **columns):
-    time.sleep(60)
-"""
-
-
-def spec(folder: Path, model_folder: Path, *functions: str, **task: Any) -> dict[str, Any]:
-    """Return a recipe of six prompts: two a step, four answers each."""
-    (folder / "rewards.py").write_text(REWARDS)
-    rows = [{"prompt": f"the quick brown {n}", "word": str(n)} for n in range(6)]
-    file = write(folder / "p.jsonl", rows)
-    return {
-        "task": {
-            "type": "grpo",
-            "rewards": [{"use": f"{folder}/rewards.py:{name}"} for name in functions],
-            "answers": 4,
-            "max_new_tokens": 8,
-            "mask_cut": False,
-            **task,
-        },
-        "base": {"model": str(model_folder), "dtype": "fp32"},
-        "method": {"type": "lora", "rank": 4},
-        "data": {"train": file, "max_length": 64},
-        "train": {
-            "output_dir": str(folder / "run"),
-            "max_steps": 4,
-            "batch_size": 2,
-            "learning_rate": 0.02,
-            "save_every": None,
-            "compile": False,
-        },
-    }
-
 
 Asked = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
 def asked(tmp_path: Path, model_folder: Path) -> Asked:
-    return partial(spec, tmp_path, model_folder)
+    return partial(reward_recipe, tmp_path, model_folder)
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Finished:
     folder = tmp_path_factory.mktemp("grpo")
-    told = spec(folder, model_folder, "share_of_o", "later", kl=0.1, updates=2)
+    told = reward_recipe(folder, model_folder, "share_of_o", "later", kl=0.1, updates=2)
     told["data"]["eval"] = told["data"]["train"]
     return finished(told, train={"save_every": 1, "eval_every": 2})
 

@@ -14,8 +14,9 @@ import torch
 from torch.nn.functional import log_softmax
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from peftkit.data.chat import CHATML
-from peftkit.data.encode import Style, tokens
+from peftkit.data.chat_template import CHATML
+from peftkit.data.style import Style
+from peftkit.data.tokens import tokens
 from peftkit.errors import ConfigError, DataError, PeftkitError, RunError
 from peftkit.events import EvalDone, RolledOut, StepDone
 from peftkit.inference.call_formats import Call
@@ -26,10 +27,10 @@ from peftkit.tasks.rewards.grpo_tools import Dialogue, Tools
 from peftkit.tasks.user_code import UserCode
 from peftkit_cli.app import run
 from tests.helpers.children import exit_code, start_ranks
-from tests.helpers.classifiers import write_rows
 from tests.helpers.finished import WEIGHTS, Finished, finished
+from tests.helpers.folders import write_rows
+from tests.helpers.on_policy import FORMULAS, MAX_NEW, gradients, task_of
 from tests.helpers.pair_cases import moved_adapter
-from tests.tasks.on_policy.test_losses import FORMULAS, MAX_NEW, gradients, task_of
 
 CODE = '''
 import threading

@@ -1,0 +1,88 @@
+"""Tokens of a text: alone, at the beginning of a document, or as the continuation of a text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from peftkit.data.chat import Span
+from peftkit.errors import DataError
+
+
+def tokens(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text alone."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def with_bos(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of the beginning of a document, with bos if the tokenizer adds it."""
+    ids = tokens(tokenizer, text)
+    lead, _ = special_tokens_around(tokenizer, "a")
+    return ids if ids[: len(lead)] == lead else lead + ids
+
+
+def special_tokens_around(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
+    """Return the tokens that a tokenizer puts before and after a text."""
+    bare, full = tokens(tokenizer, text), list(tokenizer(text)["input_ids"])
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return full[:start], full[start + len(bare) :]
+    return [], full  # never the same for two texts
+
+
+def continuation(tokenizer: Any, head: str, tail: str, source: str) -> list[int]:
+    """Return tokens of `tail` that continue the tokens of `head` alone.
+
+    If the two are tokenised together, they may share a token ("\\n" + "\\n"). If they are tokenised
+    separately, some tokenizers put a space before `tail`. An anchor text that does not merge with
+    `tail` avoids both.
+
+    Raises:
+        DataError: No such tokens exist.
+    """
+
+    def text_of(ids: list[int]) -> str:
+        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    before, joint = tokens(tokenizer, head), tokens(tokenizer, head + tail)
+    if joint[: len(before)] == before:
+        return joint[len(before) :]
+    text = text_of(joint)
+    for anchor in ("", "\n", ":", "."):
+        lead, both = tokens(tokenizer, anchor), tokens(tokenizer, anchor + tail)
+        ids = both[len(lead) :]
+        if both[: len(lead)] == lead and text_of(before + ids) == text:
+            return ids
+    raise DataError(
+        f"Cannot separate the tokens of the prompt and the response of {source}.",
+        found=f"The prompt ends in {head[-20:]!r}, the response begins with {tail[:20]!r}; this "
+        "tokenizer makes one token of both.",
+        fix="Begin the response with a space or a line break, or end the prompt with one.",
+    )
+
+
+def segmentwise(
+    tokenizer: Any, text: str, spans: Sequence[Span], special: re.Pattern[str], source: str
+) -> tuple[list[int], list[bool]]:
+    """Tokenise context and targets separately, each as the continuation of the previous segment.
+
+    Args:
+        special: Matches the text of a special token.
+
+    Returns:
+        The tokens, and for each whether it is a target.
+    """
+    cuts = [cut for span in spans for cut in (span.start, span.end)]
+    ids: list[int] = []
+    is_target: list[bool] = []
+    for number, (start, end) in enumerate(zip([0, *cuts], [*cuts, len(text)], strict=True)):
+        starts = [match.start() for match in special.finditer(text, 0, start)]
+        head = text[starts[-1] if starts else 0 : start]
+        segment = continuation(tokenizer, head, text[start:end], source)
+        ids += segment
+        is_target += [number % 2 == 1] * len(segment)
+    return ids, is_target

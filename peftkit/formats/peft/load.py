@@ -1,0 +1,237 @@
+"""Read adapter folders in PEFT's format, written by peftkit or by PEFT."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from peftkit.adapter import Adapter, attach
+from peftkit.errors import AdapterError, TargetError
+from peftkit.formats.folders import CONFIG, NOTES, TENSORS
+from peftkit.formats.guard import check_safetensors, instead_of_pickle, read_json, read_tensors
+from peftkit.formats.peft.notes import Provenance, read_notes
+from peftkit.formats.peft.targets import (
+    check_targets,
+    check_targets_of,
+    fit_to_model,
+    with_implied_heads,
+)
+from peftkit.methods.base import Method
+from peftkit.methods.peft_format import MAGNITUDE, PROMPT
+from peftkit.methods.table import format_of, method_from_peft
+
+FINGERPRINT = "base_fingerprint"
+"""Metadata key of the tensor file, in case peftkit.json is lost."""
+PREFIX = "base_model.model."
+BARE = "base_model."
+"""Prefix of methods that act on the input and wrap no layers."""
+
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module)\.")
+"""Segments that torch.compile and FSDP add to names."""
+_LORA_NAME = re.compile(
+    r"(?<=\.)(lora_[AB]|lora_magnitude_vector)\.(?!weight$|bias$)[A-Za-z0-9_-]+(?=\.weight$|$)"
+)
+_DEFAULT_NAME = re.compile(r"\.default(?=\.weight$|$)")
+"""PEFT's in-memory adapter names, which some tools leave in tensor names."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """The checked contents of an adapter folder, without its tensors.
+
+    Attributes:
+        method: The user's method from peftkit.json, or the method of PEFT's config.
+        fields: The content of adapter_config.json.
+        made_here: Whether there is a peftkit.json.
+    """
+
+    folder: Path
+    method: Method
+    fields: Mapping[str, Any]
+    provenance: Provenance
+    made_here: bool
+
+    def base_or(self, other: str | None) -> tuple[str, str | None]:
+        """Return name and revision of the adapter's base, or of `other` if it is given.
+
+        Raises:
+            AdapterError: The folder names no base, and `other` is None.
+        """
+        name = other or self.provenance.base
+        if not name:
+            raise AdapterError(
+                f"{self.folder} does not name its base",
+                fix="Name the base it was trained on with --base MODEL.",
+            )
+        return name, None if other else self.provenance.revision
+
+
+def read_adapter(folder: str | Path) -> AdapterFile:
+    """Read an adapter folder without its tensors.
+
+    Raises:
+        AdapterError: There is no adapter, a file is damaged, or the method is not supported.
+    """
+    folder = Path(folder)
+    config, tensors, notes = _existing(folder, CONFIG), folder / TENSORS, folder / NOTES
+    fields = read_json(config)
+    _check_config(config, fields)
+    header = check_safetensors(_existing(folder, TENSORS))
+    complete = with_implied_heads(fields, header.tensors)
+    method = method_from_peft(complete)
+    fingerprint = header.metadata.get(FINGERPRINT, "")
+    provenance = Provenance(
+        base=fields.get("base_model_name_or_path") or None,
+        revision=fields.get("revision"),
+        fingerprint=fingerprint if re.fullmatch("sha256:[0-9a-f]{64}", fingerprint) else None,
+        task_type=fields.get("task_type"),
+    )
+    if made_here := notes.exists():
+        method, provenance = read_notes(notes, tensors, config, fields)
+    return AdapterFile(folder, method, complete, provenance, made_here)
+
+
+def _check_config(path: Path, fields: Mapping[str, Any]) -> None:
+    if "peft_type" not in fields:
+        raise AdapterError(
+            f"{path.parent} is not an adapter in PEFT's format",
+            found=f"{path.name} has no peft_type",
+            fix="Convert an adapter of another program first: "
+            f"peftkit import {path.parent} --base MODEL --out DIR",
+        )
+    for name in ("target_modules", "target_parameters"):
+        check_targets(fields.get(name), f"cannot use {path}", name)
+
+
+def load_adapter(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    fingerprint: str | None = None,
+    force: bool = False,
+    trainable: bool = False,
+    dropout: float | None = None,
+    head: Sequence[str] = (),
+) -> Adapter:
+    """Attach an adapter folder's method to a model and load its tensors.
+
+    Args:
+        model: The base it was trained on; changed in place.
+        folder: A folder of peftkit or PEFT.
+        fingerprint: Fingerprint of `model`, compared with the recorded one.
+        force: Whether to load it even if the fingerprints differ.
+        trainable: Whether the adapter's tensors stay trainable.
+        dropout: Replaces the dropout of training.
+        head: Modules to train in full too; tensors that the folder lacks keep the base's values.
+
+    Raises:
+        AdapterError: The base is another one, or tensors do not fit; lists all of them.
+    """
+    file = read_adapter(folder)
+    if fingerprint and not force:
+        check_weights(file, fingerprint)
+    form = format_of(file.method)
+    fields, tensors = form.from_file(file.fields, named_tensors(file.folder))
+    try:
+        method, sites = fit_to_model(
+            model, file.method, fields, tensors, folder=file.folder, made_here=file.made_here
+        )
+        adapter = attach(model, _changed(method, dropout, head), sites=sites, fresh=False)
+    except TargetError as error:
+        raise AdapterError(
+            f"the adapter in {folder} does not fit {type(model).__name__}", found=str(error)
+        ) from error
+    try:
+        check_targets_of(fields, adapter, file.folder)
+        tensors = form.with_missing(fields, adapter.method_modules, tensors)
+        if head:  # tensors that the folder lacks keep the base's values
+            prefixes = tuple(f"{path}." for path in head)
+            from_base = {n: t for n, t in adapter.state().items() if n.startswith(prefixes)}
+            tensors = {**from_base, **tensors}
+        adapter.load_state(tensors)
+    except BaseException:
+        adapter.detach()
+        raise
+    for parameter in adapter.parameters():
+        parameter.requires_grad_(trainable)
+    return adapter
+
+
+def _changed(method: Method, dropout: float | None, head: Sequence[str]) -> Method:
+    full = tuple(dict.fromkeys((*method.train_fully, *head)))
+    update: dict[str, Any] = {"train_fully": full, "start_from": None}
+    if dropout is not None:
+        update["dropout"] = dropout
+    return method.model_copy(update=update)
+
+
+def check_weights(file: AdapterFile, fingerprint: str) -> None:
+    """Refuse an adapter that was trained on weights with another fingerprint.
+
+    Raises:
+        AdapterError: The fingerprints differ; an adapter without one passes.
+    """
+    recorded = file.provenance.fingerprint
+    if recorded and recorded != fingerprint:
+        raise AdapterError(
+            f"the adapter in {file.folder} was trained on another base",
+            found=f"trained on {file.provenance.base} ({recorded[:23]}...); "
+            f"this base is {fingerprint[:23]}...",
+            fix="Give the right base with --base, or load it anyway with --force.",
+        )
+
+
+def named_tensors(folder: Path) -> dict[str, Tensor]:
+    """Read an adapter's tensors, with the names of `Adapter.state()`.
+
+    Raises:
+        AdapterError: The file is unreadable, or tensors are not finite or have the same name.
+    """
+    tensors = read_tensors(_existing(folder, TENSORS))
+    prefix = BARE if PROMPT in tensors else PREFIX
+    named: dict[str, Tensor] = {}
+    names: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        plain = plain_name(name, prefix)
+        if f".{BARE}" in plain:
+            raise AdapterError(
+                f"{folder / TENSORS} holds a tensor that belongs to no adapter",
+                found=f"{plain}: {BARE} is in the middle of its name",
+                fix=f"Save it again with the tool that saved it; PEFT's names begin with {BARE}",
+            )
+        if plain in named:
+            raise AdapterError(
+                f"{folder / TENSORS} holds {plain} twice",
+                found=f"{names[plain]} and {name} are one tensor of two adapters.",
+                fix="Save one adapter at a time.",
+            )
+        named[plain], names[plain] = tensor, name
+    return named
+
+
+def plain_name(name: str, prefix: str = PREFIX) -> str:
+    """Convert a tensor's name in PEFT's file to its name in `Adapter.state()`."""
+    plain = _WRAPPERS.sub("", name).removeprefix(prefix).removeprefix(BARE)
+    plain = _DEFAULT_NAME.sub("", _LORA_NAME.sub(r"\1", plain))
+    return plain.removesuffix(".weight" if plain.endswith(f"{MAGNITUDE}.weight") else "")
+
+
+def _existing(folder: Path, name: str) -> Path:
+    path = folder / name
+    if path.exists():
+        return path
+    files = sorted(p.name for p in folder.iterdir())[:12] if folder.is_dir() else []
+    fix = "Give the folder that a run wrote, or one saved by PEFT."
+    pickles = [f for f in files if f.endswith((".bin", ".pt", ".pth"))]
+    if name == TENSORS and pickles:
+        fix = instead_of_pickle(pickles[0])
+    raise AdapterError(
+        f"{folder} holds no {name}",
+        found=("there is " + ", ".join(files)) if files else "no such folder, or an empty one",
+        fix=fix,
+    )

@@ -1,0 +1,258 @@
+"""Probes of a model with a few tokens: are documents of a sequence isolated, is it causal?
+
+A model may mix tokens outside of attention (convolutions, states), or compute positions in its own
+way; transformers isolates packed documents only for some architectures, attention implementations
+and batch sizes. Therefore there is no table of models: each model is probed. If its documents
+influence each other, rows are padded and packing is refused.
+
+Shapes: B rows, T tokens of the longest, N tokens of the padding-free sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from peftkit.errors import BaseError, DataError
+from peftkit.execution.plan import compute_dtype
+from peftkit.forward.attention import TrainingAttention
+from peftkit.forward.loss import accepted, unwrapped
+from peftkit.forward.padding_free import laid_out, unpadded
+from peftkit.kernels.device import forked_generators
+from peftkit.model.modes import evaluating
+from peftkit.model.places import num_virtual
+
+LENGTHS = (11, 9, 2)
+"""Lengths of the documents that a model is probed with."""
+
+
+def can_unpad(model: nn.Module, attention: TrainingAttention, *, share: bool) -> bool:
+    """Return whether a padding-free sequence gives each document the logits that it has alone.
+
+    Runs the model on a few tokens without gradients; `attention` records the masks of its layers.
+
+    Args:
+        attention: The model's active training attention.
+        share: See `unpadded`.
+    """
+    bare = unwrapped(model)
+    if num_virtual(model) or bare.config.is_encoder_decoder:
+        return False
+    documents, others = _probe_documents(bare.config.get_text_config().vocab_size, share)
+    first, probed = documents[0], documents[1]
+    with torch.no_grad(), forked_generators(bare.device), attention.observing():
+        # in the model's current mode, because attention may have dropout
+        logits_of(model, probed[None].to(bare.device), {})
+    with evaluating(model):
+        alone = _probe_logits(model, attention, {"input_ids": probed[None]})
+        joined = _probe_logits(model, attention, {"input_ids": torch.cat(documents)[None]})
+        mixed = rms_difference([joined[len(first) :][: len(probed)]], [alone])
+        for spans in (True, False) if attention.takes_spans else (False,):
+            attention.takes_spans = spans
+            try:
+                together, changed = (
+                    _probed_unpadded(model, attention, rows, share) for rows in (documents, others)
+                )
+            except Exception:  # the model does not support such sequences
+                continue
+            finally:
+                attention.layout = None
+            if are_apart([together], [changed], [alone], mixed, compute_dtype(bare)):
+                return True
+    return False
+
+
+def _probe_documents(vocab_size: int, share: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Return three documents, and the same documents with another first and last one.
+
+    With `share`, the first two documents have a common prefix.
+    """
+    tokens = torch.arange(3, 3 + sum(LENGTHS)).mul(7).remainder(vocab_size)
+    documents = list(tokens.split(LENGTHS))
+    num_shared = len(documents[1]) // 2 if share else 0
+    documents[1][:num_shared] = documents[0][:num_shared]
+    others = [document.clone() for document in documents]
+    for document in (others[0], others[2]):
+        document[num_shared:] = document[num_shared:].add(vocab_size // 2).remainder(vocab_size)
+    return documents, others
+
+
+def _probe_logits(
+    model: nn.Module, attention: TrainingAttention, batch: Mapping[str, Tensor]
+) -> Tensor:
+    """Return the logits of a batch's tokens (B * T, V)."""
+    device = unwrapped(model).device
+    on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+    inputs = laid_out(on_device, attention)
+    return logits_of(model, inputs["input_ids"], inputs).flatten(0, 1)
+
+
+def _probed_unpadded(
+    model: nn.Module, attention: TrainingAttention, documents: Sequence[Tensor], share: bool
+) -> Tensor:
+    """Return the logits of the second document in a padding-free sequence with the others."""
+    ids = pad_sequence(list(documents), batch_first=True)
+    lengths = torch.tensor([len(document) for document in documents])
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    index = torch.arange(ids.shape[1], ids.shape[1] + len(documents[1]))
+    batch = {"input_ids": ids, "attention_mask": mask, "target_index": index}
+    padding_free = unpadded(batch, share=share, spans=attention.takes_spans)
+    logits = _probe_logits(model, attention, padding_free)
+    return logits[padding_free["target_index"].to(logits.device)]
+
+
+def are_apart(
+    together: Sequence[Tensor],
+    changed: Sequence[Tensor],
+    alone: Sequence[Tensor],
+    mixed: float,
+    dtype: torch.dtype,
+) -> bool:
+    """Return whether documents of one sequence have the logits that they have alone.
+
+    `together` and `changed` come from the same kernels on the same shapes: without leaks they
+    differ only by a mixture of experts' grouping. `together` and `alone` have different shapes, and
+    thus different rounding.
+
+    Args:
+        together, changed, alone: Logits of documents in a sequence with others, with different
+            others, and alone.
+        mixed: Change of the logits (root mean square) if nothing isolates the documents.
+        dtype: Dtype of the model.
+    """
+    narrow = dtype not in (torch.float32, torch.float64)
+    leak, apart = (2e-2, 0.15) if narrow else (1e-3, 1e-2)
+    scale = max(mixed, 8 * torch.finfo(dtype).eps * rms_difference(alone, None))
+    # False for NaN
+    return (
+        rms_difference(together, changed) <= leak * scale
+        and rms_difference(together, alone) <= apart * scale
+    )
+
+
+def check_causal(model: nn.Module) -> None:
+    """Check that no token sees a later one, which next-token training and right padding require.
+
+    Raises:
+        BaseError: A token does, the model is an encoder-decoder, or its logits are not finite.
+    """
+    bare = unwrapped(model)
+    message = f"Cannot train {type(bare).__name__} as a causal language model."
+    if bare.config.is_encoder_decoder:
+        raise BaseError(message, found="It is an encoder-decoder.", fix="Choose another base.")
+    ids, changed = _probe_ids(bare, [(9, 8)])
+    with evaluating(model):
+        both = logits_of(model, torch.cat([ids, changed]).flip(1), {})[:, :8]
+    before, after = both
+    if not bool(before.isfinite().all()):
+        raise BaseError(
+            message,
+            found="Its logits are not finite.",
+            fix="Check the base's files for damage, or set base.dtype to a wider dtype.",
+        )
+    if not rms_difference([before], [after]) <= 2e-2 * rms_difference([before], None):
+        raise BaseError(
+            message,
+            found="The logits of a token change with the tokens after it.",
+            fix="Choose a base for text generation.",
+        )
+
+
+def check_causal_answer(
+    model: nn.Module, inputs: Mapping[str, Any], place: int, other: int
+) -> None:
+    """Check that no token before a target token depends on the target.
+
+    The probe is a row of the data, because some models attend in both directions within a prompt or
+    an image.
+
+    Args:
+        inputs: The model's inputs for one row.
+        place: Position of a target token. other: Another token for this position.
+
+    Raises:
+        BaseError: A token does, or logits are not finite.
+    """
+    ids = inputs["input_ids"]
+    changed = ids.clone()
+    changed[:, place] = other
+    more = {name: value for name, value in inputs.items() if name != "input_ids"}
+    with evaluating(model):
+        before, after = (logits_of(model, probe, more)[:, :place] for probe in (ids, changed))
+    # raises for NaN too
+    if not rms_difference([before], [after]) <= 2e-2 * rms_difference([before], None):
+        raise BaseError(
+            f"Cannot train {type(unwrapped(model)).__name__} on answers.",
+            found="The logits of a token change with the response's tokens after it.",
+            fix="Choose a base that generates text after images.",
+        )
+
+
+def check_packing(model: nn.Module) -> None:
+    """Check that restarting position_ids isolate packed documents in this model.
+
+    Raises:
+        DataError: They do not.
+    """
+    with evaluating(model):
+        if not _isolates(model):
+            raise DataError(
+                f"Cannot pack documents for {type(unwrapped(model)).__name__}.",
+                found="One document of a packed sequence changes the logits of the next document.",
+                fix="Set data.packing: false.",
+            )
+
+
+def _isolates(model: nn.Module) -> bool:
+    """Run two rows of two documents each, packed and alone, and compare the second documents."""
+    bare = unwrapped(model)
+    splits = ((9, 8), (6, 11))  # two rows, because some kernels isolate only one
+    ids = torch.cat(_probe_ids(bare, splits))  # (4, T): the rows, and the same rows changed
+    positions = [torch.cat([torch.arange(n, device=ids.device) for n in split]) for split in splits]
+    packed = {"position_ids": torch.stack(positions * 2)}
+    together, changed = _seconds(logits_of(model, ids, packed), splits)
+    documents = [ids[row, first:] for row, (first, _) in enumerate(splits)]
+    padded = logits_of(model, pad_sequence(documents, batch_first=True), {})
+    alone = [padded[row, : len(document)] for row, document in enumerate(documents)]
+    joined, joined_changed = _seconds(logits_of(model, ids, {}), splits)
+    mixed = rms_difference(joined, joined_changed)
+    return are_apart(together, changed, alone, mixed, compute_dtype(bare))
+
+
+def _probe_ids(model: Any, splits: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """Return ids (B, T), and the same ids with other tokens in each row's first document."""
+    vocab = model.config.get_text_config().vocab_size
+    length = sum(splits[0])
+    device = next(model.get_input_embeddings().parameters()).device
+    count = torch.arange(len(splits) * length, device=device).view(len(splits), length)
+    ids = count.mul(7).add(3).remainder(vocab)  # without a random generator
+    changed = ids.clone()
+    for row, (first, _) in enumerate(splits):
+        changed[row, :first] = changed[row, :first].add(vocab // 2).remainder(vocab)
+    return ids, changed
+
+
+def logits_of(model: nn.Module, ids: Tensor, extra: Mapping[str, Any]) -> Tensor:
+    """Return the logits (B, T, V) of tokens (B, T) in float32, with further inputs `extra`."""
+    inputs = accepted(model, {"input_ids": ids, "use_cache": False, **extra})
+    logits: Tensor = model(**inputs).logits
+    return logits.float()
+
+
+def _seconds(
+    logits: Tensor, splits: Sequence[tuple[int, int]]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the second documents of the rows, and of the changed rows."""
+    seconds = [row[first:] for row, (first, _) in zip(logits, [*splits, *splits], strict=True)]
+    return seconds[: len(splits)], seconds[len(splits) :]
+
+
+def rms_difference(tensors: Sequence[Tensor], others: Sequence[Tensor] | None) -> float:
+    """Return the root mean square of all differences, or of the tensors without `others`."""
+    if others is not None:
+        tensors = [a - b for a, b in zip(tensors, others, strict=True)]
+    return torch.cat([tensor.flatten() for tensor in tensors]).square().mean().sqrt().item()

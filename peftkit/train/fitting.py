@@ -1,0 +1,214 @@
+"""Micro-batches that fit into memory, planned by counted bytes and retried with smaller plans.
+
+The fallback order, from fastest to least memory: keep all activations; recompute the blocks;
+offload their inputs to main memory. Each mode first tries fewer rows at once. On a GPU, the next
+mode comes before micro-batches too small to keep it busy. Before the first step, `choose` picks the
+first plan that fits by counted bytes. If memory runs out later, `Fitting.smaller` returns the next.
+
+Training runs (step.py, memory.py) and the server of Tinker's API share this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from peftkit.data.rows.lazy import num_tokens
+from peftkit.execution.plan import Activations, ExecutionPlan
+from peftkit.train.optim import LossScale
+
+T = TypeVar("T")
+
+AUTO_SHARE = 0.8
+"""Share of the free main memory to plan for."""
+
+Costs = Sequence[tuple[Activations, float]]
+"""Bytes per token (per row if rows have no tokens) of each activation mode, fastest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationBytes:
+    """Bytes that one forward pass saves for the backward pass.
+
+    Attributes:
+        outside: Saved outside of blocks, by norms and the loss.
+        inside: Saved in each block.
+        inputs: Size of each block's hidden states.
+    """
+
+    outside: int
+    inside: tuple[int, ...]
+    inputs: tuple[int, ...]
+
+    def needed(self, activations: Activations) -> int:
+        """Return the peak bytes in an activation mode.
+
+        A block's backward pass also needs gradients as large as the tensors that the block saved.
+        """
+        largest = max(self.inside, default=0)
+        if activations == "keep":
+            return self.outside + sum(self.inside) + largest
+        # two offloaded inputs are on the device: one in use, one in transfer
+        inputs = sum(self.inputs if activations == "recompute" else sorted(self.inputs)[-2:])
+        return self.outside + inputs + 2 * largest
+
+
+def saved_by(run: Callable[[], Tensor], blocks: Sequence[nn.Module]) -> ActivationBytes:
+    """Count the bytes that a forward pass saves, without weights and others that outlive it.
+
+    Hooks see each saved tensor and keep none, so counting needs no more memory than inference.
+    """
+    seen: dict[StorageWeakRef, tuple[int, int]] = {}  # (bytes, block call)
+    inputs: list[int] = []
+    within: list[int] = []
+
+    def pack(tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        call = within[-1] if within else -1
+        seen.setdefault(StorageWeakRef(storage), (storage.nbytes(), call))
+
+    def enter(block: nn.Module, args: tuple[Any, ...], more: dict[str, Any]) -> None:
+        hidden = next((x for x in (*args, *more.values()) if isinstance(x, Tensor)), None)
+        within.append(len(inputs))
+        inputs.append(0 if hidden is None else hidden.numel() * hidden.element_size())
+
+    def leave(block: nn.Module, args: Any, output: Any) -> None:
+        within.pop()
+
+    handles = [b.register_forward_pre_hook(enter, with_kwargs=True) for b in blocks]
+    handles += [b.register_forward_hook(leave, always_call=True) for b in blocks]
+    try:
+        with saved_tensors_hooks(pack, lambda packed: packed):  # there is no backward pass
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    sums = [0] * (len(inputs) + 1)  # the last, of call -1, is outside of blocks
+    for storage, (num_bytes, call) in seen.items():
+        sums[call] += num_bytes if storage.expired() else 0
+    return ActivationBytes(sums[-1], tuple(sums[:-1]), tuple(inputs))
+
+
+def choose(
+    requested: ExecutionPlan, costs: Costs, available: float, longest: int
+) -> ExecutionPlan | None:
+    """Return the plan with the first activation mode that fits; None if no row fits.
+
+    It has at most the requested rows and tokens at once. Micro-batches too small to keep the device
+    busy are the last resort.
+
+    Args:
+        available: Bytes.
+        longest: Tokens of the longest row, padding included; 1 if rows have none.
+    """
+    rows, tokens = requested.rows, requested.tokens
+    most = rows * longest if tokens is None else max(min(tokens, rows * longest), longest)
+    enough = max(longest, requested.busy_tokens if longest > 1 else 1)
+    for least, modes in ((enough, costs), (longest, costs[::-1])):
+        for activations, per_token in modes:
+            fit = int(available / per_token)
+            if fit >= most:
+                return replace(requested, activations=activations)
+            if fit >= least and longest > 1:
+                return replace(requested, activations=activations, tokens=fit)
+            if fit >= least:
+                return replace(requested, activations=activations, rows=fit, tokens=None)
+    return None
+
+
+def _halved(limit: int, now: int) -> int:
+    """Halve a limit until it is below the current size."""
+    while limit >= now:
+        limit //= 2
+    return max(limit, 1)
+
+
+class Fitting:
+    """The fallback order of a training loop, and its loss scale.
+
+    Args:
+        plan: The plan that the settings request.
+        modes: Activation modes to try, fastest first.
+        num_positions: Tokens of rows in one batch, padding included.
+        needs_scale: Whether gradients are in fp16.
+
+    Attributes:
+        requested: `plan` with the fastest activation mode.
+    """
+
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        modes: tuple[Activations, ...],
+        num_positions: Callable[[Sequence[Any]], int],
+        *,
+        needs_scale: bool,
+    ) -> None:
+        self.requested, self.modes = replace(plan, activations=modes[0]), modes
+        self.num_positions, self.scale = num_positions, LossScale(needs_scale)
+
+    def costs(self, *measured: tuple[ActivationBytes, Sequence[Any]]) -> Costs:
+        """Return the costs of each activation mode, the maximum over measured batches of rows."""
+        counts = [(saved, self.num_positions(rows)) for saved, rows in measured]
+        return [
+            (mode, max(1.0, *(saved.needed(mode) / number for saved, number in counts)))
+            for mode in self.modes
+        ]
+
+    def smaller(
+        self,
+        plan: ExecutionPlan,
+        parts: Sequence[Sequence[Any]],
+        agree: Callable[[list[int]], list[int]] = list,
+    ) -> ExecutionPlan | None:
+        """Return the next plan in the fallback order; None: there is none.
+
+        Args:
+            parts: The micro-batches for which memory ran out.
+            agree: Returns the maximum of each size over all processes.
+        """
+        sizes = [
+            max(map(len, parts), default=0),
+            max(map(self.num_positions, parts), default=0),
+            int(any(num_tokens(row) for part in parts for row in part)),
+        ]
+        rows, tokens, have_length = agree(sizes)
+        later = self.modes[self.modes.index(plan.activations) + 1 :]
+        busy = plan.busy_tokens if have_length else 0
+        if rows > 1 and (tokens / 2 >= busy or not later):
+            if plan.tokens is None:
+                return replace(plan, rows=_halved(plan.rows, rows))
+            # a single row may have more tokens than the limit
+            return replace(plan, tokens=_halved(plan.tokens, min(tokens, plan.tokens)))
+        if later:  # a new mode starts with the requested rows and tokens
+            requested = self.requested
+            return replace(plan, activations=later[0], rows=requested.rows, tokens=requested.tokens)
+        return None
+
+    def retry(
+        self,
+        compute: Callable[[], T | None],
+        *,
+        overflows: Callable[[T], bool],
+        step_down: Callable[[], object],
+        undo: Callable[[], object],
+    ) -> T:
+        """Repeat a computation until it fits into memory and its gradients do not overflow.
+
+        Args:
+            compute: Computes loss and gradients; returns None if memory ran out on a process.
+            overflows: Whether gradients are infinite. The result is returned nevertheless if the
+                loss scale cannot decrease.
+            step_down: Switches to a smaller plan, or raises if there is none.
+            undo: Restores the state before a failed attempt.
+        """
+        while (result := compute()) is None or (overflows(result) and self.scale.overflowed()):
+            if result is None:
+                step_down()
+            undo()
+        return result

@@ -1,0 +1,73 @@
+"""Addresses and recipes of the servers under test."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra peftkit[serve] is not installed")
+import uvicorn
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
+from peftkit.config.schema import from_dict
+from peftkit.recipe import Recipe
+from peftkit.serve.server import listening
+from tests.helpers.command_line import turn
+from tests.helpers.folders import write_rows
+
+HERE = "http://127.0.0.1:8000"
+Serve = Callable[..., TestClient]
+WORDS = ("quick", "brown", "lazy", "other")
+
+
+def recipe(folder: Path, name: str, **train: Any) -> Recipe:
+    file = folder / "train.jsonl"
+    write_rows(file, [turn(f"what is the {word}?", f"the {word} dog") for word in WORDS] * 2)
+    return from_dict(
+        Recipe,
+        {
+            "base": {"model": "tiny"},
+            "method": {"type": "lora", "rank": 2, "alpha": 4, "targets": ["q", "v", "down"]},
+            "data": {"train": str(file), "max_length": 64},
+            "train": {
+                "output_dir": str(folder / name),
+                "max_steps": 4,
+                "batch_size": 2,
+                "learning_rate": 0.05,
+                "save_every": 2,
+                **train,
+            },
+        },
+        "test",
+    )
+
+
+def adapter_bytes(folder: Path) -> bytes:
+    return (folder / "adapter_model.safetensors").read_bytes()
+
+
+@contextmanager
+def openai_client(app: Starlette, key: str) -> Iterator[Any]:
+    """Serve an application over a socket; yield OpenAI's own client of it."""
+    openai = pytest.importorskip("openai", reason="the official client is not installed")
+    with listening("127.0.0.1", 0) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            while not server.started:
+                assert thread.is_alive()
+                time.sleep(0.01)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+            with openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=30) as client:
+                yield client
+        finally:
+            server.should_exit = True
+            thread.join()
