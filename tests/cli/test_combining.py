@@ -95,5 +95,5 @@ def test_inspect_tells_why_an_update_cannot_be_measured(
     )
     done = peftkit("inspect", "a")
     assert done.code == 0
-    assert "No norms of its updates: " in done.err
+    assert "No norms of the updates: " in done.err
     assert "init_lora_weights: pissa" in done.err
