@@ -314,7 +314,10 @@ def recipe_text(
         section = recipe["method"] = {"type": "lora", "rank": "16", "alpha": "32"}
         section["targets"] = "all-linear"
     train = recipe["train"]
-    train["output_dir"] = f"runs/{_run_name(Path(data))}"
+    file = Path(data)
+    name = (file.parent.name if file.stem.startswith("train") else "") or file.stem
+    name = re.sub(r"\W+", "-", name).strip("-").lower() or "run"
+    train["output_dir"] = f"runs/{name}"
     if goal.by_rules:
         section |= {"rank": str(settings.rank), "alpha": str(settings.alpha)}
         rate = settings.learning_rate * (PREFERENCE_RATE if goal.compares else 1)
@@ -356,12 +359,6 @@ def _as_yaml(recipe: Mapping[str, Mapping[str, str]], comments: Mapping[str, str
             comment = f"  # {comments[key]}" if key in comments else ""
             lines += [f"  {key}: {value}{comment}"] if key else []
     return "\n".join(lines) + "\n"
-
-
-def _run_name(data: Path) -> str:
-    """Return a name for the run: the file, or its folder if the file is named train."""
-    name = data.parent.name if data.stem.startswith("train") else ""
-    return re.sub(r"\W+", "-", name or data.stem).strip("-").lower() or "run"
 
 
 def _quoted(value: str) -> str:

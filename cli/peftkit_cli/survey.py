@@ -231,7 +231,8 @@ def splits_of(folder: Path) -> dict[str, str]:
     A file name matches exactly, or with a shard suffix (train-00000-of-00002), or as the only file
     with the prefix. Only the first shard of evaluation data is used: `data.eval` takes no pattern.
     """
-    files = [file for file in sorted(folder.iterdir()) if _may_have_rows(file)]
+    files = [file for file in sorted(folder.iterdir()) if file.suffix.lower() in DATA]
+    files = [file for file in files if not file.stem.lower().endswith(NO_ROWS)]
     splits: dict[str, str] = {}
     for split, names in SPLITS.items():
         tails = [(name, tail) for name in names for tail in (r"", SHARD)]
@@ -243,10 +244,6 @@ def splits_of(folder: Path) -> dict[str, str]:
                 stem, kind = matches[0].stem[: len(name)], matches[0].suffix
                 splits.setdefault(split, str(folder / f"{stem}-*-of-*{kind}"))
     return splits
-
-
-def _may_have_rows(file: Path) -> bool:
-    return file.suffix.lower() in DATA and not file.stem.lower().endswith(NO_ROWS)
 
 
 def _num_chars(value: Any) -> int:

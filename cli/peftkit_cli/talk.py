@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from peftkit.data.style import Style
     from peftkit.formats.open_adapter import Opened
     from peftkit.inference.bank import AdapterBank
-    from peftkit_cli.chat_tools import ChatTools
 
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum length of an answer.")]
 Temperature = Annotated[
@@ -330,10 +329,12 @@ def chat(
     """
     _check_tools(tool or (), run_tools)
     source = _open_all(adapter, named, base, force)
+    from peftkit_cli.chat_tools import ChatTools
     from peftkit_cli.conversation import Conversation
 
+    tools = ChatTools(source.base.tokenizer, tool, confirm=not run_tools) if tool else None
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    talk = Conversation(source, system=system, tools=_tools(source, tool, run_tools), **settings)
+    talk = Conversation(source, system=system, tools=tools, **settings)
     if talk.on_terminal:
         names = ", ".join(named) if named else adapter
         note(f"{names} on {source.base.name}. /help lists the commands.")
@@ -355,16 +356,6 @@ def _check_tools(uses: Sequence[str], run_tools: bool) -> None:
         )
     for use in uses:
         file_of(use)
-
-
-def _tools(
-    source: Opened | AdapterBank, uses: Sequence[str] | None, run_tools: bool
-) -> ChatTools | None:
-    if not uses:
-        return None
-    from peftkit_cli.chat_tools import ChatTools
-
-    return ChatTools(source.base.tokenizer, uses, confirm=not run_tools)
 
 
 def _open_all(

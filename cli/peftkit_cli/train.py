@@ -58,7 +58,10 @@ def train(
 ) -> None:
     """Train an adapter from a recipe. Prints the adapter's folder."""
     file = _recipe_file(recipe, run_folder)
-    settings = _load(file, [*(overrides or ()), *_output_dir(out)])
+    overrides = list(overrides or ())
+    if out is not None:  # quoted, because YAML would read a name such as 2024 or "a: b" differently
+        overrides.append(f"train.output_dir={json.dumps(str(out), ensure_ascii=False)}")
+    settings = _load(file, overrides)
     from peftkit.events import to_all
     from peftkit.report.page import LiveReport
     from peftkit.run import run
@@ -147,8 +150,3 @@ def _function(name: str) -> Callable[[str, str], float]:
     if not callable(function):
         raise ConfigError(f"{name} is not a function.", found=f"It is {function!r:.80}.")
     return cast("Callable[[str, str], float]", function)
-
-
-def _output_dir(out: Path | None) -> list[str]:
-    # Quoted, because YAML would read a folder name such as 2024 or "a: b" differently.
-    return [] if out is None else [f"train.output_dir={json.dumps(str(out), ensure_ascii=False)}"]

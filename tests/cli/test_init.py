@@ -195,7 +195,7 @@ def test_files_of_a_folder_are_told_apart_by_their_names(peftkit: Run, tmp_path:
     assert "Data: plants/train.jsonl" in shown.out
     assert "Evaluation data (data.eval): plants/valid.jsonl" in shown.err
     refused = peftkit("train", "plants")
-    assert "It is a folder of rows." in refused.err
+    assert "It is a folder with data files." in refused.err
     assert "peftkit init --data plants" in refused.err
 
 
