@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from peftkit.errors import PeftkitError as PeftkitError
     from peftkit.errors import RunError as RunError
     from peftkit.errors import TargetError as TargetError
+    from peftkit.evaluation.evaluate import answer as answer
+    from peftkit.evaluation.evaluate import evaluate as evaluate
+    from peftkit.evaluation.predict import predict as predict
+    from peftkit.evaluation.predict import predict_file as predict_file
     from peftkit.events import Sample as Answer
     from peftkit.formats.exchange import export_adapter as export_adapter
     from peftkit.formats.exchange import import_adapter as import_adapter
@@ -46,13 +50,9 @@ if TYPE_CHECKING:
     from peftkit.formats.peft.notes import Provenance as Provenance
     from peftkit.inference.bank import AdapterBank as AdapterBank
     from peftkit.inference.bank import open_bank as open_bank
-    from peftkit.inference.evaluate import answer as answer
-    from peftkit.inference.evaluate import evaluate as evaluate
     from peftkit.inference.generate import generate as generate
     from peftkit.inference.generate import generate_ids as generate_ids
     from peftkit.inference.generate import stream as stream
-    from peftkit.inference.predict import predict as predict
-    from peftkit.inference.predict import predict_file as predict_file
     from peftkit.merging.combine import combine as combine
     from peftkit.merging.fold import merge_into as merge_into
     from peftkit.merging.merge import merge as merge

@@ -81,7 +81,7 @@ class RunError(PeftkitError):
 
 
 class DiskFullError(RunError):
-    """The disk is full; a retry succeeds once there is space."""
+    """The disk is full; a retry works once there is room."""
 
 
 class EndedTogetherError(RunError):

@@ -27,13 +27,12 @@ def count(value: float) -> str:
     return str(value)
 
 
-def size(value: float, decimals: int = 1) -> str:
-    """Format a number of bytes: 1.3 GiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.{decimals}f} {unit}"
-        value /= 1024
-    return f"{value:.{decimals}f} GiB"
+def size(num_bytes: float, decimals: int = 1) -> str:
+    """Format a number of bytes: 1.3 GB. 1 GB is 10^9 bytes, as in `train.memory` and on disks."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:,.{decimals}f} {unit}"
+    return f"{num_bytes:.0f} B"
 
 
 def duration(seconds: float) -> str:

@@ -38,6 +38,7 @@ from peftkit.model.modes import evaluating
 from peftkit.recipe import Recipe
 from peftkit.tasks.base import Task
 from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.run_hooks import hooks_of
 from peftkit.train.checkpoint_files import versions
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class RunRecord:
             "method": recipe.method.model_dump(mode="json"),
             "data": recipe.data.model_dump(mode="json"),
             "task": self.settings.model_dump(mode="json"),
-            **self.task.identity,
+            **hooks_of(self.task).identity,
             **({"start": self.continued.digest} if self.continued else {}),
         }
 
@@ -122,7 +123,7 @@ class RunRecord:
             fingerprint=self.base.fingerprint,
             trunk=self.base.trunk or None,
             loading=loading,
-            prompt_style=self.task.style,
+            prompt_style=self.task.rows.style,
             task_type=self.settings.task_type,
             task=self.settings.saved(),
             plan=self.plan.as_dict(),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from peftkit.adapter import Adapter, attach, check_fits
 from peftkit.base.load import Base, open_base
@@ -34,8 +34,8 @@ from peftkit.model.blocks import is_sharded, is_streamed
 from peftkit.planning.resolve import resolve_plan
 from peftkit.recipe import Recipe, check_settings
 from peftkit.record import RunRecord, facts_writer, metrics_before_training, save_result
-from peftkit.tasks.base import Reference
 from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.run_hooks import Reference, hooks_of
 from peftkit.train.checkpoint_files import Checkpoints, versions
 from peftkit.train.loop import train
 from peftkit.train.metrics import require_trackers
@@ -219,22 +219,24 @@ def prepare(
     )
     key = f"{base.fingerprint} {compute_dtype(base.model)} {recipe.base.quantize} "
     key += f"{recipe.base.double_quant}"
+    hooks, loader = hooks_of(task), task.rows
     if continued is None:
-        task.compare_with(Reference(adapter.disabled, key))
+        hooks.set_reference(Reference(adapter.disabled, key))
     else:
         state = partial(adapter.swapped_state, continued.start)
-        task.compare_with(Reference(state, f"{key} {continued.digest}"))
-    for folder in task.other_adapters:
+        hooks.set_reference(Reference(state, f"{key} {continued.digest}"))
+    for folder in hooks.other_adapters:
         from peftkit.formats.open_adapter import read_side_adapter
 
-        task.add_adapter(folder, read_side_adapter(folder, base))
-    rows, eval_rows = task.load_splits(task.data)
-    if style and task.style and replace(style, system=task.style.system) != task.style:
+        hooks.add_adapter(folder, read_side_adapter(folder, base))
+    rows, eval_rows = loader.load_splits(loader.data)
+    new_style = loader.style
+    if style and new_style and replace(style, system=new_style.system) != new_style:
         text = "As the data section requests, training continues with another prompt style"
-        on_event(Notice(f"{text} than the adapter's: {task.style.kind} instead of {style.kind}."))
+        on_event(Notice(f"{text} than the adapter's: {new_style.kind} instead of {style.kind}."))
     if world is not None:
         world.check_equal_across_ranks(rows={"train": _digest(rows), "eval": _digest(eval_rows)})
-    recipe = recipe.model_copy(update={"data": task.data})  # the rows decided about packing
+    recipe = recipe.model_copy(update={"data": loader.data})  # the rows decided about packing
     return RunRecord(recipe, plan, base, adapter, task, settings, rows, eval_rows, continued)
 
 
@@ -297,7 +299,10 @@ def _watch(record: RunRecord, metrics: Mapping[str, Any] | None, on_event: Liste
         )
     if not (config.sample_every or config.eval_generate):
         return None
-    from peftkit.inference.evaluate import TextWatch
+    from peftkit.evaluation.text_watch import TextWatch
+    from peftkit.tasks.completions import CompletingTask
 
-    task = cast(Any, record.task)  # check_settings refuses tasks that write no text
-    return TextWatch(record.base, task, record.eval, config, metrics, on_event)
+    assert isinstance(record.task, CompletingTask), (
+        "check_settings refuses tasks that write no text"
+    )
+    return TextWatch(record.base, record.task, record.eval, config, metrics, on_event)

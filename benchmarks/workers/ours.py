@@ -118,7 +118,7 @@ class _GivenMasks(MaskedLM):
         labels = batch.pop("labels").flatten()
         index = (labels != IGNORE).nonzero().flatten()
         batch |= {"target_index": index, "targets": labels[index]}
-        return self.without_padding(batch)
+        return self.layout.unpadded(batch)
 
 
 def _task(job: dict[str, Any], model: Any, tokenizer: Any) -> Any:

@@ -272,11 +272,12 @@ def environment() -> dict[str, Any]:
 
     import torch
 
+    from peftkit.figures import size
     from peftkit.forward.blocks import cpp_compiler
 
     installed = {package.metadata["Name"]: package.version for package in distributions()}
     cards = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
-    gpus = [f"{c.name}, {c.total_memory / 2**30:.1f} GiB, sm_{c.major}{c.minor}" for c in cards]
+    gpus = [f"{c.name}, {size(c.total_memory)}, sm_{c.major}{c.minor}" for c in cards]
     others = [name for name in ("mps", "xpu") if getattr(torch, name).is_available()]
     return {
         "peftkit": installed.get("peftkit", "not installed"),

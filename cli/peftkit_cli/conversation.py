@@ -18,13 +18,13 @@ from peftkit.data.generation import prompt_ids, stop_ids, style_with_system
 from peftkit.data.media.files import KINDS, Media
 from peftkit.data.style import Style
 from peftkit.errors import DataError, PeftkitError, did_you_mean
+from peftkit.evaluation.predict import media_task
 from peftkit.formats.open_adapter import Opened
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.call_formats import Call
 from peftkit.inference.calls import Said
 from peftkit.inference.generate import stream
-from peftkit.inference.predict import MediaPrompt, inputs_of, media_task
-from peftkit.tasks.media.media_text import MediaTextConfig
+from peftkit.tasks.media.media_text import MediaPrompt
 from peftkit_cli.arguments import note
 from peftkit_cli.chat_tools import ChatTools
 from peftkit_cli.terminal import edit_several_lines
@@ -107,8 +107,8 @@ class Conversation:
         self.base, self.voices = source.base, voices_of(source)
         self._settings = settings
         self.history: list[dict[str, Any]] = []
-        has_media = isinstance(source, Opened) and isinstance(source.task, MediaTextConfig)
-        self._media_task = media_task(source) if has_media else None  # type: ignore[arg-type]
+        reads_media = isinstance(source, Opened) and source.task.prompt_media
+        self._media_task = media_task(source) if reads_media else None  # type: ignore[arg-type]
         self._media: list[Media] = []
         self.current = self._adapter = next(iter(self.voices))
         self.on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -305,7 +305,7 @@ class Conversation:
         if style.kind == "chat":
             prompt = [{k: v for k, v in message.items() if k != "media"} for message in messages]
         text = self._media_task.encoder.prompt(prompt, style)
-        return inputs_of(self.base.model, self._media_task, [MediaPrompt(text, media)])
+        return self._media_task.generation_inputs(self.base.model, [MediaPrompt(text, media)])
 
     def _stops(self, style: Style) -> list[int]:
         if self._tools is not None:

@@ -68,9 +68,9 @@ def _write_hard_negatives(
     margin: float,
     kind: Literal["embedding", "reranker"],
 ) -> None:
+    from peftkit.evaluation.make_rows import find_hard_negatives
+    from peftkit.evaluation.predict import write_rows
     from peftkit.formats.open_adapter import open_adapter
-    from peftkit.inference.make_rows import find_hard_negatives
-    from peftkit.inference.predict import write_rows
     from peftkit_cli.render import Renderer
 
     with Renderer() as on_event:

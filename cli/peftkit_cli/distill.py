@@ -119,8 +119,8 @@ def _recipe(prompt: Path, base: str, data: str, out: Path, overrides: list[str])
 def _questions_file(prompt: Path, base: str, file: Path, number: int, on_event: Listener) -> str:
     """Return the file of questions; the base generates it if it is missing."""
     from peftkit.base.load import load_base
+    from peftkit.evaluation.make_rows import make_questions
     from peftkit.files.disk import write_text
-    from peftkit.inference.make_rows import make_questions
     from peftkit.tasks.distill.rows import read_prompt
 
     if not file.is_file():

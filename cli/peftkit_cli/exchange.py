@@ -10,13 +10,17 @@ import typer
 from peftkit.errors import ConfigError
 from peftkit_cli.arguments import Adapter, Base, OutFolder, Replace, note
 
-Format = Literal["peft", "gguf", "mlx"]
 TensorDtype = Literal["fp32", "fp16", "bf16", "q8_0"]
 
 
 def export(
     adapter: Adapter,
-    to: Annotated[Format, typer.Option(metavar="FORMAT", help="peft, gguf or mlx.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="FORMAT", help="peft, gguf, mlx, or a format that another package adds."
+        ),
+    ],
     out: Annotated[Path, typer.Option(metavar="PATH", help="New folder; for gguf, a new file.")],
     profile: Annotated[
         Literal["serving"] | None,

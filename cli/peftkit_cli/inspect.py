@@ -54,7 +54,6 @@ class MethodFacts:
         num_trainable: Number of trained parameters; None if the method cannot be used.
         merges: Whether the adapter can be merged into the weights.
         fresh_is_base: Whether a fresh adapter leaves the outputs unchanged.
-        four_bit: Whether the base may be in 4 bits.
         files: Programs that can read its files.
         remark: The reason for each "no".
     """
@@ -63,7 +62,6 @@ class MethodFacts:
     num_trainable: int | None
     merges: bool
     fresh_is_base: bool
-    four_bit: bool
     files: str
     remark: str
 
@@ -203,6 +201,7 @@ def _without_weights(name: str) -> nn.Module:
 def method_facts(model: nn.Module) -> Iterator[MethodFacts]:
     """Attach each method to a model without weights, and yield its facts."""
     from peftkit.adapter import attach
+    from peftkit.methods.prefix import CacheKindError
     from peftkit.methods.table import METHODS
 
     for name, kind in METHODS.items():
@@ -211,7 +210,10 @@ def method_facts(model: nn.Module) -> Iterator[MethodFacts]:
         try:
             adapter = attach(model, method, fresh=False)
         except PeftkitError as error:
-            remarks.insert(0, _why(str(error)))
+            # some models do not run without weights, and a prefix is measured by running them
+            unmeasured = isinstance(error, CacheKindError)
+            why = "only the weights tell whether it suits" if unmeasured else str(error)
+            remarks.insert(0, why.splitlines()[0].rstrip("."))
         else:
             num_trainable = adapter.num_trainable
             adapter.detach()
@@ -220,17 +222,9 @@ def method_facts(model: nn.Module) -> Iterator[MethodFacts]:
             num_trainable=num_trainable,
             merges=not method.unmergeable,
             fresh_is_base=not method.fresh_changes,
-            four_bit=True,
             files=f"peftkit, {method.files}" if method.files else "peftkit",
             remark="; ".join(filter(None, remarks)),
         )
-
-
-def _why(message: str) -> str:
-    # A prefix is measured by running the model; some models do not run without weights.
-    if "Its cache is of another kind" in message:
-        return "only the weights tell whether it suits"
-    return message.splitlines()[0].rstrip(".")
 
 
 def _weight(model: nn.Module, role: str, site: Site) -> tuple[str, str, str, int]:
@@ -306,7 +300,7 @@ def show_methods(methods: Sequence[MethodFacts], num_parameters: int) -> None:
     from peftkit_cli.render import print_table
 
     if methods:
-        columns = ("method", "trains", "merges", "starts as the base", "4-bit base", "read by", "")
+        columns = ("method", "trains", "merges", "starts as the base", "read by", "")
         rows = method_rows(methods, num_parameters)
         print_table("Methods, each with its defaults", columns, rows)
 
@@ -321,7 +315,7 @@ def method_rows(methods: Sequence[MethodFacts], num_parameters: int) -> list[tup
             "-"
             if one.num_trainable is None
             else f"{count(one.num_trainable)} ({one.num_trainable / num_parameters:.2%})",
-            *(("no", "yes")[is_so] for is_so in (one.merges, one.fresh_is_base, one.four_bit)),
+            *(("no", "yes")[is_so] for is_so in (one.merges, one.fresh_is_base)),
             one.files,
             one.remark,
         )

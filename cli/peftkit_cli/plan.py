@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from peftkit.figures import size
 from peftkit_cli.about import check_recipe_exists
 from peftkit_cli.arguments import Json, Overrides
 
@@ -76,7 +77,7 @@ def _show(plan: Plan) -> None:
     )
     title = (
         f"Memory of micro-batches of {plan.rows} x {plan.length:,} tokens on {where}: "
-        f"{_gb(plan.usable_bytes)} usable of {_gb(plan.memory_bytes)}"
+        f"{size(plan.usable_bytes, 2)} usable of {size(plan.memory_bytes, 2)}"
     )
     rows = tuple(_strategy_row(strategy, plan.rows) for strategy in plan.ways)
     show_table(console, Table(title, COLUMNS, rows))
@@ -90,7 +91,7 @@ def _strategy_row(strategy: Strategy, rows: int) -> tuple[str, ...]:
     return (
         strategy.placement,
         strategy.activations,
-        *(f"{size / 1e9:.2f}" for size in (strategy.peak_bytes, sizes["weights"], adapter)),
+        *(f"{each / 1e9:.2f}" for each in (strategy.peak_bytes, sizes["weights"], adapter)),
         f"{sizes['activations'] / 1e9:.2f}",
         "yes" if strategy.fits else f"{most_rows} of {rows} rows" if most_rows else "no",
         f"{strategy.longest_row:,}",
@@ -104,8 +105,8 @@ def _facts(plan: Plan) -> Mapping[str, str]:
     facts = {
         "batch": f"{chosen.step_flops / 1e12:,.2f} TFLOP ({chosen.activations})",
         **_streamed(plan),
-        "adapter file": _gb(plan.adapter_bytes),
-        "disk, checkpoints and all": _gb(plan.disk_bytes),
+        "adapter file": size(plan.adapter_bytes, 2),
+        "disk, checkpoints and all": size(plan.disk_bytes, 2),
     }
     work = "the run" if plan.run_tokens else "a batch"
     if plan.run_tokens:
@@ -133,8 +134,8 @@ def _streamed(plan: Plan) -> Mapping[str, str]:
     seconds = chosen.moved_bytes / (plan.link * 1e9)
     hidden = f"; {chosen.compute_bound_tokens:,} tokens hide it" if plan.on_gpu else ""
     return {
-        "in main memory": f"{_gb(chosen.host_bytes)} of blocks, two on the device",
-        "moved in a batch": f"{_gb(chosen.moved_bytes)}, {seconds:.2g} s at {plan.link:g} GB/s"
+        "in main memory": f"{size(chosen.host_bytes, 2)} of blocks, two on the device",
+        "moved in a batch": f"{size(chosen.moved_bytes, 2)}, {seconds:.2g} s at {plan.link:g} GB/s"
         + hidden,
     }
 
@@ -148,9 +149,3 @@ def _verdict(plan: Plan) -> str:
     if plan.change:
         return f"It does not fit into memory. The cheapest fix:\n  {plan.change}{other}"
     return f"It does not fit into memory with any setting.{other}"
-
-
-def _gb(num_bytes: float) -> str:
-    if num_bytes >= 1e8:
-        return f"{num_bytes / 1e9:,.2f} GB"
-    return f"{num_bytes / 1e6:,.1f} MB"

@@ -327,7 +327,7 @@ def metrics_line(metrics: Mapping[str, float]) -> str:
 
 
 def how_far(event: events.Progress) -> str:
-    """Return the progress as text: 3/14, 1.2 GiB/4.5 GiB."""
+    """Return the progress as text: 3/14, 1.2 GB/4.5 GB."""
     text = size if event.unit == "B" else "{:,}".format
     return f"{text(event.done)}/{text(event.total)}"
 

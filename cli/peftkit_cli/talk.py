@@ -60,7 +60,7 @@ def generate(
     """Complete a prompt, or transcribe audio. Prints the text only."""
     if audio and prompt is None and system is None:
         opened = _open(adapter, base, force)
-        from peftkit.inference.predict import transcribe
+        from peftkit.evaluation.predict import transcribe
 
         for transcript in transcribe(opened, audio):
             typer.echo(transcript)
@@ -71,9 +71,8 @@ def generate(
     opened = _open(adapter, base, force)
     from peftkit.data.generation import style_with_system
     from peftkit.data.media.files import KINDS
+    from peftkit.evaluation.predict import generate_with_media
     from peftkit.inference.generate import generate as generate_text
-    from peftkit.inference.predict import generate_with_media
-    from peftkit.tasks.media.media_text import MediaTextConfig
 
     settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -85,7 +84,7 @@ def generate(
     style, tokenizer = opened.style, opened.base.tokenizer
     if system is None:
         note_system(style)
-    if media or isinstance(opened.task, MediaTextConfig):
+    if media or opened.task.prompt_media:
         if system is not None:
             style = replace(style, system=system or None)
         typer.echo(generate_with_media(opened, text, media, style=style, **settings))
@@ -160,9 +159,9 @@ def _measured(
     opened: Opened, data: Path, run_code: bool, compare: bool
 ) -> dict[str, dict[str, float]]:
     """Return the metrics of "adapter" and, with `compare`, of "base"."""
+    from peftkit.evaluation.evaluate import evaluate as measure
     from peftkit.events import Event, Progress, Stage
     from peftkit.formats.open_adapter import before_training
-    from peftkit.inference.evaluate import evaluate as measure
     from peftkit_cli.render import Renderer
 
     metrics = {}
@@ -261,7 +260,7 @@ def predict(
         return
     assert text is not None
     opened = _open(adapter, base, force)
-    from peftkit.inference.predict import predict as classify
+    from peftkit.evaluation.predict import predict as classify
 
     predictions = classify(opened, text)
     if as_json:
@@ -277,7 +276,7 @@ def _predict_file(
 ) -> None:
     _check_there(data)
     opened = _open(adapter, base, force)
-    from peftkit.inference.predict import predict_file, write_rows
+    from peftkit.evaluation.predict import predict_file, write_rows
     from peftkit_cli.render import Renderer
 
     with Renderer(transient=True) as on_event:

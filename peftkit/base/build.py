@@ -100,15 +100,19 @@ LOADERS = LazyTable[PackingLoader](
         "gguf": "peftkit.base.gguf:GGUFLoader",
         "codes": "peftkit.base.published.loader:CodesLoader",
         "gguf blocks": "peftkit.base.published.gguf_blocks:BlocksLoader",
-    }
+    },
+    "peftkit.loaders",
 )
-"""The loader for each kind of files."""
+"""The loader for each kind of files. Those of other packages are used if `reads` returns True."""
 
 
 def _loader_of(
     request: BaseRequest, put: Callable[[Tensor], Tensor] | None, on_event: Listener
 ) -> PackingLoader | None:
     """Return the loader for a base's files; None if transformers loads them unchanged."""
+    for name in LOADERS.plugins:
+        if LOADERS[name].reads(request):
+            return LOADERS[name](request, put=put, on_event=on_event)
     kind = "gguf" if request.location.gguf else "safetensors"
     if (checkpoint := published(request.config)) is not None:
         checkpoint.check(request.location.name, request.settings.quantize)

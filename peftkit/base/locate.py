@@ -166,7 +166,7 @@ def _local(path: Path) -> Location:
             raise BaseError(
                 f"{path} is not a base model.",
                 found="It is a file without the extension .gguf.",
-                fix="Give the folder that holds config.json and the safetensors files.",
+                fix="Use the folder that holds config.json and the safetensors files.",
             )
         return Location(name, os.path.dirname(name), gguf=path.name)
     if (path / "adapter_config.json").exists():

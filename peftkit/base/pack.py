@@ -95,6 +95,11 @@ class PackingLoader:
         self._problems: list[str] = []
         self._done = self._total = 0
 
+    @classmethod
+    def reads(cls, request: BaseRequest) -> bool:
+        """Return whether a loader of another package reads this base's files."""
+        return False
+
     def arguments(self) -> LoaderArguments:
         """Return the arguments for loading the model through this loader."""
         cls, source, kwargs = folder_arguments(self.request)

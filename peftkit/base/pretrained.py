@@ -311,7 +311,7 @@ def check_weights(folder: Path) -> None:
         found=f"There are {first_few(pickles, 5, ', ')}: pickles, which can run code."
         if pickles
         else "It has no safetensors file.",
-        fix="Give a folder with safetensors: transformers' save_pretrained writes them.",
+        fix="Use a folder with safetensors: transformers' save_pretrained writes them.",
     )
 
 

@@ -28,6 +28,7 @@ from peftkit.base.request import BaseRequest
 from peftkit.base.skeleton import packed_skeleton, weight_bytes
 from peftkit.errors import BaseError, OutputError, PeftkitError
 from peftkit.events import Listener, Notice
+from peftkit.figures import size
 from peftkit.files import disk
 from peftkit.files.disk import new_folder
 from peftkit.files.tensors import specs_of, write_tensor_stream
@@ -55,18 +56,18 @@ def open_or_build(request: BaseRequest, on_event: Listener) -> LoadedModel:
             return open_stored(folder, request)
         except BaseError as error:
             on_event(Notice(f"The base is packed again. {error.problem} {error.found}"))
-    size = packed_size(request)
-    if size < WORTH_KEEPING and not is_stored:
+    num_bytes = packed_size(request)
+    if num_bytes < WORTH_KEEPING and not is_stored:
         return build(request, on_event=on_event)
-    return _build_and_keep(folder, size, request, on_event)
+    return _build_and_keep(folder, num_bytes, request, on_event)
 
 
 def _build_and_keep(
-    folder: Path, size: int, request: BaseRequest, on_event: Listener
+    folder: Path, num_bytes: int, request: BaseRequest, on_event: Listener
 ) -> LoadedModel:
     """Build a base, and store it in the cache if the disk has room for it."""
     try:
-        sizes, is_tight = room_for(size)
+        sizes, is_tight = room_for(num_bytes)
         pack = f"To store it anyway: peftkit base pack {request.location.name}"
         problem = f"{sizes} {pack}" if is_tight else ""
     except PeftkitError as error:  # the run does not need the cache
@@ -113,17 +114,17 @@ def store_folder() -> Path:
     return cache_folder() / FOLDER
 
 
-def room_for(size: int) -> tuple[str, bool]:
+def room_for(num_bytes: int) -> tuple[str, bool]:
     """Return a sentence on required and free bytes, and whether too few would remain free.
 
     Raises:
         OutputError: The cache cannot be written. RunError: The disk has less space.
     """
     folder = disk.writable_folder(store_folder())
-    disk.check_space(folder, size)
+    disk.check_space(folder, num_bytes)
     free = disk.free_bytes(folder)
-    sizes = f"It takes {size / 1e9:.1f} GB of {free / 1e9:.1f} GB that are free in {folder}."
-    return sizes, free - size < LEFT_FREE
+    sizes = f"It takes {size(num_bytes)} of {size(free)} that are free in {folder}."
+    return sizes, free - num_bytes < LEFT_FREE
 
 
 def folder_of(request: BaseRequest, *, shared: bool = False) -> Path | None:

@@ -51,9 +51,9 @@ def pack_base(
     folder = folder_of(request)
     if folder is None:
         raise BaseError(
-            f"{location.name} cannot be kept packed.",
+            f"{location.name} cannot be stored packed.",
             found="It is packed by bitsandbytes already, or quantize is none.",
-            fix="Give a model that is not, and --quantize nf4, fp4 or int8.",
+            fix="Use an unquantised model, and --quantize nf4, fp4 or int8.",
         )
     sizes, _ = room_for(packed_size(request))
     on_event(Notice(sizes))
@@ -104,8 +104,8 @@ def remove_stored(name: str) -> list[Stored]:
         listed = "\n".join(f"{base.folder.name} ({base.model})" for base in bases)
         raise BaseError(
             f"there is no packed base {name!r}.",
-            found=listed or "There is none.",
-            fix="Give a name or a model as peftkit base ls shows it.",
+            found=listed or "There are no packed bases.",
+            fix="Use a name or a model that peftkit base ls lists.",
         )
     for base in matching:
         shutil.rmtree(base.folder)

@@ -1,21 +1,100 @@
-"""Tables of classes by name, each imported when a recipe or a file first names it."""
+"""Tables of classes and functions by name, each imported when a recipe or a file first names it.
+
+Other packages add names to a table by entry points, as in their pyproject.toml:
+
+    [project.entry-points."peftkit.methods"]
+    scale = "my_package.scale:Scale"
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any, TypeVar, Union
 
-from pydantic import BaseModel, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
+from pydantic import (
+    BaseModel,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    TypeAdapter,
+    ValidatorFunctionWrapHandler,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
+from peftkit.errors import ConfigError
+
 T = TypeVar("T")
+V = TypeVar("V")
 
 
-class LazyTable(Mapping[str, type[T]]):
-    """Classes by name. Looking one up imports its module; names and length import nothing.
+class LazyMap(Mapping[str, V]):
+    """Objects by name. A lookup imports the object's module; names and length import nothing.
+
+    Entry points are read when a name is not built in, or when the names are listed.
+
+    Args:
+        addresses: "module:attribute" of each built-in name.
+        group: Group of the entry points with which other packages add names; "": none may.
+    """
+
+    def __init__(self, addresses: Mapping[str, str], group: str = "") -> None:
+        self._addresses, self._group = addresses, group
+
+    @cached_property
+    def plugins(self) -> Mapping[str, EntryPoint]:
+        """The entry points of other packages, by name.
+
+        Raises:
+            ConfigError: Two packages define one name, or a package defines a built-in one.
+        """
+        found: dict[str, EntryPoint] = {}
+        for point in entry_points(group=self._group) if self._group else ():
+            other = _package(found[point.name]) if point.name in found else "peftkit itself"
+            if point.name in found or point.name in self._addresses:
+                raise ConfigError(
+                    f"two packages define {point.name!r} in {self._group}",
+                    found=f"{other}; {_package(point)}",
+                    fix="Rename one of them, or uninstall its package.",
+                )
+            found[point.name] = point
+        return found
+
+    def __getitem__(self, name: str) -> V:
+        if name in self._addresses:
+            module, _, attribute = self._addresses[name].partition(":")
+            value: V = getattr(import_module(module), attribute)
+            return value
+        point = self.plugins[name]
+        try:
+            value = point.load()
+        except Exception as error:  # the code of another package
+            raise ConfigError(
+                f"cannot load {name!r} of {self._group} from the package {_package(point)}",
+                found=f"{type(error).__name__}: {error}",
+                fix="Update the package, or uninstall it.",
+            ) from error
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._addresses or name in self.plugins
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._addresses, *self.plugins))
+
+    def __len__(self) -> int:
+        return len(self._addresses) + len(self.plugins)
+
+
+def _package(point: EntryPoint) -> str:
+    return f"{point.dist.name} ({point.value})" if point.dist else point.value
+
+
+class LazyTable(LazyMap[type[T]]):
+    """A `LazyMap` of classes.
 
     A table of configs is also the annotation of a section that one of them describes, chosen by
     its `type`:
@@ -24,24 +103,7 @@ class LazyTable(Mapping[str, type[T]]):
         AnyMethod = Annotated[Method, METHODS]
 
     It validates, reports errors and has a JSON schema like a union discriminated by `type`.
-
-    Args:
-        addresses: "module:Class" of each name.
     """
-
-    def __init__(self, addresses: Mapping[str, str]) -> None:
-        self._addresses = addresses
-
-    def __getitem__(self, name: str) -> type[T]:
-        module, _, attribute = self._addresses[name].partition(":")
-        kind: type[T] = getattr(import_module(module), attribute)
-        return kind
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._addresses)
-
-    def __len__(self) -> int:
-        return len(self._addresses)
 
     def __hash__(self) -> int:
         return id(self)
@@ -49,11 +111,19 @@ class LazyTable(Mapping[str, type[T]]):
     def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         branch = core_schema.no_info_plain_validator_function
         branches: dict[Any, CoreSchema] = {
-            name: branch(partial(self._validate, name)) for name in self
+            name: branch(partial(self._validate, name)) for name in self._addresses
         }
         # with the union itself, not its field: a validator before it may take other values
         functions = {"pydantic_js_functions": [self._json_schema]}
-        return core_schema.tagged_union_schema(branches, "type", metadata=functions)
+        union = core_schema.tagged_union_schema(branches, "type", metadata=functions)
+        return core_schema.no_info_wrap_validator_function(self._of_plugins, union)
+
+    def _of_plugins(self, value: Any, built_in: ValidatorFunctionWrapHandler) -> Any:
+        """Validate the section of another package's class, or else a built-in one."""
+        name = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+        if isinstance(name, str) and name not in self._addresses and name in self.plugins:
+            return self._validate(name, value)
+        return built_in(value)
 
     def _json_schema(self, _: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         union: Any = Union[tuple(self.values())]  # noqa: UP007  # of classes known at run time
@@ -61,5 +131,7 @@ class LazyTable(Mapping[str, type[T]]):
 
     def _validate(self, name: str, value: Any) -> Any:
         kind = self[name]
-        assert issubclass(kind, BaseModel)
+        if not issubclass(kind, BaseModel):
+            package = _package(self.plugins[name])
+            raise ConfigError(f"{name!r} of {self._group} is not a config", found=package)
         return kind.model_validate(value)

@@ -17,8 +17,8 @@ from peftkit.data.examples import Completion, Conversation, Example, Instruction
 from peftkit.data.format import ParsedRow, parse
 from peftkit.data.messages import system_of, without_reasoning
 from peftkit.data.pack import IGNORE, Row, cut_document
-from peftkit.data.records import Record
-from peftkit.data.rows.encoder import Dropped, EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.records import Dropped, Record
+from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
 from peftkit.data.style import ALPACA, ALPACA_INPUT, Style
 from peftkit.data.tokens import continuation, segmentwise, tokens, with_bos
 from peftkit.errors import DataError

@@ -39,8 +39,7 @@ from peftkit.data.messages import (
     role_of,
     text_of,
 )
-from peftkit.data.records import Record
-from peftkit.data.rows.encoder import Dropped
+from peftkit.data.records import Dropped, Record
 from peftkit.errors import DataError
 
 SIDES = ("chosen", "rejected")

@@ -39,6 +39,14 @@ class Record:
     source: str
 
 
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A record without a row; `reason` is its index in `RowEncoder.drops`."""
+
+    source: str
+    reason: int
+
+
 def read_records(where: str | Sequence[Source]) -> list[Record]:
     """Read all rows of files, folders or hub data sets; see `DataConfig.train`.
 

@@ -11,7 +11,8 @@ import torch
 from peftkit.kernels.device import gpu_of, local_gpu
 
 T = TypeVar("T")
-
+NO_ROOM = "Allow fewer new tokens, or load the base in 4 bits (base.quantize: nf4)."
+"""Fix for an out-of-memory error during a single completion."""
 # messages of out-of-memory RuntimeErrors from torch and the vendors' libraries
 _SIGNS = (
     "out of memory",

@@ -31,7 +31,7 @@ class State:
         best_step: Step with the lowest eval loss, `best_loss`.
         patience_loss: Lowest eval loss for early stopping.
         worse_evals: Number of evaluations since `patience_loss`.
-        is_ended: Whether the task has ended the run early (`Task.stop_reason`).
+        is_ended: Whether the task has ended the run early (`RunHooks.stop_reason`).
         loss_scale, good_steps: State of LossScale.
     """
 

@@ -220,6 +220,7 @@ def joined_ranks() -> Iterator[World]:
     except PeftkitError:
         raise
     except Exception as error:
+        # a lost connection is a plain RuntimeError from gloo, which only its message names
         if world.world_size == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
         raise RunError(

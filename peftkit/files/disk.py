@@ -11,7 +11,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
 import stat
@@ -24,8 +23,6 @@ from peftkit.files.strict_json import parse_json
 
 ErrorType = type[PeftkitError]
 MAX_JSON_BYTES = 1 << 20
-_OF_A_RUN = re.compile(r"cannot save a checkpoint in .*: the disk is full|the disk is too full .*")
-"""What a run's own checks of its disk say."""
 
 
 def open_regular(path: Path, *, error: ErrorType = AdapterError) -> BinaryIO:
@@ -94,7 +91,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Raise RunError where a disk has less free space than will be needed."""
+    """Raise DiskFullError if a disk has less free space than needed."""
     if num_bytes > (free := free_bytes(folder)):
         raise DiskFullError(
             f"cannot write to {folder}",
@@ -104,9 +101,7 @@ def check_space(folder: Path, num_bytes: int) -> None:
 
 
 def is_disk_full(error: Exception) -> bool:
-    """Tell whether an error says that a disk is full, so that the same works once there is room."""
-    if type(error) in (RunError, OutputError):  # not what quotes others' words
-        return bool(_OF_A_RUN.fullmatch(str(getattr(error, "problem", ""))))
+    """Return whether an error means a full disk: a retry works once there is room."""
     is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
     return is_full or isinstance(error, DiskFullError)
 

@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -24,6 +23,7 @@ from peftkit.base.new_tokens import grow, restore_tokens, saved_tokens
 from peftkit.base.request import DTYPES
 from peftkit.base.rope import rope_notice
 from peftkit.base.skeleton import hollow, skeleton
+from peftkit.config.lazy import LazyMap
 from peftkit.errors import AdapterError, first_few
 from peftkit.events import Listener, Notice, Saved, Stage, ignore
 from peftkit.files import disk
@@ -50,17 +50,18 @@ from peftkit.methods.lora_format import check_layout
 from peftkit.model.places import is_conv1d, is_linear
 from peftkit.tasks.media.media_text import MediaTextConfig
 
-Format = Literal["peft", "gguf", "mlx"]
 Dtype = Literal["fp32", "fp16", "bf16", "q8_0"]
 
-EXPORTERS = {
-    "peft": "peftkit.formats.serving:export_peft",
-    "serving": "peftkit.formats.serving:export_for_server",
-    "gguf": "peftkit.formats.gguf.convert:export_gguf",
-    "mlx": "peftkit.formats.mlx:export_mlx",
-}
-"""Format to "module:function", imported for an export. Each takes the adapter's folder, what to
-write, and by keyword base, dtype, force and on_event; it returns the commands of `Exported`."""
+EXPORTERS = LazyMap[Callable[..., Mapping[str, str]]](
+    {
+        "peft": "peftkit.formats.serving:export_peft",
+        "gguf": "peftkit.formats.gguf.convert:export_gguf",
+        "mlx": "peftkit.formats.mlx:export_mlx",
+    },
+    "peftkit.exporters",
+)
+"""The function of each format. It takes the adapter's folder, the path to write, and the keywords
+base, dtype, force and on_event; it returns the commands of `Exported`."""
 
 _REPO_URL = "general.base_model.0.repo_url"
 """Key of GGUF files that names the base's page."""
@@ -104,7 +105,7 @@ def export_adapter(
     adapter: str | Path,
     out: str | Path,
     *,
-    to: Format,
+    to: str,
     serving: bool = False,
     base: str | None = None,
     dtype: Dtype = "fp32",
@@ -116,6 +117,7 @@ def export_adapter(
     Args:
         adapter: A folder of an adapter, or its name on the hub.
         out: A folder for PEFT and MLX, a file for GGUF.
+        to: peft, gguf, mlx, or a format of another package (entry points of peftkit.exporters).
         serving: Write the PEFT folder that vLLM accepts, or raise an error with the reasons.
         base: Where its base is, for GGUF; by default the one recorded.
         dtype: Of the tensors; q8_0 is GGUF's own.
@@ -125,6 +127,9 @@ def export_adapter(
         AdapterError: The format cannot hold it: each layer in question is listed.
         OutputError: `out` is taken or cannot be written.
     """
+    if to not in EXPORTERS:
+        formats = f"Formats: {', '.join(map(repr, EXPORTERS))}."
+        raise AdapterError(f"there is no format {to!r} to export to", fix=formats)
     source, out = adapter_folder(adapter), Path(out).expanduser()
     if serving and to != "peft":
         raise AdapterError(
@@ -143,8 +148,9 @@ def export_adapter(
             fix=f"peftkit merge {source} --out merged, and convert the merged model; or --to peft.",
         )
     on_event(Stage(f"Exporting {source} to {to}"))
-    module, _, function = EXPORTERS["serving" if serving else to].partition(":")
-    export: Callable[..., Mapping[str, str]] = getattr(import_module(module), function)
+    export = EXPORTERS[to]
+    if serving:
+        from peftkit.formats.serving import export_for_server as export
     commands = export(source, out, base=base, dtype=dtype, force=force, on_event=on_event)
     loading = read_adapter(source).provenance.loading
     if (kind := str(loading.get("quantize", "none"))) != "none":

@@ -159,9 +159,9 @@ def set_aside(folder: Path) -> Path | None:
         fsync_dir(folder)
     except OSError as problem:
         raise OutputError(
-            f"cannot move the adapter in {folder} aside",
+            f"cannot move the adapter in {folder}",
             found=str(problem),
-            fix="Move it by hand, or train into another folder (--out DIR).",
+            fix="Move it manually, or train into another folder (--out DIR).",
         ) from problem
     return aside
 

@@ -34,7 +34,6 @@ from peftkit.formats.peft.notes import Provenance
 from peftkit.methods.base import Method
 from peftkit.model.side_adapter import SideAdapter
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.media.media_text import MediaTextConfig
 from peftkit.tasks.table import TASKS
 from peftkit.tasks.tokens import CausalLMConfig
 
@@ -184,8 +183,8 @@ def require_causal(task: TaskConfig, folder: Path, *, media: bool = True) -> Non
     Raises:
         AdapterError: It cannot.
     """
-    if isinstance(task, MediaTextConfig) and not media:
-        what = f"prompts with {task.media.kind}s"
+    if task.prompt_media and not media:
+        what = f"prompts with {task.prompt_media}s"
         raise AdapterError(
             f"{folder} completes {what}, which a bank of adapters does not take",
             found=f"it was trained for the task {task.type}",

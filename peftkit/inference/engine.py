@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from peftkit.errors import DataError, RunError
-from peftkit.execution.out_of_memory import attempt, is_out_of_memory
+from peftkit.execution.out_of_memory import NO_ROOM, attempt, is_out_of_memory
 from peftkit.inference.ready import on_device, ready_for_tokens
 from peftkit.inference.sampling import (
     Chosen,
@@ -36,7 +36,6 @@ from peftkit.inference.sampling import (
 from peftkit.model.blocks import is_sharded
 from peftkit.model.modes import evaluating
 from peftkit.model.places import num_virtual
-from peftkit.tasks.batches import NO_ROOM
 
 Ended = Literal["stop", "length", "cancelled"]
 AnEngine = TypeVar("AnEngine", bound="Engine")

@@ -312,8 +312,8 @@ def write_in_memory(
 def precision_note(kind: str) -> str:
     """Return a note on a merge into the original weights of a base that was quantised."""
     return (
-        f"It was trained over the base in {kind} and merged into the original weights, so that "
-        f"its answers differ a little from those of peftkit chat, which loads {kind}."
+        f"It was trained over the base in {kind} and merged into the original weights. Its "
+        f"completions differ slightly from peftkit chat, which loads the base in {kind}."
     )
 
 

@@ -32,6 +32,7 @@ from peftkit.events import Listener, Notice, Saved, Stage, Table, ignore
 from peftkit.execution.environment import free_now
 from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.plan import compute_dtype
+from peftkit.figures import size
 from peftkit.files.disk import new_folder
 from peftkit.formats.card import Card, write_card
 from peftkit.formats.find_adapter import adapter_folder
@@ -222,8 +223,8 @@ def _device_for_both(
     on_event(
         Notice(
             "Merged on the CPU: the quantised base and its dequantised weights take "
-            f"{(packed + dequantised) / 1e9:.2f} GB together; the GPU has "
-            f"{memory.usable / 1e9:.2f} GB free."
+            f"{size(packed + dequantised, 2)} together; the GPU has "
+            f"{size(memory.usable, 2)} free."
         )
     )
     return torch.device("cpu")

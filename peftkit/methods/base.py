@@ -125,8 +125,6 @@ class AdapterModule(FrozenWrapper, ABC):
 class Method(Config, ABC):
     """The config and the capabilities of a method."""
 
-    changes_bias: ClassVar[bool] = False
-    """Whether a merge replaces biases too."""
     shared_names: ClassVar[tuple[str, ...]] = ()
     """Names of tensors that belong to the adapter as a whole, not to one module."""
     unmergeable: ClassVar[str] = ""

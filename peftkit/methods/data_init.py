@@ -74,7 +74,7 @@ def initial_values(
         original = load_base(**names, purpose=settings.purpose, device="cpu", on_event=on_event)
         return method, dict(loftq_starts(base.model, method, original.model))
     task = settings.on(base.model, base.processor, data)
-    rows, _ = task.load_splits(data.model_copy(update={"eval": None}))
+    rows, _ = task.rows.load_splits(data.model_copy(update={"eval": None}))
     ranked, starts = init_from_rows(base.model, method, task, rows, seed=seed)
     return as_on_main(base.model, method, ranked, starts, World(base.device))
 
@@ -226,7 +226,7 @@ def eva_starts(
         raise DataError(
             f"init 'eva' got too few tokens for the rank of {short_of[0]}",
             found=f"{num_seen} tokens; at least {needed} are needed (rank times eva_rho)",
-            fix="Give more data, a lower rank, or another init.",
+            fix="Use more data, a lower rank, or another init.",
         )
     final_ranks = _share_out({path: read[path].shares() for path in ranks}, ranks, max_ranks)
     starts: dict[str, InitValues] = {}

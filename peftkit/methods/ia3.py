@@ -85,7 +85,6 @@ class IA3(Method):
     """Learned scaling of keys, values and feed-forward activations."""
 
     wraps_linear_layers: ClassVar[bool] = True
-    changes_bias: ClassVar[bool] = True
 
     type: Literal["ia3"] = "ia3"
     targets: tuple[str, ...] | str = ("k", "v", "down")

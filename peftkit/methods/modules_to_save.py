@@ -147,7 +147,7 @@ def wrap_fully(model: nn.Module, path: str, dtype: torch.dtype) -> dict[str, Ada
         raise TargetError(
             f"cannot train {path} in full",
             found=f"{packed[0]} is quantised" if packed else "it has no parameters",
-            fix="Name modules that are kept in 16 bits: heads, norms, embeddings.",
+            fix="Use modules in 16 bits: heads, norms, embeddings.",
         )
     copies: dict[int, nn.Parameter] = {}
     tuned: dict[str, AdapterModule] = {}

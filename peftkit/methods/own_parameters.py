@@ -31,9 +31,7 @@ NORMS = "norms"
 
 
 class LNTuning(Method):
-    """Training of the normalisation layers alone."""
-
-    changes_bias: ClassVar[bool] = True
+    """Training of normalisation layers only."""
 
     type: Literal["ln_tuning"] = "ln_tuning"
     targets: tuple[str, ...] | str = NORMS
@@ -96,7 +94,6 @@ class BitFit(Method):
     """Training of the biases of linear and normalisation layers."""
 
     takes_token_rows: ClassVar[bool] = True
-    changes_bias: ClassVar[bool] = True
 
     type: Literal["bitfit"] = "bitfit"
     targets: tuple[str, ...] | str = ALL
@@ -208,7 +205,7 @@ class BitFitFormat(PeftFormat[BitFit]):
             raise AdapterError(
                 "this LORA adapter uses features that peftkit does not read",
                 found=f"bias: {fields.get('bias')}; biases are trained too, next to a LoRA",
-                fix="Merge it with the tool that made it.",
+                fix="Merge it with the tool that wrote it.",
             )
         plain = {
             name.removesuffix(_INNER) + _BIAS if name.endswith(_INNER) else name: tensor

@@ -35,6 +35,13 @@ Pair = tuple[Tensor, Tensor]
 """Keys and values of a layer, (B, K, V, D) each."""
 
 
+ANOTHER_METHOD = "Use prompt_tuning, or a method for linear layers, such as lora."
+
+
+class CacheKindError(TargetError):
+    """A model without weights, or with a cache of its own kind, could not run to measure it."""
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixSite(Site):
     """A site with the shape of its stack's key-value cache.
@@ -152,6 +159,7 @@ def _shape(stack: Any, method_type: str) -> tuple[int, int, int]:
 
     Raises:
         TargetError: The layers have no key-value cache, or caches of different shapes.
+        CacheKindError: The model does not run with such a cache.
     """
     pairs: list[Pair] = []
     reason = "It takes no past keys and values."
@@ -159,7 +167,11 @@ def _shape(stack: Any, method_type: str) -> tuple[int, int, int]:
         try:
             pairs = keys_and_values(stack, _one_token(stack))
         except Exception as error:  # models raise different errors for an unsupported cache
-            reason = f"Its cache is of another kind: {error}"
+            raise CacheKindError(
+                f"{method_type} needs layers with a key-value cache of one size",
+                found=f"{type(stack).__name__}: Its cache is of another kind: {error}",
+                fix=ANOTHER_METHOD,
+            ) from None
     shapes = {tuple(states.shape) for pair in pairs for states in pair}
     num_layers = stack.config.get_text_config(decoder=True).num_hidden_layers
     if len(shapes) == 1 and len(pairs) == num_layers:
@@ -171,7 +183,7 @@ def _shape(stack: Any, method_type: str) -> tuple[int, int, int]:
     raise TargetError(
         f"{method_type} needs layers with a key-value cache of one size",
         found=f"{type(stack).__name__}: {reason}",
-        fix="Use prompt_tuning, or a method for linear layers, such as lora.",
+        fix=ANOTHER_METHOD,
     )
 
 

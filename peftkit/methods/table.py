@@ -1,4 +1,8 @@
-"""All methods. A new one is a file in this folder and a line in METHODS and in FORMATS."""
+"""All methods. A new one is a file in this folder and a line in METHODS and in FORMATS.
+
+One of another package is an entry point of the group peftkit.methods, its config, and one of the
+same name in peftkit.method_formats, its `PeftFormat`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,8 @@ METHODS = LazyTable[Method](
         "bottleneck": "peftkit.methods.bottleneck:Bottleneck",
         "prompt_tuning": "peftkit.methods.prompt:PromptTuning",
         "prefix_tuning": "peftkit.methods.prefix:PrefixTuning",
-    }
+    },
+    "peftkit.methods",
 )
 
 FORMATS: LazyTable[PeftFormat[Any]] = LazyTable(
@@ -40,7 +45,8 @@ FORMATS: LazyTable[PeftFormat[Any]] = LazyTable(
         "bottleneck": "peftkit.methods.bottleneck:BottleneckFormat",
         "prompt_tuning": "peftkit.methods.prompt:PromptTuningFormat",
         "prefix_tuning": "peftkit.methods.prefix:PrefixTuningFormat",
-    }
+    },
+    "peftkit.method_formats",
 )
 
 _WRITTEN_AS_LORA = ("lora", "dora", "bitfit")
@@ -61,7 +67,19 @@ SHARED_FIELDS = {"train_fully": "modules_to_save", "token_rows": "trainable_toke
 
 
 def format_of(method: Method) -> PeftFormat[Any]:
-    """Return how adapters of a method are stored in PEFT's files."""
+    """Return the file format of a method's adapters.
+
+    Raises:
+        AdapterError: It has none, or an adapter saved in it could not be loaded.
+    """
+    for table, group in ((METHODS, "peftkit.methods"), (FORMATS, "peftkit.method_formats")):
+        if method.type not in table:
+            raise AdapterError(
+                f"adapters of the method {method.type!r} cannot be saved",
+                found=f"There is no {method.type!r} in {group}.",
+                fix=f"Register it in its package: an entry point of the group {group} with the "
+                f"name {method.type}.",
+            )
     return FORMATS[method.type]()
 
 

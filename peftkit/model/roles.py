@@ -119,7 +119,7 @@ STACKED_MODULES = {
 }
 """End of a module's path -> role of its 3-D `weight` (JetMoE)."""
 ROUTER_LEAVES = ("gate", "router")
-"""Modules of a weight (experts, hidden) that are no linear layers."""
+"""Modules with a weight (experts, hidden) that are not linear layers."""
 
 # Names outside the blocks.
 HEAD_LEAF = (

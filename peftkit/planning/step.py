@@ -107,7 +107,7 @@ def loss_of(
         return (vectors @ vectors.mT).logsumexp(-1).sum()
     tokens = inputs["decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"].numel()
     index, targets = torch.arange(tokens), torch.zeros(tokens, dtype=torch.long)
-    if task.type in ("preference", "grpo"):
+    if task.scores_documents:
         return token_log_probs(model, head, inputs, index, targets).sum()
     return token_loss(model, head, inputs, index, targets)
 

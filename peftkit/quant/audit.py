@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from peftkit.errors import first_few
 from peftkit.events import Table
+from peftkit.figures import size
 from peftkit.model.places import ModelWeight, find_places, is_linear, own_table
 from peftkit.quant.layers import Packing, packed_tensors
 
@@ -92,25 +93,25 @@ class Audit:
                 row.stored,
                 f"{row.num_tensors:,}",
                 f"{row.num_parameters:,}",
-                _size(row.num_bytes),
+                size(row.num_bytes),
                 row.why,
             )
             for row in self.rows
         ]
         number = f"{sum(row.num_tensors for row in self.rows):,}"
         bits = f"{self.bits_per_parameter:.2f} bits"
-        size = _size(self.num_bytes)
-        rows.append(("all", bits, number, f"{self.num_parameters:,}", size, ""))
+        total = size(self.num_bytes)
+        rows.append(("all", bits, number, f"{self.num_parameters:,}", total, ""))
         if self.copy_bytes:
-            size = _size(self.copy_bytes)
-            rows.append(("copies kept for speed", "16 or 32 bits", "", "", size, ""))
+            total = size(self.copy_bytes)
+            rows.append(("copies kept for speed", "16 or 32 bits", "", "", total, ""))
         columns = ("weights", "stored as", "tensors", "parameters", "size", "not quantised because")
         is_plain = self.quantized_as == "none"
         width = len(columns) - is_plain  # reasons are only useful if some parameters are quantised
         stored = self.rows[0].stored if is_plain and self.rows else self.quantized_as
         summary = (
             f"The base in memory: {self.num_parameters:,} parameters, {stored}, "
-            f"{bits} each, {_size(self.num_bytes + self.copy_bytes)}"
+            f"{bits} each, {size(self.num_bytes + self.copy_bytes)}"
         )
         cells = tuple(row[:width] for row in rows)
         return Table("The base in memory", columns[:width], cells, summary)
@@ -208,10 +209,3 @@ def _kind_of(
     if isinstance(module, nn.modules.conv._ConvNd):
         return "convolutions", "not in a linear layer"
     return "other", "not in a linear layer"
-
-
-def _size(num_bytes: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:,.1f} {unit}"
-    return f"{num_bytes / 1e3:,.1f} kB"

@@ -172,7 +172,7 @@ def _end(run: History) -> str:
     """Return a warning if the run ended before its last step; else ""."""
     if run.state() not in ("stopped", "failed"):
         return ""
-    reason = run.end.get("text", "nothing was written any more")
+    reason = run.end.get("text", "it stopped writing")
     sentence = f"The run {run.state()} after step {run.step:,} of {run.num_steps:,}: {reason}"
     return paragraph(sentence, "warning")
 

@@ -2,8 +2,8 @@
 "use strict";
 function shown(value, kind) {
   if (kind === "bytes") {
-    const unit = Math.min(3, Math.max(0, Math.floor(Math.log2(value) / 10)));
-    return (value / 1024 ** unit).toFixed(1) + " " + ["B", "KiB", "MiB", "GiB"][unit];
+    const unit = value < 1000 ? 0 : Math.min(3, Math.floor(Math.log10(value) / 3));
+    return (value / 1000 ** unit).toFixed(1) + " " + ["B", "kB", "MB", "GB"][unit];
   }
   if (Math.abs(value) >= 10000) return Math.round(value).toLocaleString("en");
   return Math.abs(value) < 0.001 && value !== 0 ? value.toExponential(1) : value.toPrecision(4);

@@ -1,1 +1,1 @@
-"""Adapters behind OpenAI's HTTP interface, for trying things out on one machine."""
+"""An HTTP server for adapters with OpenAI's API, for development on one machine."""

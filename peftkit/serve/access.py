@@ -1,4 +1,4 @@
-"""Who may ask, and whose things a request may see."""
+"""Authentication, and the owner whose files, jobs and models a request may access."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from peftkit.serve.answers import refusal
 from peftkit.serve.requests import RequestError
 
 OWNER = "owner"
-"""Name of the owner in a request's state: see `owner_of`."""
+"""Key of the owner in a request's state: see `owner_of`."""
 
 
 def owner_of(key: str) -> str:
-    """Return the name under which a key's files, jobs and models are kept; not the key itself."""
+    """Return the owner id of a key: a digest, under which its files, jobs and models are stored."""
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address is this machine's own."""
+    """Return whether a host name or address is a loopback address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -32,10 +32,10 @@ def is_loopback(host: str) -> bool:
 
 
 class Gate:
-    """Passes requests with one of the keys; without keys, requests from this machine.
+    """Middleware that accepts requests with one of the keys; without keys, local requests.
 
-    Without a key, `Host` and `Origin` must name this machine: otherwise a web page in a browser
-    here could send requests, too. What passes has its owner in its state, "" without keys.
+    Without keys, `Host` and `Origin` must be loopback addresses; a web page in a local browser
+    could send requests otherwise. An accepted request has its owner in its state; "" without keys.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
@@ -52,15 +52,15 @@ class Gate:
         await self._app(scope, receive, send)
 
     def _owner(self, headers: Headers) -> str | RequestError:
-        """Return whose request it is, or why it is refused."""
+        """Return the owner of a request, or why it is refused."""
         if self._keys:
-            given = _key(headers)
-            # all are compared: the time tells nothing
-            equal = [hmac.compare_digest(given.encode(), key.encode()) for key in self._keys]
+            sent = _key(headers)
+            # compares all keys, in constant time
+            equal = [hmac.compare_digest(sent.encode(), key.encode()) for key in self._keys]
             if any(equal):
-                return owner_of(given)
+                return owner_of(sent)
             return RequestError(
-                "the key is wrong." if given else "a key is needed.",
+                "the key is wrong." if sent else "the server requires a key.",
                 fix="Send the header `Authorization: Bearer KEY`, or `X-API-Key: KEY`.",
                 status=401,
                 code="invalid_api_key",
@@ -70,7 +70,7 @@ class Gate:
         if all(is_loopback(_host(url)) for url in urls):
             return ""
         return RequestError(
-            "without a key, only programs on this machine may ask.",
+            "without a key, the server accepts requests from this machine only.",
             found=f"Host: {headers.get('host')}; Origin: {origin or 'none'}",
             fix="Start the server with --api-key.",
             status=403,
@@ -78,10 +78,10 @@ class Gate:
 
 
 def _key(headers: Headers) -> str:
-    """Return the key of a request, as OpenAI's or Tinker's clients send it."""
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and given.strip():
-        return given.strip()
+    """Return the key of a request, from the header of OpenAI's or Tinker's clients."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and token.strip():
+        return token.strip()
     return headers.get("x-api-key", "").strip()
 
 

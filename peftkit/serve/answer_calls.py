@@ -1,4 +1,4 @@
-"""Calls of tools in an answer as it grows, and in the format of OpenAI's interface."""
+"""Tool calls: parsed from a completion token by token, and in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from peftkit.inference.engine import Completion
 
 
 class AnswerCalls:
-    """Reads one answer for calls.
+    """Streaming parser of the tool calls of one completion.
 
     Args:
-        prompt: Tokens before it.
-        tools: As chat templates take them.
-        is_single: Whether the answer ends after one call.
+        prompt: Token ids before the completion.
+        tools: Tools in the format of chat templates.
+        is_single: Whether the completion ends after one call.
     """
 
     def __init__(
@@ -33,27 +33,27 @@ class AnswerCalls:
         self._special, self._is_single = style.special, is_single
 
     def take(self, text: str, completion: Completion) -> Said:
-        """Return what has become certain with more text; end the answer after its only call.
+        """Parse new text; return its complete text, reasoning and calls.
 
         Args:
-            text: Of the answer, with special tokens.
+            text: New text of the completion, with special tokens.
         """
-        pieces: list[Said] = []
-        for piece in self._reader.feed(text, over=completion.ended_by is not None):
-            if piece.calls and self._is_single:
-                pieces.append(piece._replace(calls=piece.calls[:1]))
+        parts: list[Said] = []
+        for part in self._reader.feed(text, over=completion.ended_by is not None):
+            if part.calls and self._is_single:
+                parts.append(part._replace(calls=part.calls[:1]))
                 completion.finish("stop")
                 break
-            pieces.append(piece)
+            parts.append(part)
         return Said(
-            self._special.sub("", "".join(piece.text for piece in pieces)),
-            "".join(piece.thought for piece in pieces),
-            tuple(call for piece in pieces for call in piece.calls),
+            self._special.sub("", "".join(part.text for part in parts)),
+            "".join(part.thought for part in parts),
+            tuple(call for part in parts for call in part.calls),
         )
 
 
 def call_fields(call: Call) -> dict[str, Any]:
-    """Return a call as clients get it; its id has nine letters and digits, as templates need."""
+    """Return a call in OpenAI's format, with an id of nine letters and digits for templates."""
     return {
         "id": call.id or uuid.uuid4().hex[:9],
         "type": "function",

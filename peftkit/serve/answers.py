@@ -1,4 +1,4 @@
-"""Answers in the format of OpenAI's interface: whole, as the events of a stream, or an error."""
+"""Responses in the format of OpenAI's API: whole, streamed as events, or an error."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from starlette.responses import JSONResponse
 from peftkit.errors import OutputError, PeftkitError, RunError
 from peftkit.inference.sampling import Chosen
 from peftkit.serve.answer_calls import call_fields
+from peftkit.serve.generation import Generation, Output
 from peftkit.serve.requests import RequestError
-from peftkit.serve.worker import Job, Piece
 
-PieceQueue = asyncio.Queue[tuple[int, Piece | Exception]]
-"""Pieces of the answers to one request, each with the index of its answer."""
+OutputQueue = asyncio.Queue[tuple[int, Output | Exception]]
+"""Outputs of the completions of one request, each with the index of its completion."""
 
 
 def status_of(error: PeftkitError) -> int:
-    """Return the HTTP status of an error: the client's fault is 400, ours 500, a full disk 503."""
+    """Return the HTTP status of an error: 400 by the client, 500 by the server, 503 a full disk."""
     if isinstance(error, RequestError):
         return error.status
     if isinstance(error, OutputError):
@@ -34,7 +34,7 @@ def status_of(error: PeftkitError) -> int:
 
 
 def error_fields(error: PeftkitError) -> dict[str, Any]:
-    """Return an error in the format of clients."""
+    """Return an error in OpenAI's format."""
     status = status_of(error)
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
@@ -57,12 +57,12 @@ def refusal(error: PeftkitError) -> JSONResponse:
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """The format of the answers to one request: a chat, or plain text.
+    """The response format of one request: chat completions, or text completions.
 
     Attributes:
-        num_top: Number of likeliest tokens to report with each token; None: no log-probabilities.
-        is_named: Whether the client named the tool to call; OpenAI's answers then end with "stop".
-        num_calls: How many calls of each answer a stream has sent.
+        num_top: Number of top tokens to report with each token; None: no log-probabilities.
+        is_named: Whether the client named the tool to call; the finish reason is then "stop".
+        num_calls: Number of calls of each completion that a stream has sent.
     """
 
     is_chat: bool
@@ -74,73 +74,71 @@ class ReplyFormat:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, answers: Sequence[Piece], num_prompt: int) -> dict[str, Any]:
-        """Return the response with whole answers."""
+    def whole(self, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
+        """Return the response with whole completions."""
         choices = [
             self._choice(index, "message", message(answer), answer)
             for index, answer in enumerate(answers)
         ]
         return self._object(choices, False) | {"usage": usage(answers, num_prompt)}
 
-    def begin(self, index: int) -> list[dict[str, Any]]:
+    def first_chunks(self, index: int) -> list[dict[str, Any]]:
         """Return the chunks before the first text: in a chat, the role."""
         delta = {"role": "assistant", "content": ""}
-        choice = self._choice(index, "delta", delta, Piece(""))
+        choice = self._choice(index, "delta", delta, Output(""))
         return [self._object([choice], True)] if self.is_chat else []
 
-    def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
-        """Return the chunks of a piece: its text, and the end of the answer."""
-        parts: list[tuple[dict[str, Any], Piece]] = []
-        if piece.text or piece.chosen:
-            parts.append(({"content": piece.text}, Piece(piece.text, piece.chosen)))
-        if piece.thought:
-            parts.append(({"reasoning_content": piece.thought}, Piece("")))
-        for call in piece.calls:
+    def chunks(self, index: int, output: Output) -> list[dict[str, Any]]:
+        """Return the chunks of new output: text, reasoning, calls and the finish reason."""
+        deltas: list[tuple[dict[str, Any], Output]] = []
+        if output.text or output.chosen:
+            deltas.append(({"content": output.text}, Output(output.text, output.chosen)))
+        if output.thought:
+            deltas.append(({"reasoning_content": output.thought}, Output("")))
+        for call in output.calls:
             number = self.num_calls[index] = self.num_calls.get(index, -1) + 1
-            parts.append(({"tool_calls": [{"index": number, **call_fields(call)}]}, Piece("")))
-        if piece.reason is not None:
-            parts.append(({}, Piece("", (), piece.reason)))
-        return [
-            self._object([self._choice(index, "delta", delta, part)], True) for delta, part in parts
-        ]
+            deltas.append(({"tool_calls": [{"index": number, **call_fields(call)}]}, Output("")))
+        if output.reason is not None:
+            deltas.append(({}, Output("", (), output.reason)))
+        return [self._object([self._choice(index, "delta", *delta)], True) for delta in deltas]
 
-    def used(self, answers: Sequence[Piece], num_prompt: int) -> dict[str, Any]:
+    def usage_chunk(self, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
         """Return the chunk with the token counts."""
         return self._object([], True) | {"usage": usage(answers, num_prompt)}
 
     def _choice(
-        self, index: int, place: str, turn: Mapping[str, Any], piece: Piece
+        self, index: int, key: str, turn: Mapping[str, Any], output: Output
     ) -> dict[str, Any]:
-        content = {place: dict(turn)} if self.is_chat else {"text": piece.text}
-        has_log_probs = self.num_top is not None and piece.chosen
-        log_probs = self._log_probs(piece.chosen) if has_log_probs else None
-        reason: str | None = piece.reason
-        if reason == "stop" and not self.is_named and (piece.calls or index in self.num_calls):
+        content = {key: dict(turn)} if self.is_chat else {"text": output.text}
+        has_log_probs = self.num_top is not None and output.chosen
+        log_probs = self._log_probs(output.chosen) if has_log_probs else None
+        reason: str | None = output.reason
+        if reason == "stop" and not self.is_named and (output.calls or index in self.num_calls):
             reason = "tool_calls"
         return {"index": index, **content, "logprobs": log_probs, "finish_reason": reason}
 
     def _log_probs(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
         if self.is_chat:
             content = [
-                self._token(one.token, one.log_prob)
-                | {"top_logprobs": [self._token(*top) for top in one.top[: self.num_top]]}
-                for one in chosen
+                self._token(token.token, token.log_prob)
+                | {"top_logprobs": [self._token(*top) for top in token.top[: self.num_top]]}
+                for token in chosen
             ]
             return {"content": content, "refusal": None}
-        texts = [self.token_text(one.token) for one in chosen]
+        texts = [self.token_text(token.token) for token in chosen]
         return {
             "tokens": texts,
-            "token_logprobs": [one.log_prob for one in chosen],
+            "token_logprobs": [token.log_prob for token in chosen],
             "top_logprobs": [
-                {self.token_text(token): value for token, value in one.top[: self.num_top]}
-                for one in chosen
+                {self.token_text(top): value for top, value in token.top[: self.num_top]}
+                for token in chosen
             ],
             "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)),
         }
 
     def _token(self, token: int, log_prob: float) -> dict[str, Any]:
         text = self.token_text(token)
-        is_whole = "\N{REPLACEMENT CHARACTER}" not in text  # else part of a character
+        is_whole = "\N{REPLACEMENT CHARACTER}" not in text  # a token may be part of a character
         return {
             "token": text,
             "logprob": log_prob,
@@ -160,8 +158,8 @@ class ReplyFormat:
         }
 
 
-def message(answer: Piece) -> dict[str, Any]:
-    """Return a whole answer as a message; its content is null where it only calls."""
+def message(answer: Output) -> dict[str, Any]:
+    """Return a whole completion as a message; its content is null if it has calls and no text."""
     fields: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.thought:
         fields["reasoning_content"] = answer.thought
@@ -171,7 +169,7 @@ def message(answer: Piece) -> dict[str, Any]:
     return fields
 
 
-def usage(answers: Sequence[Piece], num_prompt: int) -> dict[str, int]:
+def usage(answers: Sequence[Output], num_prompt: int) -> dict[str, int]:
     """Return the token counts of a request."""
     new = sum(answer.num_tokens for answer in answers)
     return {
@@ -182,67 +180,74 @@ def usage(answers: Sequence[Piece], num_prompt: int) -> dict[str, int]:
 
 
 def event(fields: Mapping[str, Any] | None) -> str:
-    """Return a server-sent event; None is the last."""
+    """Return a server-sent event; None: the last event."""
     return f"data: {'[DONE]' if fields is None else json.dumps(fields, ensure_ascii=False)}\n\n"
 
 
-async def whole_answers(request: Request, jobs: Sequence[Job], queue: PieceQueue) -> list[Piece]:
-    """Return the whole answers, in order; cancel the jobs if the client disconnects."""
-    pieces: list[list[Piece]] = [[] for _ in jobs]
-    gone = asyncio.create_task(_gone(request))
+async def whole_answers(
+    request: Request, generations: Sequence[Generation], queue: OutputQueue
+) -> list[Output]:
+    """Return the whole completions, in order; cancel them if the client disconnects."""
+    outputs: list[list[Output]] = [[] for _ in generations]
+    disconnected = asyncio.create_task(_disconnected(request))
     try:
-        while not all(of and of[-1].reason for of in pieces):
+        while not all(parts and parts[-1].reason for parts in outputs):
             coming = asyncio.create_task(queue.get())
-            await asyncio.wait((coming, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((coming, disconnected), return_when=asyncio.FIRST_COMPLETED)
             if not coming.done():
                 coming.cancel()
-                raise RequestError("the client has gone.", status=499)
-            index, piece = coming.result()
-            if isinstance(piece, Exception):
-                raise piece
-            pieces[index].append(piece)
+                raise RequestError("the client disconnected.", status=499)
+            index, output = coming.result()
+            if isinstance(output, Exception):
+                raise output
+            outputs[index].append(output)
     finally:
-        gone.cancel()
-        for job in jobs:
-            job.cancel()
+        disconnected.cancel()
+        for generation in generations:
+            generation.cancel()
     return [
         replace(
-            of[-1],
-            text="".join(piece.text for piece in of),
-            thought="".join(piece.thought for piece in of),
-            calls=tuple(call for piece in of for call in piece.calls),
-            chosen=tuple(one for piece in of for one in piece.chosen),
+            parts[-1],
+            text="".join(part.text for part in parts),
+            thought="".join(part.thought for part in parts),
+            calls=tuple(call for part in parts for call in part.calls),
+            chosen=tuple(token for part in parts for token in part.chosen),
         )
-        for of in pieces
+        for parts in outputs
     ]
 
 
-async def _gone(request: Request) -> None:
-    """Return when the client has disconnected; its body has been read before."""
+async def _disconnected(request: Request) -> None:
+    """Return when the client disconnects; the request's body has been read before."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def streamed(
-    form: ReplyFormat, jobs: Sequence[Job], queue: PieceQueue, num_prompt: int, wants_usage: bool
+    form: ReplyFormat,
+    generations: Sequence[Generation],
+    queue: OutputQueue,
+    num_prompt: int,
+    wants_usage: bool,
 ) -> AsyncIterator[str]:
-    """Yield the events of a streamed answer; an error after the first comes as an event too."""
-    ended: list[Piece] = []
+    """Yield the events of a streamed response; errors after the first event are events, too."""
+    ended: list[Output] = []
     try:
-        for chunk in (chunk for index in range(len(jobs)) for chunk in form.begin(index)):
-            yield event(chunk)
-        while len(ended) < len(jobs):
-            index, piece = await queue.get()
-            if isinstance(piece, Exception):
-                error = piece if isinstance(piece, PeftkitError) else RunError(str(piece))
+        for index in range(len(generations)):
+            for chunk in form.first_chunks(index):
+                yield event(chunk)
+        while len(ended) < len(generations):
+            index, output = await queue.get()
+            if isinstance(output, Exception):
+                error = output if isinstance(output, PeftkitError) else RunError(str(output))
                 yield event(error_fields(error))
                 return
-            for chunk in form.piece(index, piece):
+            for chunk in form.chunks(index, output):
                 yield event(chunk)
-            ended += [piece] if piece.reason else []
+            ended += [output] if output.reason else []
         if wants_usage:
-            yield event(form.used(ended, num_prompt))
+            yield event(form.usage_chunk(ended, num_prompt))
         yield event(None)
     finally:
-        for job in jobs:
-            job.cancel()
+        for generation in generations:
+            generation.cancel()

@@ -24,17 +24,18 @@ from peftkit.errors import PeftkitError
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.call_style import CallStyle
 from peftkit.inference.engine import Limits as EngineLimits
-from peftkit.inference.engine import Request as AnswerRequest
+from peftkit.inference.engine import Request as EngineRequest
 from peftkit.inference.engine import context_length
 from peftkit.inference.open_engine import tokens_that_fit
 from peftkit.inference.sampling import Constraint, Sampling, end_tokens, seed_of
 from peftkit.model.places import linear_shape, unwrap_adapter
 from peftkit.serve.access import Gate
 from peftkit.serve.answer_calls import AnswerCalls
-from peftkit.serve.answers import PieceQueue, ReplyFormat, refusal, streamed, whole_answers
+from peftkit.serve.answers import OutputQueue, ReplyFormat, refusal, streamed, whole_answers
 from peftkit.serve.body import bounded_body
 from peftkit.serve.call_grammar import call_grammar
 from peftkit.serve.dialects import dialects
+from peftkit.serve.generation import Generation, Output, resolve_seed
 from peftkit.serve.grammars import Grammars
 from peftkit.serve.models import BARE, Models
 from peftkit.serve.requests import Body, ChatBody, RequestError, TextBody, read_body
@@ -42,16 +43,16 @@ from peftkit.serve.store import Store
 from peftkit.serve.tokens import TokenBody, token_answers, unknown_token, vocabulary
 from peftkit.serve.tool_fields import ToolUse
 from peftkit.serve.training import Dialect, Training, TrainingOptions
-from peftkit.serve.worker import Job, Piece, Worker, own_seed
+from peftkit.serve.worker import Worker
 
 B = TypeVar("B", bound=Body)
 
 PREFILL_TOKENS = 256
-"""Tokens of prompts to compute between two tokens of the answers."""
+"""Prompt tokens to compute between two decoding steps."""
 LEFT_TO_TRAIN = 0.5
-"""Share of the free memory that a server which trains leaves to training steps."""
+"""Share of the free memory that a training server reserves for training steps."""
 PREFIX_TOKENS = 8192
-"""Tokens of common prefixes to keep for later prompts."""
+"""Tokens of shared prefixes to keep in the KV cache for later prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,10 @@ class Limits:
     """Limits of a server, and defaults of requests.
 
     Args:
-        max_batch: Answers at once, and in one request.
-        max_waiting: Queue limit; beyond it, HTTP 429.
-        max_body: Bytes of a request; larger ones are refused with 413.
-        max_new_tokens: Default length of an answer.
+        max_batch: Most completions that run simultaneously, and most of one request.
+        max_waiting: Most prompts that wait; further requests receive HTTP 429.
+        max_body: Most bytes of a request; larger ones receive HTTP 413.
+        max_new_tokens: Default maximum length of a completion.
         temperature: Default temperature; 0 is greedy.
     """
 
@@ -83,9 +84,9 @@ def make_app(
     """Return the application that serves a bank's adapters and its base.
 
     Args:
-        keys: One of them is required by every path but /health; none: serve programs on this
-            machine only.
-        training: Train, too, and keep all that clients make.
+        keys: Accepted keys; every path except /health requires one. Without keys, the server
+            accepts requests from this machine only.
+        training: Settings of a training server, which stores its clients' files, jobs and weights.
 
     Raises:
         OutputError: The folder of `training` cannot be used.
@@ -105,17 +106,18 @@ def make_app(
         ready=models.load,
     )
     service = _Service(bank, models, worker, limits)
-    spoken: Sequence[Dialect] = ()
+    training_apis: Sequence[Dialect] = ()
     if training and store:
-        trains = Training(options=training, bank=bank, worker=worker, store=store, models=models)
-        spoken = dialects(trains)
+        training_apis = dialects(
+            Training(options=training, bank=bank, worker=worker, store=store, models=models)
+        )
 
     @asynccontextmanager
-    async def life(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         worker.start()
         try:
-            for dialect in spoken:
-                dialect.begin()
+            for dialect in training_apis:
+                dialect.on_start()
             yield
         finally:
             service.close()
@@ -131,21 +133,24 @@ def make_app(
             Route("/v1/chat/completions", service.chat, methods=["POST"]),
             Route("/v1/completions", service.complete, methods=["POST"]),
             Route("/inference/v1/generate", service.generate, methods=["POST"]),
-            *(route for dialect in spoken for route in dialect.routes),
+            *(route for dialect in training_apis for route in dialect.routes),
         ],
         middleware=[Middleware(Gate, keys=keys)],
-        exception_handlers={PeftkitError: _refuse, HTTPException: _no_such_route},
-        lifespan=life,
+        exception_handlers={PeftkitError: _refuse, HTTPException: _refuse_route},
+        lifespan=lifespan,
     )
     app.state.worker = worker
     return app
 
 
-class _Read(NamedTuple):
-    """A request: its fields, its adapter, its prompts as tokens, and how its answers may call.
+class _ParsedRequest(NamedTuple):
+    """A validated request.
 
     Attributes:
-        style: How prompts are written for the adapter.
+        adapter: Name in the bank; None: the base.
+        style: Prompt style of the adapter.
+        prompts: Token ids.
+        calls: Syntax of tool calls; None: the request uses no tools.
     """
 
     body: Body
@@ -155,8 +160,8 @@ class _Read(NamedTuple):
     calls: CallStyle | None = None
     tools: ToolUse | None = None
 
-    def reader(self, prompt: Sequence[int]) -> AnswerCalls | None:
-        """Return what reads an answer for calls; None: it is text."""
+    def call_parser(self, prompt: Sequence[int]) -> AnswerCalls | None:
+        """Return the parser of tool calls in a completion; None: the completion is plain text."""
         if self.calls is None or self.tools is None:
             return None
         tools, is_single = self.tools.offered, self.tools.is_single
@@ -166,7 +171,7 @@ class _Read(NamedTuple):
         """Return the grammar of a forced call.
 
         Raises:
-            RequestError: This model's format of calls has none.
+            RequestError: The model's call format has no grammar.
         """
         assert self.calls is not None
         assert self.tools is not None
@@ -174,7 +179,7 @@ class _Read(NamedTuple):
         grammar = call_grammar(self.calls, tokenizer, self.tools.forced, thinks=thinks)
         if grammar is None:
             raise RequestError(
-                "this model cannot be made to call a tool.",
+                "this model does not support forced tool calls.",
                 found=f"It writes calls in the format {self.calls.form.name}, which is not JSON.",
                 fix='Use "tool_choice": "auto".',
                 param="tool_choice",
@@ -189,11 +194,11 @@ class _Service:
         self._grammars: dict[tuple[int, ...], Grammars] = {}
         self._call_styles = cache(lambda style: CallStyle(bank.base.tokenizer, style))
         self._stops = cache(lambda style: tuple(stop_ids(bank.base.tokenizer, style)))
-        # prompts and grammars take a while; one thread, because tokenizers are not for several
+        # prompts and grammars are slow to prepare; tokenizers are not thread-safe: one thread
         self._thread = ThreadPoolExecutor(1, "peftkit-requests")
 
     def close(self) -> None:
-        """Drop requests that are not read yet."""
+        """Drop requests that are not parsed yet."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def health(self, request: Request) -> Response:
@@ -218,12 +223,12 @@ class _Service:
     async def generate(self, request: Request) -> Response:
         return await self._respond(request, self._token_prompt)
 
-    def _token_prompt(self, data: bytes, owner: str) -> _Read:
-        body = self._fields(data, TokenBody)
-        return _Read(body, *self._model(body, owner), [self._ids(body.token_ids)])
+    def _token_prompt(self, data: bytes, owner: str) -> _ParsedRequest:
+        body = self._parse(data, TokenBody)
+        return _ParsedRequest(body, *self._model(body, owner), [self._ids(body.token_ids)])
 
-    def _chat_prompts(self, data: bytes, owner: str) -> _Read:
-        body = self._fields(data, ChatBody)
+    def _chat_prompts(self, data: bytes, owner: str) -> _ParsedRequest:
+        body = self._parse(data, ChatBody)
         adapter, style = self._model(body, owner)
         tools = body.tool_use
         needs_calls = body.has_calls or (tools is not None and tools.offered)
@@ -234,96 +239,107 @@ class _Service:
         tokenizer, variables = self._bank.base.tokenizer, body.chat_template_kwargs
         ids = prompt_ids(tokenizer, prompt, style, variables=variables)
         if tools is None or not tools.offered:
-            return _Read(body, adapter, style, [ids])
-        shown = prompt_ids(tokenizer, prompt, style, tools.offered, variables=variables)
-        if shown == ids:
-            raise RequestError("the chat template shows no tools to the model.", param="tools")
-        return _Read(body, adapter, style, [shown], calls, tools)
+            return _ParsedRequest(body, adapter, style, [ids])
+        with_tools = prompt_ids(tokenizer, prompt, style, tools.offered, variables=variables)
+        if with_tools == ids:
+            raise RequestError("the model's chat template ignores tools.", param="tools")
+        return _ParsedRequest(body, adapter, style, [with_tools], calls, tools)
 
-    def _text_prompts(self, data: bytes, owner: str) -> _Read:
-        body = self._fields(data, TextBody)
-        prompts = [self._ids(each) for each in body.prompts()]
-        return _Read(body, *self._model(body, owner), prompts)
+    def _text_prompts(self, data: bytes, owner: str) -> _ParsedRequest:
+        body = self._parse(data, TextBody)
+        prompts = [self._ids(prompt) for prompt in body.prompts()]
+        return _ParsedRequest(body, *self._model(body, owner), prompts)
 
-    def _fields(self, data: bytes, kind: type[B]) -> B:
-        """Return the fields of a request, which asks for as many answers as may be at once.
+    def _parse(self, data: bytes, kind: type[B]) -> B:
+        """Parse a request body; refuse more completions than the server allows.
 
         Raises:
-            RequestError: As `read_body`, or it asks for more, or for none.
+            RequestError: As `read_body`, or the request has no prompt, or too many completions.
         """
         body = read_body(data, kind)
         copies = body.n or 1
         if not 0 < (number := body.num_prompts * copies) <= self._limits.max_batch:
             raise RequestError(
-                f"the request asks for {number} answers.",
-                fix=f"Ask for 1 to {self._limits.max_batch} at once.",
+                f"the request is for {number} completions.",
+                fix=f"Request 1 to {self._limits.max_batch}.",
                 param="n" if copies > 1 else "prompt",
             )
         return body
 
     def _model(self, body: Body, owner: str) -> tuple[str | None, Style]:
-        """Return the adapter that a request names, and its style."""
         models = self._models
         return models.inner(body.model, owner), models.style(body.model, owner)
 
-    async def _respond(self, request: Request, read: Callable[[bytes, str], _Read]) -> Response:
+    async def _respond(
+        self, request: Request, parse: Callable[[bytes, str], _ParsedRequest]
+    ) -> Response:
         data = await bounded_body(request, self._limits.max_body)
         loop = asyncio.get_running_loop()
         owner = request.state.owner
-        queue: PieceQueue = asyncio.Queue()
+        queue: OutputQueue = asyncio.Queue()
 
-        def prepared() -> tuple[_Read, list[Job]]:
-            found = read(data, owner)
-            return found, self._jobs(found, queue, loop)
+        def prepare() -> tuple[_ParsedRequest, list[Generation]]:
+            parsed = parse(data, owner)
+            return parsed, self._generations(parsed, queue, loop)
 
-        found, jobs = await loop.run_in_executor(self._thread, prepared)
-        body, named = found.body, found.tools is not None and found.tools.is_named
+        parsed, generations = await loop.run_in_executor(self._thread, prepare)
+        body, is_named = parsed.body, parsed.tools is not None and parsed.tools.is_named
         is_chat = isinstance(body, ChatBody)
-        form = ReplyFormat(is_chat, body.model, self._token_text, body.num_top, named)
-        num_prompt = sum(map(len, found.prompts))
-        self._worker.submit(jobs)
+        form = ReplyFormat(is_chat, body.model, self._token_text, body.num_top, is_named)
+        num_prompt = sum(map(len, parsed.prompts))
+        self._worker.submit(generations)
         if body.stream:
-            chunks = streamed(form, jobs, queue, num_prompt, body.wants_usage)
-            return StreamingResponse(chunks, media_type="text/event-stream", headers=_UNCACHED)
-        answers = await whole_answers(request, jobs, queue)
+            return StreamingResponse(
+                streamed(form, generations, queue, num_prompt, body.wants_usage),
+                media_type="text/event-stream",
+                headers={"Cache-Control": "no-cache"},
+            )
+        answers = await whole_answers(request, generations, queue)
         if isinstance(body, TokenBody):
             return JSONResponse(token_answers(body.model, answers, num_prompt))
         return JSONResponse(form.whole(answers, num_prompt))
 
-    def _jobs(self, found: _Read, queue: PieceQueue, loop: asyncio.AbstractEventLoop) -> list[Job]:
-        body, adapter, style, prompts, calls, _ = found
-        copies = body.n or 1
+    def _generations(
+        self, parsed: _ParsedRequest, queue: OutputQueue, loop: asyncio.AbstractEventLoop
+    ) -> list[Generation]:
+        body, adapter, style, prompts, calls, _ = parsed
+        copies, temperature = body.n or 1, body.temperature
         length = body.max_new_tokens or self._limits.max_new_tokens
-        jobs: list[Job] = []
+        generations: list[Generation] = []
         for index in range(len(prompts) * copies):
             ids = prompts[index // copies]
 
-            def send(piece: Piece | Exception, index: int = index) -> None:
-                with suppress(RuntimeError):  # the loop has been closed
-                    loop.call_soon_threadsafe(queue.put_nowait, (index, piece))
+            def send(output: Output | Exception, index: int = index) -> None:
+                with suppress(RuntimeError):  # the event loop is closed
+                    loop.call_soon_threadsafe(queue.put_nowait, (index, output))
 
             sampling = Sampling(
                 max_new_tokens=self._worker.room_for(ids, length),
-                temperature=_given(body.temperature, self._limits.temperature),
-                top_p=_given(body.top_p, 1.0),
-                seed=own_seed(body.seed),
+                temperature=self._limits.temperature if temperature is None else temperature,
+                top_p=body.top_p or 1.0,
+                seed=resolve_seed(body.seed),
                 top_k=body.num_likeliest,
                 stops=[*(calls.stops if calls else self._stops(style)), *body.stop_ids],
                 top_logprobs=body.num_top or 0,
             )
-            answer = AnswerRequest(
+            engine_request = EngineRequest(
                 ids,
                 sampling,
                 seed_of(sampling, index),
                 adapter,
                 log_probs=body.num_top is not None,
-                constraint=self._constraint(found, ids, sampling),
+                constraint=self._constraint(parsed, ids, sampling),
             )
-            jobs.append(Job(answer, send, body.stop_texts, found.reader(ids), body.keeps_end))
-        return jobs
+            parser = parsed.call_parser(ids)
+            generations.append(
+                Generation(engine_request, send, body.stop_texts, parser, body.keeps_end)
+            )
+        return generations
 
-    def _constraint(self, found: _Read, ids: list[int], sampling: Sampling) -> Constraint | None:
-        schema, forced = found.body.schema_of_answer, found.tools and found.tools.forced
+    def _constraint(
+        self, parsed: _ParsedRequest, ids: list[int], sampling: Sampling
+    ) -> Constraint | None:
+        schema, forced = parsed.body.schema_of_answer, parsed.tools and parsed.tools.forced
         if schema is None and not forced:
             return None
         base = self._bank.base
@@ -334,7 +350,7 @@ class _Service:
             self._grammars[stops] = Grammars(base.tokenizer, size, ends)
         if schema is not None:
             return self._grammars[stops].of_json(schema)
-        grammar = found.grammar(base.tokenizer, ids)
+        grammar = parsed.grammar(base.tokenizer, ids)
         return self._grammars[stops].of_lark(grammar, "tool_choice")
 
     def _token_text(self, token: int) -> str:
@@ -344,8 +360,8 @@ class _Service:
         if isinstance(prompt, str):
             return prompt_ids(self._bank.base.tokenizer, prompt, Style("plain"))
         size = vocabulary(self._bank.base.model)
-        if wrong := [token for token in prompt if not 0 <= token < size]:
-            raise unknown_token("the prompt", wrong[0], size, param="prompt")
+        if unknown := [token for token in prompt if not 0 <= token < size]:
+            raise unknown_token("the prompt", unknown[0], size, param="prompt")
         return prompt
 
     def _described(self, name: str) -> dict[str, Any]:
@@ -362,19 +378,12 @@ class _Service:
         return described if is_base else {**described, "parent": BARE}
 
 
-_UNCACHED = {"Cache-Control": "no-cache"}
-
-
-def _given(value: float | None, default: float) -> float:
-    return default if value is None else value
-
-
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, PeftkitError)
     return refusal(error)
 
 
-async def _no_such_route(request: Request, error: Exception) -> Response:
+async def _refuse_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path} cannot be answered: {error.detail}."
+    message = f"{request.method} {request.url.path} is not supported: {error.detail}."
     return refusal(RequestError(message, status=error.status_code))

@@ -1,4 +1,4 @@
-"""The bytes of a request, as many as are allowed."""
+"""The bytes of a request's body, up to a limit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ async def bounded_body(request: Request, limit: int) -> bytes:
     """Return a request's body.
 
     Raises:
-        RequestError: It has more bytes than the limit.
-        ClientDisconnect: The client has gone before its end.
+        RequestError: The body has more bytes than the limit.
+        ClientDisconnect: The client disconnected before the end of the body.
     """
     body = bytearray()
     async for chunk in request.stream():

@@ -1,7 +1,7 @@
-"""Grammars of forced tool calls, in the Lark of llguidance.
+"""Grammars of forced tool calls, in llguidance's Lark syntax.
 
-The chat template writes a probe call, and what stands around its name and its arguments is the
-grammar: a forced call is written as the model learnt to write them. Source: llguidance,
+The chat template renders a probe call. The grammar takes its literal text around the function name
+and the arguments, so a forced call has the format of the model's training. Source: llguidance,
 docs/syntax.md.
 """
 
@@ -28,7 +28,7 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True, slots=True)
 class _Separators:
-    """White space of JSON: that of the probe, or else the model writes what it has not learnt."""
+    """White space of JSON, as in the probe, to match the model's training."""
 
     item: str
     key: str
@@ -64,10 +64,10 @@ class _JsonCall:
 
 @dataclass(frozen=True, slots=True)
 class _KeyedCall:
-    """A call with a piece of text for each argument: head NAME (opens KEY between VALUE)* tail.
+    """A call with a text for each argument: head NAME (opens KEY between VALUE)* tail.
 
     Attributes:
-        close: What ends a value; the tail begins with it.
+        close: End of a value; the tail begins with it.
     """
 
     head: str
@@ -79,18 +79,18 @@ class _KeyedCall:
     def rules(self, tool: Mapping[str, Any], quoted: _Quoted) -> list[str]:
         function = tool["function"]
         schema = function.get("parameters") or NO_ARGUMENTS
-        known: Mapping[str, Any] = schema.get("properties") or {}
+        properties: Mapping[str, Any] = schema.get("properties") or {}
         parts = [quoted(self.head + function["name"])]
-        for key, value in known.items():
+        for key, value in properties.items():
             begin = quoted(self.opens + key + self.between)
-            piece = f"{begin} {self._value(value, quoted)}"
-            parts.append(f"({piece})" if key in (schema.get("required") or ()) else f"({piece})?")
+            optional = "" if key in (schema.get("required") or ()) else "?"
+            parts.append(f"({begin} {self._value(value, quoted)}){optional}")
         return [" ".join([*parts, quoted(self.tail.removeprefix(self.close))])]
 
     def _value(self, schema: Any, quoted: _Quoted) -> str:
         kind = schema.get("type") if isinstance(schema, Mapping) else None
         if isinstance(schema, Mapping) and "enum" in schema:
-            texts = (one if isinstance(one, str) else json.dumps(one) for one in schema["enum"])
+            texts = (text if isinstance(text, str) else json.dumps(text) for text in schema["enum"])
             return f"({' | '.join(map(json.dumps, texts))}) {quoted(self.close)}"
         if kind in ("integer", "number", "boolean", "object", "array", "null"):
             return f"{_PLAIN.rule(schema)} {quoted(self.close)}"
@@ -98,7 +98,7 @@ class _KeyedCall:
 
 
 class _Quoted:
-    """Writes literal text for a grammar: special tokens are tokens there, not text."""
+    """Quotes literal text for a grammar, with special tokens as token ids."""
 
     def __init__(self, tokenizer: Any) -> None:
         texts = special_texts(tokenizer)
@@ -119,11 +119,11 @@ class _Quoted:
 def call_grammar(
     calls: CallStyle, tokenizer: Any, tools: Sequence[Mapping[str, Any]], *, thinks: bool
 ) -> str | None:
-    """Return the grammar of one call of one of some tools; None: the format has none.
+    """Return the grammar of one call to any of the tools; None: the call format has no grammar.
 
     Args:
-        tools: As chat templates take them.
-        thinks: Whether the answer begins within reasoning, which comes first then.
+        tools: Tools in the format of chat templates.
+        thinks: Whether the completion starts inside reasoning, which the grammar then allows first.
     """
     written = written_probe(calls.render, as_text=calls.form.as_text)
     begins = [at for mark in calls.form.opens if (at := written.find(mark)) >= 0]
@@ -148,13 +148,13 @@ def call_grammar(
 
 
 def _up_to(name: str, close: str) -> str:
-    """Return the rule of any text that ends where `close` first occurs in it."""
+    """Return the rule of any text up to the first occurrence of `close`, inclusive."""
     literal = re.escape(close).replace("/", r"\/").replace("\\\n", r"\n")
     return f"{name}[lazy]: /(?s:.*){literal}/"
 
 
 def _json_call(written: str) -> _JsonCall | None:
-    """Take a probe call with one JSON object apart."""
+    """Split a probe call with one JSON object into its literal parts."""
     for begin in (match.start() for match in re.finditer(r"\{", written)):
         try:
             value, end = _DECODER.raw_decode(written, begin)
@@ -172,7 +172,7 @@ def _json_call(written: str) -> _JsonCall | None:
 
 
 def _keyed(written: str) -> _KeyedCall | None:
-    """Take a probe call with a piece of text for each argument apart."""
+    """Split a probe call with a text for each argument into its literal parts."""
     (first, value), *_, (last, _) = PROBE.arguments.items()
     second = [*PROBE.arguments][1]
     name, one, two = (written.find(text) for text in (PROBE.name, first, second))

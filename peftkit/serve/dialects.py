@@ -1,4 +1,4 @@
-"""The interfaces of a server that trains, in the words of other services' clients."""
+"""The training APIs of a server: OpenAI's fine-tuning API and Tinker's."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from peftkit.serve.tuning import api as tuning
 
 
 def dialects(training: Training) -> list[Dialect]:
-    """Return the interfaces that a server has; Tinker's needs protobuf."""
-    spoken = [tuning.dialect(training)]
+    """Return the training APIs; Tinker's requires protobuf."""
+    openai = tuning.dialect(training)
     if find_spec("google") is None or find_spec("google.protobuf") is None:
-        training.say("Tinker's clients are not answered: pip install 'peftkit[train-api]'")
-        return spoken
+        training.log("Tinker's API needs protobuf: pip install 'peftkit[train-api]'")
+        return [openai]
     from peftkit.serve.tinker import api as tinker
 
-    return [*spoken, tinker.dialect(training)]
+    return [openai, tinker.dialect(training)]

@@ -1,8 +1,8 @@
-"""The models that a server has: the base, the operator's adapters, and those that clients made.
+"""Model registry of a server: the base, the operator's adapters, and clients' adapters.
 
-Clients' adapters have public names ("ft:base:local::3f0c9a1b"), which the bank does not allow and
-which only their owner sees. They are loaded when they are first asked for, and leave the bank when
-many others were used since.
+Clients' adapters have public names ("ft:base:local::3f0c9a1b"), which only their owner sees and
+which are not valid in the bank. The first request for an adapter loads it; the bank drops the
+least recently used ones.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from peftkit.serve.store import Store, new_id
 BARE = "base"
 """Model name of the base without an adapter."""
 KIND = "model"
-"""Of the store's documents of published adapters."""
+"""Kind of the store's documents of published adapters."""
 MAX_LOADED = 16
 """Published adapters in memory."""
 
 
 class Models:
-    """What clients may name as a model.
+    """The models that clients may request.
 
     Args:
-        store: Keeps the published adapters; None: none can be published.
+        store: Store of published adapters; None: clients cannot publish adapters.
         names: Further names of the base.
     """
 
@@ -43,18 +43,18 @@ class Models:
         self, bank: AdapterBank, store: Store | None = None, names: Sequence[str] = ()
     ) -> None:
         self.bank, self._store = bank, store
-        self._own = bank.names  # the operator's; clients' come and go
+        self._operator_names = bank.names  # without clients' adapters
         self.base_names = [*dict.fromkeys((BARE, *names))]
         self._loaded: OrderedDict[str, str] = OrderedDict()
         self._style = cache(_style_of)
         if store is not None:
-            _give_parents(store)
+            _add_parents(store)
 
     def publish(self, name: str, folder: Path, owner: str, *, expires: float | None = None) -> None:
-        """Give an adapter folder a public name, for its owner; from a restart on, too.
+        """Register an adapter folder under a public name of its owner; restarts keep it.
 
         Args:
-            expires: When it is there no more, in seconds since 1970.
+            expires: When the model is removed, in seconds since 1970.
         """
         assert self._store is not None
         inner = new_id("published-")
@@ -62,57 +62,58 @@ class Models:
         self._store.put(KIND, name, body, owner=owner, parent=inner)
 
     def withdraw(self, name: str) -> None:
-        """Take a published name back; answers that are under way go on."""
+        """Remove a published name; running completions continue."""
         assert self._store is not None
         self._store.delete(KIND, name)
 
     def inner(self, name: str, owner: str = "") -> str | None:
-        """Return the name of a model in requests to the engine; None: the base.
+        """Return a model's adapter name in the bank; None: the base.
 
         Raises:
-            RequestError: There is none of this name, or it is another owner's.
+            RequestError: The model does not exist, or has another owner.
         """
         if name in self.base_names:
             return None
-        if name in self._own:
+        if name in self._operator_names:
             return name
         return str(self._published(name, owner)["inner"])
 
     def folder(self, name: str, owner: str = "") -> Path | None:
-        """Return a model's adapter folder; None: it is the base.
+        """Return a model's adapter folder; None: the base.
 
         Raises:
             RequestError: As `inner`.
         """
         if name in self.base_names:
             return None
-        if name in self._own:
+        if name in self._operator_names:
             return self.bank.file(name).folder
         return Path(self._published(name, owner)["folder"])
 
     def style(self, name: str, owner: str = "") -> Style:
-        """Return how prompts are written for a model.
+        """Return a model's prompt style.
 
         Raises:
             RequestError: As `inner`.
         """
         folder = self.folder(name, owner)
-        if folder is None or name in self._own:
+        if folder is None or name in self._operator_names:
             return self.bank.style(None if folder is None else name)
         return self._style(folder) or default_style(self.bank.base.tokenizer)
 
     def listed(self, owner: str = "") -> list[str]:
-        """Return the names that an owner may ask for."""
+        """Return the model names that an owner may request."""
         published = self._store.all(KIND, owner) if self._store else []
-        return [*self._own, *self.base_names, *(one["name"] for one in published if _is_there(one))]
+        names = (model["name"] for model in published if not _has_expired(model))
+        return [*self._operator_names, *self.base_names, *names]
 
     def load(self, inner: str | None) -> None:
-        """Have an adapter in the bank; to be called in the thread that has the model.
+        """Load an adapter into the bank, in the worker's thread.
 
         Raises:
-            RequestError: Its files cannot be read, or were withdrawn.
+            RequestError: Its files are not readable, or it was withdrawn.
         """
-        if inner is None or inner in self._own:
+        if inner is None or inner in self._operator_names:
             return
         if inner in self._loaded:
             self._loaded.move_to_end(inner)
@@ -120,7 +121,7 @@ class Models:
         assert self._store is not None
         published = self._store.all(KIND, parent=inner)
         if not published:
-            raise RequestError("the model is gone.", status=404, code="model_not_found")
+            raise RequestError("the model was deleted.", status=404, code="model_not_found")
         (model,) = published
         try:
             self.bank.add(inner, model["folder"])
@@ -135,36 +136,36 @@ class Models:
         for inner in [*self._loaded][: max(0, len(self._loaded) - MAX_LOADED)]:
             try:
                 self.bank.drop(inner)
-            except AdapterError:  # an answer has it
+            except AdapterError:  # a completion uses it
                 continue
             del self._loaded[inner]
 
     def _published(self, name: str, owner: str) -> dict[str, Any]:
         model = self._store.get(KIND, name, owner) if self._store else None
-        if model is not None and _is_there(model):
+        if model is not None and not _has_expired(model):
             return model
         names = self.listed(owner)
-        shown = ", ".join(names[:16]) + (", ..." if len(names) > 16 else "")
+        first_names = ", ".join(names[:16]) + (", ..." if len(names) > 16 else "")
         raise RequestError(
-            f"there is no model '{name[:80]}' here.",
-            found=f"The models are: {shown}. {did_you_mean(name, names)}".rstrip(),
+            f"there is no model '{name[:80]}'.",
+            found=f"The models are: {first_names}. {did_you_mean(name, names)}".rstrip(),
             status=404,
             code="model_not_found",
             param="model",
         )
 
 
-def _give_parents(store: Store) -> None:
-    """Have adapters found by their inner names that were published when those were no parents."""
+def _add_parents(store: Store) -> None:
+    """Set the parent of documents by older servers to the adapter's name in the bank."""
     with store.transaction():
         for body in store.all(KIND, parent=""):
             name = body["name"]
             store.put(KIND, name, body, owner=store.owner(KIND, name), parent=body["inner"])
 
 
-def _is_there(model: dict[str, Any]) -> bool:
+def _has_expired(model: dict[str, Any]) -> bool:
     expires = model.get("expires")
-    return expires is None or time.time() <= expires
+    return expires is not None and time.time() > expires
 
 
 def _style_of(folder: Path) -> Style | None:

@@ -1,7 +1,7 @@
-"""Requests of OpenAI's clients, checked field by field.
+"""Request bodies of OpenAI's completion endpoints, validated field by field.
 
-Fields that this server does not support are refused by name; only fields that change no answer are
-ignored. Source: the API reference of OpenAI, /v1/completions and /v1/chat/completions.
+Unsupported fields are an error that names them; the server ignores only fields that do not affect
+completions. Source: OpenAI's API reference, /v1/completions and /v1/chat/completions.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from peftkit.serve.tool_fields import MAX_TOOLS, Tool, ToolCall, ToolChoice, Too
 
 MAX_TOKENS = 1 << 20
 StopText = Annotated[str, Field(max_length=256)]
-"""Each token of an answer is compared with it."""
+"""A stop text; its length is limited because the server searches for it at each token."""
 MAX_ERRORS = 100
-"""Wrong fields of a request that are looked at one by one."""
+"""Invalid fields of a request that are reported individually."""
 
 
 class RequestError(PeftkitError):
-    """A request cannot be answered.
+    """A request cannot be served.
 
     Args:
-        status: HTTP's code.
-        code: OpenAI's name of the error.
-        param: The field in question.
+        status: HTTP status.
+        code: OpenAI's error code.
+        param: The invalid field.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class _Message(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, fields: Any) -> Any:
-        """Drop nulls: clients send answers back with all their fields."""
+        """Drop nulls: clients send earlier responses back with all their fields."""
         if not isinstance(fields, dict):
             return fields
         return {name: value for name, value in fields.items() if value is not None}
@@ -74,21 +74,21 @@ class _Message(_Strict):
     @model_validator(mode="after")
     def _is_whole(self) -> _Message:
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise ValueError("tool_call_id is for the role tool, which needs it")
+            raise ValueError("messages of the role tool, and no others, have a tool_call_id")
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls are the assistant's")
+            raise ValueError("only messages of the role assistant have tool_calls")
         if "content" not in self.model_fields_set and not self.tool_calls:
             raise ValueError("content is missing")
         return self
 
     def plain(self) -> dict[str, Any]:
-        """Return the message in the form of chat templates, without its calls."""
+        """Return the message in the format of chat templates, without its calls."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         names = ("name", "reasoning_content", "tool_call_id")
-        more = {name: getattr(self, name) for name in names}
-        given = {key: value for key, value in more.items() if value is not None}
-        return {"role": self.role, "content": text, **given}
+        optional = {name: getattr(self, name) for name in names}
+        non_null = {key: value for key, value in optional.items() if value is not None}
+        return {"role": self.role, "content": text, **non_null}
 
 
 class _StreamOptions(_Strict):
@@ -97,7 +97,7 @@ class _StreamOptions(_Strict):
 
 
 class _Unsupported(_Strict):
-    """Fields that are not supported, with the values that change nothing."""
+    """Unsupported fields; only their default values are accepted."""
 
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     echo: Literal[False] | None = None
@@ -110,7 +110,7 @@ class _Unsupported(_Strict):
 
 
 class _Ignored(_Strict):
-    """Fields that change no answer."""
+    """Fields that do not affect completions."""
 
     metadata: Any = None
     prompt_cache_key: Any = None
@@ -121,7 +121,7 @@ class _Ignored(_Strict):
 
 
 class Body(_Unsupported, _Ignored):
-    """Fields of both kinds of requests; None: the server's default."""
+    """Fields of chat and text completions; None: the server's default."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
@@ -135,37 +135,37 @@ class Body(_Unsupported, _Ignored):
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
-        """Texts that end an answer."""
+        """Texts that end a completion."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def num_top(self) -> int | None:
-        """Number of likeliest tokens to report with each token; None: no log-probabilities."""
+        """Number of top tokens to report with each token; None: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def num_prompts(self) -> int:
-        """How many prompts the request has."""
+        """Number of prompts of the request."""
         return 1
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        """The JSON schema of the answer, if any."""
+        """The JSON schema of the completion, if any."""
         return None
 
     @property
     def keeps_end(self) -> bool:
-        """Whether the end token belongs to the tokens that are reported."""
+        """Whether the reported tokens include the end token."""
         return False
 
     @property
     def stop_ids(self) -> Sequence[int]:
-        """Tokens that end an answer, besides the model's own."""
+        """End tokens in addition to the model's."""
         return ()
 
     @property
     def num_likeliest(self) -> int:
-        """Of how many of the likeliest tokens to sample; 0: of all."""
+        """Number of top tokens to sample from (top_k); 0: all tokens."""
         return 0
 
     @property
@@ -175,7 +175,7 @@ class Body(_Unsupported, _Ignored):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Maximum length of an answer, if the client gave one."""
+        """Maximum length of a completion, if the client set one."""
         return self.max_tokens
 
 
@@ -193,7 +193,7 @@ class _ResponseFormat(_Strict):
     @model_validator(mode="after")
     def _has_a_schema(self) -> _ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema is for the type json_schema")
+            raise ValueError("the type json_schema, and no other, has the field json_schema")
         return self
 
 
@@ -209,16 +209,16 @@ class ChatBody(Body):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
-    """Variables of the chat template; by default those of the adapter's training."""
+    """Variables of the chat template; by default, the adapter's from training."""
 
     @model_validator(mode="after")
-    def _asks_for_log_probs(self) -> ChatBody:
+    def _requests_log_probs(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         return self
 
     @model_validator(mode="after")
-    def _has_its_tools(self) -> ChatBody:
+    def _has_one_constraint(self) -> ChatBody:
         use = self.tool_use
         if use is not None and use.forced and self.schema_of_answer is not None:
             raise ValueError("response_format and a forced tool call exclude each other")
@@ -226,7 +226,7 @@ class ChatBody(Body):
 
     @property
     def tool_use(self) -> ToolUse | None:
-        """The tools of the request; None: it offers none."""
+        """The tools of the request; None: it has no tools."""
         return ToolUse.of(self.tools or (), self.tool_choice, self.parallel_tool_calls)
 
     @property
@@ -242,22 +242,22 @@ class ChatBody(Body):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Maximum length of an answer; `max_tokens` is the older name."""
+        """Maximum length of a completion; `max_tokens` is the older name."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def has_calls(self) -> bool:
-        """Whether the conversation has calls of tools."""
+        """Whether the conversation has tool calls."""
         return any(message.tool_calls for message in self.messages)
 
     def conversation(self, form: CallFormat | None = None) -> list[dict[str, Any]]:
-        """Return the messages in the form of chat templates.
+        """Return the messages in the format of chat templates.
 
         Args:
-            form: How the template writes calls; None: it writes none.
+            form: Call format of the template; None: it has none.
 
         Raises:
-            RequestError: There are calls and no form, or a reply to no call.
+            RequestError: The template has no call format, or a tool message refers to no call.
         """
         turns = [message.plain() for message in self.messages]
         try:
@@ -286,7 +286,7 @@ class TextBody(Body):
         return len(self.prompts())
 
     def prompts(self) -> Sequence[str | list[int]]:
-        """Return the prompts: texts, or token ids."""
+        """Return the prompts, as texts or token ids."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -299,11 +299,11 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def read_body(data: bytes, kind: type[B]) -> B:
-    """Return a request's fields.
+    """Return the validated body of a request.
 
     Raises:
-        RequestError: It is not a JSON object, or a field is missing, wrong, unknown or asks for
-            something unsupported.
+        RequestError: The body is not a JSON object, or a field is missing, invalid, unknown or
+            unsupported.
     """
     fields = parse_json(data, "the request's body cannot be read.", error=RequestError)
     try:
@@ -313,15 +313,13 @@ def read_body(data: bytes, kind: type[B]) -> B:
 
 
 def errors_of(problem: ValidationError) -> list[Any]:
-    """Return what is wrong with the fields of a request.
+    """Return the errors of a request's fields.
 
     Raises:
-        RequestError: More than can be told one by one.
+        RequestError: There are more than `MAX_ERRORS`.
     """
     if (number := problem.error_count()) > MAX_ERRORS:
-        raise RequestError(
-            "the request has fields that cannot be used.", found=f"There are {number:,} of them."
-        )
+        raise RequestError("the request has invalid fields.", found=f"There are {number:,} errors.")
     return problem.errors(include_url=False, include_input=False, include_context=False)
 
 
@@ -331,17 +329,17 @@ def _request_error(problem: ValidationError, kind: type[BaseModel]) -> RequestEr
     errors = errors_of(problem)
     fields = [str(error["loc"][0]) if error["loc"] else "" for error in errors]
     for field, error in zip(fields, errors, strict=True):
-        # pydantic adds the types of a union's branches; field and index are enough
+        # pydantic adds the types of a union's branches: keep fields and indices only
         path = [part for part in error["loc"] if isinstance(part, int) or part.isidentifier()]
         message = error["msg"]
         if field in unsupported:
-            message = "this server does not do it; leave the field out."
+            message = "this server does not support the field; remove it."
         elif error["type"] == "extra_forbidden":
             hint = did_you_mean(field, kind.model_fields) if len(path) == 1 else ""
             message = f"unknown field. {hint}"
         lines[f"{'.'.join(map(str, path))}: {message}".rstrip()] = None
     return RequestError(
-        "the request has fields that cannot be used.",
+        "the request has invalid fields.",
         found=first_few(lines, 5),
         param=fields[0] or None,
         code="unsupported_parameter" if fields[0] in unsupported else None,

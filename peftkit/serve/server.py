@@ -1,4 +1,4 @@
-"""The server process: binds the port first, then loads the base and its adapters."""
+"""The server process: it binds the port, then loads the base and its adapters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 BACKLOG = 128
 MAX_WAITING, MAX_SAMPLES = 64, 4096
-STOPPING = "\nStopping, after the step of training under way, if any. Once more: stop at once.\n"
+STOPPING = "\nStopping after the current training step. Press Ctrl-C again to stop immediately.\n"
 
 
 def serve_adapters(
@@ -47,33 +47,40 @@ def serve_adapters(
     on_event: Listener = ignore,
     on_ready: Callable[[str, AdapterBank], None] = lambda url, bank: None,
 ) -> None:
-    """Serve adapters over HTTP with OpenAI's interface, until a signal.
+    """Serve adapters over HTTP with OpenAI's API until the process receives a signal.
 
-    The models are the adapters' names and `base`, the base without an adapter.
+    The model names are the adapters' names and `base`, the base without an adapter.
 
     Args:
-        adapters: Name to folder; at least one, unless the server trains.
-        base: Where the base is, if elsewhere than recorded; not for a server that trains.
-        host: The address to listen on; other than loopback it needs a key.
+        adapters: Folders by model name; at least one, except with `training`.
+        base: Path or hub id of the base, if it is not the recorded one; not with `training`.
+        host: The address to listen on; addresses other than loopback require a key.
         port: 0 picks a free port.
-        key: Clients send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`; or several keys,
-            each with files, jobs and models of its own.
-        max_batch: Answers at once.
-        max_waiting: Prompts that may wait; by default 64, and 4,096 of a server that trains:
-            programs with a loop of their own ask for a step's samples at once.
-        max_new_tokens: Default length of an answer.
+        key: Clients send it as `Authorization: Bearer KEY` or `X-API-Key: KEY`. With several keys,
+            the files, jobs and models of each key are separate.
+        max_batch: Most completions that run simultaneously.
+        max_waiting: Most prompts that may wait. Default: 64, and 4,096 with `training`, because RL
+            clients request all samples of a step together.
+        max_new_tokens: Default maximum length of a completion.
         temperature: Default temperature; 0 is greedy.
         force: Accept adapters that were trained on other weights.
-        training: Train over the base that it names, as OpenAI's and Tinker's clients ask for it.
+        training: Options of a training server, which OpenAI's and Tinker's clients use.
         on_ready: Called with the server's address and the bank before the first request.
 
     Raises:
-        ConfigError: The extra `serve` is not installed, the host needs a key, or the port is taken.
+        ConfigError: The extra `serve` is not installed, the host requires a key, or the port is in
+            use.
         AdapterError: As `open_bank`.
         BaseError: The base cannot be found or loaded.
-        OutputError: The folder of `training` cannot be used, or another server has it.
+        OutputError: The folder of `training` is not writable, or another server uses it.
     """
-    _require_extra()
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            "cannot serve.",
+            found=f"Not installed: {', '.join(missing)}.",
+            fix="pip install 'peftkit[serve]'",
+        )
     import uvicorn
 
     from peftkit.serve.access import is_loopback
@@ -84,16 +91,16 @@ def serve_adapters(
     if not keys and not is_loopback(host):
         raise ConfigError(
             f"cannot serve on {host} without a key.",
-            found="Others than programs on this machine could ask.",
-            fix="Set PEFTKIT_API_KEY (or --api-key), or leave --host out.",
+            found="Other machines could send requests.",
+            fix="Set PEFTKIT_API_KEY (or --api-key), or omit --host.",
         )
-    if not all(one.isascii() and one.strip() == one != "" for one in keys):
-        raise ConfigError("the key is not usable.", fix="Use ASCII letters and digits.")
+    if not all(each.isascii() and each.strip() == each != "" for each in keys):
+        raise ConfigError("the key is not valid.", fix="Use ASCII letters and digits.")
     if BARE in adapters:
         raise AdapterError(
             f"an adapter cannot be served as '{BARE}'.",
-            found="That is the base without an adapter.",
-            fix=f"Give it another name: NAME={adapters[BARE]}",
+            found="This name is reserved for the base without an adapter.",
+            fix=f"Use another name: NAME={adapters[BARE]}",
         )
     with listening(host, port) as listener:
         if training is None:
@@ -101,7 +108,7 @@ def serve_adapters(
         else:
             from peftkit.serve.store import Store
 
-            Store(training.folder).close()  # what cannot be is told before minutes of loading
+            Store(training.folder).close()  # raises before the base takes minutes to load
             bank = _bank_to_train(adapters, training, force, on_event)
         folders = {name: bank.file(name).folder for name in bank.names}
         notify_split_tokens(folders, bank.base.tokenizer, on_event)
@@ -115,27 +122,26 @@ def serve_adapters(
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=5
         )
-        shown = f"[{host}]" if ":" in host else host
-
-        on_ready(f"http://{shown}:{listener.getsockname()[1]}", bank)
+        address = f"[{host}]" if ":" in host else host
+        on_ready(f"http://{address}:{listener.getsockname()[1]}", bank)
         server_of(config, app.state.worker, trains=training is not None).run(sockets=[listener])
 
 
 def server_of(config: uvicorn.Config, worker: Worker, *, trains: bool) -> uvicorn.Server:
-    """Return a server that a signal stops, and a second one ends at once."""
+    """Return a server that stops after one signal; a second signal ends the process."""
     import uvicorn
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if self.should_exit:
-                os._exit(128 + sig)  # threads that compute cannot be interrupted otherwise
+                os._exit(128 + sig)  # Python cannot interrupt computing threads
             super().handle_exit(sig, frame)
             if trains:
-                with suppress(OSError):  # not print: a handler may run in the middle of one
+                with suppress(OSError):  # not print, which is not reentrant in a signal handler
                     os.write(2, STOPPING.encode())
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            """Answer waiting requests with an error before their connections close."""
+            """Send waiting requests an error before their connections close."""
             await asyncio.to_thread(worker.stop)
             await super().shutdown(sockets)
 
@@ -145,17 +151,17 @@ def server_of(config: uvicorn.Config, worker: Worker, *, trains: bool) -> uvicor
 def _bank_to_train(
     adapters: Mapping[str, str | Path], training: TrainingOptions, force: bool, on_event: Listener
 ) -> AdapterBank:
-    """Load the base that a server trains over, with the operator's adapters."""
+    """Load the base of a training server, with the operator's adapters."""
     tell_other_bases(read_files(adapters), training.base.model_dump(mode="json"), on_event)
     settings = training.base.model_dump(exclude={"rope_scaling", "new_tokens"})
     return AdapterBank(load_base(**settings, on_event=on_event), adapters, force=force)
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Return a listening socket; clients that connect before the model is loaded wait.
+    """Return a listening socket; clients that connect while the model loads wait.
 
     Raises:
-        ConfigError: The port is taken, or the host is not this machine's.
+        ConfigError: The port is in use, or the host is not an address of this machine.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(
@@ -166,31 +172,21 @@ def listening(host: str, port: int) -> socket.socket:
         raise ConfigError(
             f"cannot listen on {host}, port {port}.",
             found=getattr(error, "strerror", None) or str(error),
-            fix="Choose another with --port (0 picks a free port) or --host.",
+            fix="Choose another port with --port (0 picks a free port), or another --host.",
         ) from None
 
 
 def vllm_command(bank: AdapterBank) -> str | None:
-    """Return the command with which vLLM serves the same folders; None: it takes none of them."""
-    taken, rank = [], 0
+    """Return the vLLM command for the same folders; None: vLLM supports none of them."""
+    supported, rank = [], 0
     for name in bank.names:
         file = bank.file(name)
         try:
             check_serving(file.folder)
         except AdapterError:
             continue
-        taken.append(f"{name}={file.folder}")
+        supported.append(f"{name}={file.folder}")
         rank = max(rank, served_rank(file.method))
-    if not taken:
+    if not supported:
         return None
-    return vllm_serve(quote(bank.base.hub_id or bank.base.name), rank, *taken)
-
-
-def _require_extra() -> None:
-    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            "cannot serve.",
-            found=f"Not installed: {', '.join(missing)}.",
-            fix="pip install 'peftkit[serve]'",
-        )
+    return vllm_serve(quote(bank.base.hub_id or bank.base.name), rank, *supported)

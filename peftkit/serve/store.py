@@ -1,6 +1,6 @@
-"""What a training server must not lose: JSON documents in SQLite, each with its owner.
+"""Durable state of a training server: JSON documents in SQLite, each with its owner.
 
-A call that has returned has written: the journal is a write-ahead log, synced at each commit.
+A method returns after its write is on the disk: SQLite syncs its write-ahead log at each commit.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from peftkit.errors import OutputError
+from peftkit.files.disk import is_disk_full
 
 FILE = "server.sqlite"
 SCHEMA = """
@@ -29,18 +30,18 @@ CREATE INDEX IF NOT EXISTS entries_of ON entries (parent);
 
 
 class StoreError(OutputError):
-    """The store cannot be written now: its disk is full, say; later it may be."""
+    """The store is not writable at present, for example because its disk is full."""
 
 
 class Store:
-    """Documents by kind and id, and journals of entries; any thread may call it.
+    """Documents by kind and id, and journals of entries. Thread-safe.
 
     Args:
-        folder: Of the server; created if needed.
+        folder: Folder of the server; created if needed.
 
     Raises:
-        OutputError: The folder cannot be written to, or another server has it.
-        StoreError: Of each method: what was asked is not written.
+        OutputError: The folder is not writable, or another server uses it.
+        StoreError: Raised by each method if its write failed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,9 +57,9 @@ class Store:
         except (OSError, sqlite3.Error) as problem:
             is_locked = "locked" in str(problem)
             raise OutputError(
-                f"the server cannot keep its state in {folder}",
-                found="Another server has it open." if is_locked else str(problem),
-                fix="Stop that server, or give another folder with --train.",
+                f"the server cannot store its state in {folder}",
+                found="Another server uses the folder." if is_locked else str(problem),
+                fix="Stop that server, or set another folder with --train.",
             ) from None
         self._lock = threading.RLock()
 
@@ -68,7 +69,7 @@ class Store:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Write all that the context writes, or nothing."""
+        """Commit all writes of the context, or none."""
         with self._lock:
             if self._database.in_transaction:
                 yield
@@ -78,14 +79,14 @@ class Store:
                 yield
                 self._run("COMMIT")
             except BaseException:
-                if self._database.in_transaction:  # else a full disk has ended it
+                if self._database.in_transaction:  # a full disk ends the transaction itself
                     self._run("ROLLBACK")
                 raise
 
     def put(
         self, kind: str, id: str, body: dict[str, Any], *, owner: str = "", parent: str = ""
     ) -> None:
-        """Write a document, in the place of an older one with its kind and id."""
+        """Write a document; replace an older one of the same kind and id."""
         with self._lock:
             self._run(
                 "INSERT INTO documents (kind, id, owner, parent, body) VALUES (?, ?, ?, ?, ?) "
@@ -95,10 +96,10 @@ class Store:
             )
 
     def get(self, kind: str, id: str, owner: str | None = None) -> dict[str, Any] | None:
-        """Return a document; None: there is none, or it is another owner's.
+        """Return a document; None: it does not exist, or has another owner.
 
         Args:
-            owner: None: anybody's.
+            owner: None: any owner.
         """
         query = "SELECT body, owner FROM documents WHERE kind = ? AND id = ?"
         with self._lock:
@@ -117,7 +118,7 @@ class Store:
     def all(
         self, kind: str, owner: str | None = None, parent: str | None = None
     ) -> list[dict[str, Any]]:
-        """Return documents of a kind, the oldest first."""
+        """Return documents of a kind, oldest first."""
         query, values = "SELECT body FROM documents WHERE kind = ?", [kind]
         for column, value in (("owner", owner), ("parent", parent)):
             if value is not None:
@@ -127,7 +128,7 @@ class Store:
         return [json.loads(body) for (body,) in rows]
 
     def delete(self, kind: str, id: str) -> None:
-        """Remove a document, if there is one."""
+        """Remove a document if it exists."""
         with self._lock:
             self._run("DELETE FROM documents WHERE kind = ? AND id = ?", (kind, id))
 
@@ -139,7 +140,7 @@ class Store:
             )
 
     def entries(self, parent: str) -> list[dict[str, Any]]:
-        """Return the journal of a document, the oldest entry first."""
+        """Return the journal of a document, oldest entry first."""
         query = "SELECT body FROM entries WHERE parent = ? ORDER BY number"
         with self._lock:
             rows = self._run(query, (parent,)).fetchall()
@@ -148,14 +149,25 @@ class Store:
     def _run(self, query: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
         try:
             return self._database.execute(query, values)
-        except sqlite3.OperationalError as problem:  # others are ours: that it is closed, say
+        except sqlite3.OperationalError as problem:  # other sqlite errors are bugs
             raise StoreError(
-                "the server cannot keep its state.",
+                "the server cannot store its state.",
                 found=str(problem),
-                fix="Look at the disk of the folder that it was started with.",
+                fix="Check the disk of the server's folder.",
             ) from None
 
 
+@contextmanager
+def full_disk_as_store_error() -> Iterator[None]:
+    """Raise a full disk as a StoreError, after which work is retried."""
+    try:
+        yield
+    except Exception as problem:
+        if isinstance(problem, StoreError) or not is_disk_full(problem):
+            raise
+        raise StoreError("the server's disk is full.", found=str(problem)) from problem
+
+
 def new_id(prefix: str) -> str:
-    """Return a name that nobody has yet, such as "file-3f0c..."; it is safe as a file's name."""
+    """Return a random id, such as "file-3f0c...", which is also a valid file name."""
     return prefix + secrets.token_hex(12)

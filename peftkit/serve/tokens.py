@@ -1,4 +1,4 @@
-"""Tokens in, tokens and their log-probabilities out, as programs that train by rewards ask for it.
+"""Token ids in, token ids and log-probabilities out, for rollouts of RL trainers.
 
 Source: `/inference/v1/generate` of vLLM.
 """
@@ -13,15 +13,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from peftkit.serve.answers import usage
+from peftkit.serve.generation import Output
 from peftkit.serve.requests import Body, RequestError
-from peftkit.serve.worker import Piece
 
 MAX_STOPS = 64
 _SETTINGS = "sampling_params"
 
 
 class TokenBody(Body):
-    """A request to /inference/v1/generate: what stands in `sampling_params` are its own fields."""
+    """A request to /inference/v1/generate, with `sampling_params` moved to the top level."""
 
     token_ids: Annotated[list[int], Field(min_length=1, fail_fast=True)]
     temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
@@ -42,16 +42,18 @@ class TokenBody(Body):
         settings = fields.get(_SETTINGS) if isinstance(fields, dict) else None
         if not isinstance(settings, dict):
             return fields
-        if twice := sorted({*settings} & {*fields}):
-            raise ValueError(f"{', '.join(twice)}: given twice, in {_SETTINGS} and beside it")
-        given = {name: value for name, value in settings.items() if value is not None}
-        return {**fields, **given, _SETTINGS: None}
+        if repeated := sorted({*settings} & {*fields}):
+            raise ValueError(
+                f"{', '.join(repeated)}: set twice, in {_SETTINGS} and at the top level"
+            )
+        non_null = {name: value for name, value in settings.items() if value is not None}
+        return {**fields, **non_null, _SETTINGS: None}
 
     sampling_params: None = None
 
     @property
     def num_top(self) -> int:
-        """Each token's own log-probability is always told."""
+        """Responses always include the log-probability of each token, without top tokens."""
         return 0
 
     @property
@@ -68,24 +70,24 @@ class TokenBody(Body):
 
 
 def vocabulary(model: Any) -> int:
-    """Return how many tokens a model has."""
+    """Return a model's vocabulary size."""
     return int(model.config.get_text_config().vocab_size)
 
 
 def unknown_token(where: str, token: int, size: int, param: str | None = None) -> RequestError:
-    """Return the error for a token that a model of so many does not have."""
+    """Return the error for a token outside a vocabulary of `size` tokens."""
     return RequestError(
-        f"{where} holds the token {token}.",
-        found=f"The base has the tokens 0 to {size - 1:,}.",
+        f"{where} contains the token {token}.",
+        found=f"The vocabulary of the base has the tokens 0 to {size - 1:,}.",
         param=param,
     )
 
 
-def token_answers(model: str, answers: Sequence[Piece], num_prompt: int) -> dict[str, Any]:
-    """Return the response: each answer's token ids with its end token, and their log-probabilities.
+def token_answers(model: str, answers: Sequence[Output], num_prompt: int) -> dict[str, Any]:
+    """Return the response: token ids of each completion, with its end token, and log-probabilities.
 
-    Log-probabilities are natural logarithms by softmax(logits / temperature), before top_p and
-    top_k; of greedy answers by softmax(logits).
+    Log-probabilities are natural logarithms of softmax(logits / temperature), before top_p and
+    top_k; for greedy completions, of softmax(logits).
     """
     return {
         "request_id": f"gen-{uuid.uuid4().hex}",
@@ -96,14 +98,14 @@ def token_answers(model: str, answers: Sequence[Piece], num_prompt: int) -> dict
     }
 
 
-def _choice(index: int, answer: Piece) -> dict[str, Any]:
+def _choice(index: int, answer: Output) -> dict[str, Any]:
     content = [
-        {"token": f"token_id:{one.token}", "token_id": one.token, "logprob": one.log_prob}
-        for one in answer.chosen
+        {"token": f"token_id:{token.token}", "token_id": token.token, "logprob": token.log_prob}
+        for token in answer.chosen
     ]
     return {
         "index": index,
-        "token_ids": [one.token for one in answer.chosen],
+        "token_ids": [token.token for token in answer.chosen],
         "finish_reason": answer.reason,
         "logprobs": {"content": content},
     }

@@ -1,4 +1,4 @@
-"""Fields of chat requests that concern tools. Source: OpenAI's API reference."""
+"""Tool fields of chat requests. Source: OpenAI's API reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from peftkit.inference.call_formats import Call, CallFormat
 
 MAX_TOOLS = 128
 TEMPLATE_ID = re.compile(r"[a-zA-Z0-9]{9}")
-"""Ids of calls that every chat template takes; Mistral's take no others."""
+"""Call ids that every chat template accepts; Mistral's templates refuse others."""
 
 
 class _Strict(BaseModel):
@@ -27,13 +27,13 @@ class _CalledFunction(_Strict):
     @field_validator("arguments")
     @classmethod
     def _is_an_object(cls, text: str) -> str:
-        if not isinstance(_parsed(text), dict):
-            raise ValueError("the arguments of a call are a JSON object, as text")
+        if not isinstance(_parse_json(text), dict):
+            raise ValueError("the arguments of a call must be a JSON object, as text")
         return text
 
 
 class ToolCall(_Strict):
-    """A call in an earlier answer."""
+    """A call in an earlier assistant message."""
 
     id: Annotated[str, Field(min_length=1)]
     type: Literal["function"] = "function"
@@ -41,12 +41,12 @@ class ToolCall(_Strict):
 
     @property
     def call(self) -> Call:
-        """What was called."""
-        return Call(self.function.name, _parsed(self.function.arguments))
+        """The function and its arguments."""
+        return Call(self.function.name, _parse_json(self.function.arguments))
 
 
 class _Schema(BaseModel):
-    """The keywords of a JSON schema that answers are read by; others may be anything."""
+    """The keywords of a JSON schema that the call parsers read; others are not validated."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -74,7 +74,7 @@ class _Function(BaseModel):
             _Schema.model_validate(schema or {})
         except ValidationError as problem:
             place = ".".join(str(part) for part in problem.errors()[0]["loc"][:4])
-            raise ValueError(f"no JSON schema: {place[:80]} cannot be what it is") from None
+            raise ValueError(f"not a JSON schema: {place[:80]} is invalid") from None
         return schema
 
 
@@ -85,7 +85,7 @@ class Tool(_Strict):
     function: _Function
 
     def plain(self) -> dict[str, Any]:
-        """Return it as chat templates take it."""
+        """Return the tool in the format of chat templates."""
         function = self.function.model_dump(exclude_none=True, exclude={"strict"})
         parameters = self.function.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": {**function, "parameters": parameters}}
@@ -96,7 +96,7 @@ class _NamedFunction(_Strict):
 
 
 class NamedTool(_Strict):
-    """`tool_choice`: this one."""
+    """`tool_choice`: a named tool."""
 
     type: Literal["function"]
     function: _NamedFunction
@@ -108,7 +108,7 @@ class _AllowedTools(_Strict):
 
 
 class AllowedTools(_Strict):
-    """`tool_choice`: some of the tools."""
+    """`tool_choice`: a subset of the tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: _AllowedTools
@@ -118,13 +118,13 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 class ToolUse(_Strict):
-    """Which tools a request offers, and which of them has to be called.
+    """The tools of a request, and whether the model must call one.
 
     Attributes:
-        offered: As chat templates take them.
-        forced: Those of which one must be called; empty: none has to be.
-        is_named: Whether the client named the one to call.
-        is_single: Whether an answer ends after one call.
+        offered: Tools in the format of chat templates.
+        forced: Tools of which the model must call one; empty: it may answer without a call.
+        is_named: Whether the client named the tool to call.
+        is_single: Whether a completion ends after one call.
     """
 
     offered: list[dict[str, Any]]
@@ -136,79 +136,80 @@ class ToolUse(_Strict):
     def of(
         cls, tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool | None
     ) -> ToolUse | None:
-        """Return what a request asks for; None: it offers no tools.
+        """Return the tool use of a request; None: it has no tools.
 
         Raises:
-            ValueError: Two tools have one name, or the choice names none of them.
+            ValueError: Two tools have the same name, or the choice names an unknown tool.
         """
         names = [tool.function.name for tool in tools]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"two tools are called {twice[0]}")
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two tools have the name {repeated[0]}")
         if not names:
             if choice not in (None, "none", "auto"):
-                raise ValueError("tool_choice needs tools")
+                raise ValueError("tool_choice requires tools")
             return None
-        chosen, must = _chosen(names, choice)
+        chosen, is_forced = _chosen(names, choice)
         offered = [tool.plain() for tool in tools if tool.function.name in chosen]
-        is_single = parallel is False or must
-        named = isinstance(choice, NamedTool)
-        forced = offered if must else []
-        return cls(offered=offered, forced=forced, is_named=named, is_single=is_single)
+        return cls(
+            offered=offered,
+            forced=offered if is_forced else [],
+            is_named=isinstance(choice, NamedTool),
+            is_single=parallel is False or is_forced,
+        )
 
 
 def _chosen(names: Sequence[str], choice: ToolChoice | None) -> tuple[Sequence[str], bool]:
-    """Return the tools that a choice leaves, and whether one of them must be called."""
+    """Return the names of the chosen tools, and whether the model must call one."""
     if choice is None or isinstance(choice, str):
         return ([] if choice == "none" else names), choice == "required"
     if isinstance(choice, NamedTool):
-        asked, must = [choice.function.name], True
+        chosen, is_forced = [choice.function.name], True
     else:
-        asked = [tool.function.name for tool in choice.allowed_tools.tools]
-        must = choice.allowed_tools.mode == "required"
-    if unknown := [name for name in asked if name not in names]:
+        chosen = [tool.function.name for tool in choice.allowed_tools.tools]
+        is_forced = choice.allowed_tools.mode == "required"
+    if unknown := [name for name in chosen if name not in names]:
         raise ValueError(f"tool_choice names {unknown[0][:64]}; tools: {', '.join(names[:5])}")
-    return asked, must
+    return chosen, is_forced
 
 
 def with_calls(
     turns: Sequence[dict[str, Any]], calls: Sequence[Sequence[ToolCall]], form: CallFormat | None
 ) -> list[dict[str, Any]]:
-    """Return a conversation whose calls and replies stand as its chat template takes them.
+    """Return a conversation with its calls and tool messages in the format of a chat template.
 
     Args:
-        turns: Messages; those of tools with their `tool_call_id`.
-        calls: Of each message.
-        form: How the template writes calls; None: it writes none.
+        turns: Messages; tool messages have a `tool_call_id`.
+        calls: The calls of each message.
+        form: Call format of the template; None: it has none.
 
     Raises:
-        ValueError: A reply is to no call before it, or there is no form.
+        ValueError: A tool message refers to no earlier call, or the template has no call format.
     """
-    known: dict[str, tuple[str, str]] = {}
-    done: list[dict[str, Any]] = []
-    for number, (turn, made) in enumerate(zip(turns, calls, strict=True)):
-        if made:
+    functions: dict[str, tuple[str, str]] = {}  # by the client's call id: template id and name
+    messages: list[dict[str, Any]] = []
+    for number, (turn, turn_calls) in enumerate(zip(turns, calls, strict=True)):
+        if turn_calls:
             if form is None:
-                raise ValueError("the chat template of this model writes no calls of tools")
-            keys = [_template_id(call.id, len(known) + n) for n, call in enumerate(made)]
-            known |= {c.id: (k, c.function.name) for c, k in zip(made, keys, strict=True)}
-            pairs = [(key, call.call) for key, call in zip(keys, made, strict=True)]
-            done.append({**turn, **form.message(turn["content"], pairs)})
+                raise ValueError("the chat template of this model has no format of tool calls")
+            template_calls: list[tuple[str, Call]] = []
+            first = len(functions)
+            for index, call in enumerate(turn_calls, first):
+                id = call.id if TEMPLATE_ID.fullmatch(call.id) else f"call{index:05}"
+                functions[call.id] = id, call.function.name
+                template_calls.append((id, call.call))
+            messages.append({**turn, **form.message(turn["content"], template_calls)})
         elif turn["role"] == "tool":
-            if turn["tool_call_id"] not in known:
-                found = turn["tool_call_id"][:64]
-                raise ValueError(f"messages.{number} replies to a call that is not there: {found}")
-            key, name = known[turn["tool_call_id"]]
-            done.append({"name": name, **turn, "tool_call_id": key})
+            id = turn["tool_call_id"]
+            if id not in functions:
+                raise ValueError(f"messages.{number} refers to an unknown call: {id[:64]}")
+            template_id, name = functions[id]
+            messages.append({"name": name, **turn, "tool_call_id": template_id})
         else:
-            done.append(turn)
-    return done
+            messages.append(turn)
+    return messages
 
 
-def _template_id(text: str, number: int) -> str:
-    return text if TEMPLATE_ID.fullmatch(text) else f"call{number:05}"
-
-
-def _parsed(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text or "{}")
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What a server that trains has beside its answers: its folder, its store, and how its jobs run."""
+"""State that the training APIs of a server share: options, worker, store and models."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from peftkit.settings import BaseConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
-    """What the operator of a server that trains says.
+    """Options of a training server.
 
     Attributes:
-        folder: Keeps everything: the store, uploaded files, jobs, weights.
-        base: With it `peftkit train` opens the same base.
-        names: Further names that the base answers to.
-        allow_code: Whether code of clients may run: graders of the type python.
-        say: Shows a line in the terminal that serves.
+        folder: Folder of the store, uploaded files, jobs and weights.
+        base: Settings of the base, as in a recipe.
+        names: Further model names of the base.
+        allow_code: Whether clients may send code: graders of the type python.
+        say: Prints a line in the server's terminal.
     """
 
     folder: Path
@@ -36,12 +36,11 @@ class TrainingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What both dialects, OpenAI's and Tinker's, work with.
+    """Shared state of OpenAI's and Tinker's training APIs.
 
     Attributes:
-        options: The operator's.
-        worker: Has the model: see `Worker.call` and `Worker.queue`.
-        models: Where finished adapters are published.
+        worker: Runs operations and training: see `Worker.call` and `Worker.queue`.
+        models: Registry for finished adapters.
     """
 
     options: TrainingOptions
@@ -54,23 +53,19 @@ class Training:
     def folder(self) -> Path:
         return self.options.folder
 
-    def say(self, text: str) -> None:
-        """Show a line in the terminal that serves."""
+    def log(self, text: str) -> None:
+        """Print a line in the server's terminal."""
         self.options.say(text)
-
-    def is_base(self, name: str) -> bool:
-        """Whether a model's name is one of the base's."""
-        return name in self.models.base_names
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One interface of a server that trains.
+    """A training API.
 
     Attributes:
-        routes: Its paths.
-        begin: Called once when the server starts: goes on with what was under way when it ended.
+        routes: HTTP routes.
+        on_start: Called once when the server starts; resumes interrupted work.
     """
 
     routes: Sequence[BaseRoute]
-    begin: Callable[[], None] = lambda: None
+    on_start: Callable[[], None] = lambda: None

@@ -1,107 +1,58 @@
-"""The thread that has the model: answers, whose requests join and leave the engine's batch at any
-token, and between them whatever else needs the model."""
+"""The thread that owns the model: continuous batching, operations and training runs.
+
+Requests join and leave the engine's batch at any token. Operations and training steps run between
+two tokens of the batch.
+"""
 
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from peftkit.errors import PeftkitError, RunError
+from peftkit.errors import PeftkitError
 from peftkit.execution import rng
 from peftkit.execution.out_of_memory import release_memory
 from peftkit.execution.signals import stop_here
 from peftkit.forward.attention import original_attention
 from peftkit.inference.bank import AdapterBank
-from peftkit.inference.call_formats import Call
-from peftkit.inference.calls import Said
-from peftkit.inference.engine import AnswerTooLarge, Completion, Engine, Limits, Request, room_left
-from peftkit.inference.generate import TextStream
-from peftkit.inference.sampling import Chosen
+from peftkit.inference.engine import AnswerTooLarge, Engine, Limits, room_left
 from peftkit.model.lift import eager, lifted
 from peftkit.model.modes import evaluating
-from peftkit.serve.answer_calls import AnswerCalls
+from peftkit.serve.generation import Generation, failure
 from peftkit.serve.requests import RequestError
 
 T = TypeVar("T")
 Operation = tuple[Callable[[], Callable[[], None]], Future[Any]]
-Work = Callable[[Callable[[], None]], None]
-"""Something long in steps, which calls its argument between them."""
+TrainingRun = Callable[[Callable[[], None]], None]
+"""A long computation, which calls its argument between two steps."""
 
-STEPS_OF_A_TURN = 16
-"""Tokens of each answer, at least, before something else that waits has its turn."""
+MIN_STEPS = 16
+"""Tokens that the batch generates, at least, before a waiting operation or training step runs."""
 MAX_OPERATIONS = 4096
 """Operations that may wait."""
 
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The next piece of an answer.
-
-    Attributes:
-        chosen: Its tokens with their log-probabilities, if requested.
-        reason: Why the answer ended, in the last piece. stop: an end token or a stop text; length:
-            its maximum, or the model's context.
-        thought, calls: Reasoning and calls, where the answer is read for them.
-        num_tokens: Tokens of the whole answer with its end token, in the last piece.
-    """
-
-    text: str
-    chosen: tuple[Chosen, ...] = ()
-    reason: Literal["stop", "length"] | None = None
-    num_tokens: int = 0
-    thought: str = ""
-    calls: tuple[Call, ...] = ()
-
-
-@dataclass(eq=False, slots=True)
-class Job:
-    """One answer to a client.
-
-    Args:
-        send: Receives the pieces of the answer, or an error; the worker's thread calls it.
-        stop_texts: Texts that end it.
-        calls: Reads it for calls of tools; None: it is text.
-        keeps_end: Whether the end token belongs to the tokens that are reported.
-    """
-
-    request: Request
-    send: Callable[[Piece | Exception], None]
-    stop_texts: tuple[str, ...] = ()
-    calls: AnswerCalls | None = None
-    keeps_end: bool = False
-    completion: Completion | None = None
-    is_cancelled: bool = False
-    is_done: bool = False
-
-    def cancel(self) -> None:
-        """Stop the answer at the next token."""
-        self.is_cancelled = True
-        if self.completion is not None:
-            self.completion.finish()
-
-
 class Worker:
-    """The thread that has the model: it makes answers, and runs operations and works between them.
+    """The thread that owns the model. It generates completions and runs operations and training.
 
-    The engine's batch stays while an operation or a step of a work runs; then the answers go on.
+    The engine keeps its batch while an operation or a training step runs.
 
     Args:
-        limits: Of the engine.
-        max_waiting: Queue limit of prompts; beyond it, requests are refused.
-        ready: Called in the thread with the adapter of each job before it begins.
+        limits: Limits of the engine.
+        max_waiting: Most prompts that may wait; further requests are refused.
+        ready: Called in the thread with the adapter of a generation before it starts.
     """
 
     def __init__(
@@ -114,27 +65,27 @@ class Worker:
     ) -> None:
         self.bank, self.limits, self.max_waiting = bank, limits or Limits(), max_waiting
         self._ready = ready
-        self._new: list[Job] = []
-        self._num_later = 0  # jobs that wait for an operation
-        self._jobs: list[Job] = []
+        self._new: list[Generation] = []
+        self._num_deferred = 0  # generations that wait for an operation
+        self._active: list[Generation] = []
         self._operations: deque[Operation] = deque()
-        self._works: deque[Work] = deque()
+        self._training_runs: deque[TrainingRun] = deque()
         self._engine: Engine | None = None
         self._changed = threading.Condition()
         self._ended = False
         self._thread = threading.Thread(target=self._work, name="peftkit-serve", daemon=True)
 
     def start(self) -> None:
-        """Start to answer."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop answers at the next token, and a work after its step; what waits gets an error."""
+        """Stop completions at the next token and training after its step; fail waiting requests."""
         with self._changed:
             self._ended = True
-            for job in self._jobs:
-                if job.completion is not None:
-                    job.completion.finish()
+            for generation in self._active:
+                if generation.completion is not None:
+                    generation.completion.finish()
             self._changed.notify_all()
         self._thread.join()
 
@@ -152,71 +103,76 @@ class Worker:
     def num_waiting(self) -> int:
         """Number of prompts that wait."""
         waiting = self._engine.num_waiting if self._engine else 0
-        return len(self._new) + self._num_later + waiting
+        return len(self._new) + self._num_deferred + waiting
 
     @property
     def num_running(self) -> int:
-        """Number of prompts that are being answered."""
-        known = len(self._jobs) + len(self._new) + self._num_later
-        return max(0, known - self.num_waiting)
+        """Number of prompts for which the engine generates tokens."""
+        total = len(self._active) + len(self._new) + self._num_deferred
+        return max(0, total - self.num_waiting)
 
     def room_for(self, ids: Sequence[int], length: int) -> int:
         """Return how many of `length` tokens may follow a prompt, by the context and by memory.
 
         Raises:
             DataError: The prompt is empty or fills the context.
-            RequestError: There is no memory for it.
+            RequestError: The prompt does not fit in memory.
         """
-        room, most = room_left(self.bank.base.model, [ids], length), self.limits.tokens
-        if most is not None and len(ids) >= most:
+        room, max_tokens = room_left(self.bank.base.model, [ids], length), self.limits.tokens
+        if max_tokens is not None and len(ids) >= max_tokens:
             raise RequestError(
                 f"the prompt has {len(ids):,} tokens.",
-                found=f"There is memory for {most:,} at once.",
+                found=f"The server has memory for {max_tokens:,} tokens.",
                 param="prompt",
             )
-        return room if most is None else min(room, most - len(ids))
+        return room if max_tokens is None else min(room, max_tokens - len(ids))
 
-    def submit(self, jobs: Sequence[Job], first: Callable[[], None] | None = None) -> None:
-        """Queue jobs; all of them or none.
+    def submit(
+        self, generations: Sequence[Generation], first: Callable[[], None] | None = None
+    ) -> None:
+        """Queue all generations, or none of them.
 
         Args:
-            first: An operation that they wait for; what it raises is sent to them.
+            first: An operation that runs before them; they receive its exception.
 
         Raises:
-            RequestError: Too many wait already, or the worker has stopped.
+            RequestError: Too many prompts wait, or the worker has stopped.
         """
         with self._changed:
-            self._check_room(self.num_waiting + len(jobs) <= self.max_waiting, self.num_waiting)
+            waiting = self.num_waiting
+            self._check_room(waiting + len(generations) <= self.max_waiting, waiting, "prompts")
             if first is None:
-                self._new += jobs
+                self._new += generations
             else:
                 done = self.call(first)
-                self._num_later += len(jobs)
-                done.add_done_callback(partial(self._follow, jobs))
+                self._num_deferred += len(generations)
+                done.add_done_callback(partial(self._follow, generations))
             self._changed.notify_all()
 
-    def _follow(self, jobs: Sequence[Job], done: Future[None]) -> None:
-        """Queue jobs that waited for an operation."""
-        error = done.exception()
+    def _follow(self, generations: Sequence[Generation], done: Future[None]) -> None:
+        """Queue generations that waited for an operation, or send them its exception."""
+        problem = done.exception()
         with self._changed:
-            self._num_later -= len(jobs)
-            if error is None:
-                self._new += jobs
+            self._num_deferred -= len(generations)
+            if problem is None:
+                self._new += generations
                 return
-        told = error if isinstance(error, Exception) else _failed("the answer cannot begin", error)
-        for job in jobs:
-            job.send(told)
+        if not isinstance(problem, Exception):
+            problem = failure("the completion cannot start", problem)
+        for generation in generations:
+            generation.send(problem)
 
-    def call(self, operation: Callable[[], T], *, is_taken: bool = False) -> Future[T]:
-        """Run an operation in the thread, with the base bare, between two steps of anything else.
+    def call(self, operation: Callable[[], T], *, is_accepted: bool = False) -> Future[T]:
+        """Run an operation in the thread, over the base without adapters.
 
-        Operations run in the order of their calls.
+        Operations run in the order of their calls, between two steps of training or generation.
 
         Args:
-            is_taken: Its client was told that it will run: it does, however many wait.
+            is_accepted: Whether the client already holds a request id; the queue limit then does
+                not apply.
 
         Raises:
-            RequestError: Too many wait already, or the worker has stopped.
+            RequestError: Too many operations wait, or the worker has stopped.
         """
         future: Future[T] = Future()
 
@@ -232,31 +188,31 @@ class Worker:
 
         with self._changed:
             number = len(self._operations)
-            self._check_room(is_taken or number < MAX_OPERATIONS, number, "operations")
+            self._check_room(is_accepted or number < MAX_OPERATIONS, number, "operations")
             self._operations.append((run, future))
             self._changed.notify_all()
         return future
 
-    def queue(self, work: Work) -> None:
-        """Run a work in the thread, one after the other, with the base bare.
+    def queue(self, run: TrainingRun) -> None:
+        """Queue a training run; runs execute one after the other, over the base without adapters.
 
         Args:
-            work: Called with a function that it calls between its steps: operations and answers
-                then have their turn. It handles its own exceptions. When the worker stops, that
-                function asks the run of the thread to save and stop (`signals.stop_here`); works
-                that have not begun by then never do.
+            run: Called with a function that it calls between its steps; the worker then serves
+                operations and completions. A run handles its own exceptions. When the worker
+                stops, that function makes the run save and stop (`signals.stop_here`). Queued
+                runs never start after that.
         """
         with self._changed:
-            self._works.append(work)
+            self._training_runs.append(run)
             self._changed.notify_all()
 
-    def _check_room(self, has_room: bool, number: int, what: str = "prompts") -> None:
+    def _check_room(self, has_room: bool, number: int, kind: str) -> None:
         if self._ended:
             raise _shutting_down()
         if not has_room:
             raise RequestError(
                 "too many requests wait.",
-                found=f"{number} {what} wait, and no more may.",
+                found=f"{number} {kind} wait, and no more may.",
                 fix="Try again later.",
                 status=429,
                 code="queue_full",
@@ -266,10 +222,10 @@ class Worker:
         try:
             while self._wait():
                 self._turn()
-                if self._works and not self._ended:
-                    self._run(self._works.popleft())
+                if self._training_runs and not self._ended:
+                    self._train(self._training_runs.popleft())
         except BaseException:
-            _LOG.exception("the server cannot go on")
+            _LOG.exception("the worker thread failed")
         with self._changed:
             self._ended = True
         self._fail_all(_shutting_down())
@@ -278,172 +234,135 @@ class Worker:
                 future.set_exception(_shutting_down())
 
     def _wait(self) -> bool:
-        """Wait for something to do, without an engine, which would change the model."""
+        """Wait for a request outside the engine, which changes the model. False after `stop`."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._new or self._jobs or self._operations or self._works or self._ended
+                lambda: (
+                    self._new
+                    or self._active
+                    or self._operations
+                    or self._training_runs
+                    or self._ended
+                )
             )
             return not self._ended
 
-    def _run(self, work: Work) -> None:
-        """Run a work, whose steps alternate with turns that last about as long as a step."""
+    def _train(self, run: TrainingRun) -> None:
+        """Execute a training run; a turn between two steps lasts about as long as a step."""
         began = time.monotonic()
 
-        def give_way() -> None:
+        def yield_model() -> None:
             nonlocal began
             if self._ended:
                 stop_here()
-            elif self._new or self._jobs or self._operations:
+            elif self._new or self._active or self._operations:
                 seconds = time.monotonic() - began
                 with _paused(self.bank.base.model):
-                    self._turn(seconds, beside=True)
+                    self._turn(seconds, in_training=True)
             began = time.monotonic()
 
         if self._engine is not None and self._engine.is_idle:
-            self._engine = None  # and with it what it has cached
+            self._engine = None  # frees its KV cache
         with self.bank.lifted():
             try:
-                work(give_way)
-            except BaseException:  # sys.exit() in a client's code, too
-                _LOG.exception("a job failed")
+                run(yield_model)
+            except BaseException:  # including sys.exit() in a client's code
+                _LOG.exception("a training run failed")
         release_memory()
 
-    def _turn(self, seconds: float = 0.0, *, beside: bool = False) -> None:
-        """Run the first operation that waits, then answers, as long as is allowed or until idle.
+    def _turn(self, seconds: float = 0.0, *, in_training: bool = False) -> None:
+        """Run the first waiting operation, then the engine until it is idle or its time is over.
 
         Args:
-            seconds: How long answers may take while something else waits, `STEPS_OF_A_TURN` anyway.
-            beside: A work is under way, whose adapter is on the base.
+            seconds: Time of the engine while other work waits; it takes `MIN_STEPS` in any case.
+            in_training: Whether a training run is active, with its adapter on the base.
         """
         if self._operations:
             run, _ = self._operations[0]
-            with lifted(self.bank.base.model) if beside else self.bank.lifted():
-                tell = run()
-            tell()  # once the base is as it was
-            self._operations.popleft()  # not before: what breaks here is told to who waits for it
-        if self._new or self._jobs:
-            with self.bank.returned() if beside else nullcontext():
-                self._answer(time.monotonic() + seconds, stays=not beside)
-            if self._engine is None:  # it failed, and its answers still hold their cache
+            with lifted(self.bank.base.model) if in_training else self.bank.lifted():
+                set_result = run()
+            set_result()  # after the adapters are back on the base
+            self._operations.popleft()  # last: if this thread fails above, `_work` fails its future
+        if self._new or self._active:
+            with self.bank.returned() if in_training else nullcontext():
+                self._generate(time.monotonic() + seconds, stays=not in_training)
+            if self._engine is None:  # the engine failed: its completions still hold their cache
                 release_memory()
 
-    def _answer(self, until: float, *, stays: bool) -> None:
-        """Advance the answers, together with those that come meanwhile.
+    def _generate(self, until: float, *, stays: bool) -> None:
+        """Step the engine; new requests join its batch.
 
         Args:
-            stays: Wait for more when all have ended, unless something else waits.
+            stays: Wait for requests when the engine is idle, unless other work waits.
         """
-        steps, has_begun = STEPS_OF_A_TURN, False
+        steps, has_begun = MIN_STEPS, False
         try:
             self._engine = self._engine or self.bank.engine(self.limits)
             with self._engine as engine:
                 has_begun = True
-                while self._take_new(engine, stays):
-                    others = not stays or self._operations or self._works
+                while self._admit(engine, stays):
+                    others = not stays or self._operations or self._training_runs
                     if others and (engine.is_idle or (steps <= 0 and time.monotonic() >= until)):
                         break
                     if not engine.is_idle:
                         self._step(engine)
                     steps -= 1
-        except Exception as problem:  # later jobs may well succeed
-            _LOG.exception("%d answers failed", len(self._jobs))
+        except Exception as problem:  # later requests may succeed
+            _LOG.exception("%d completions failed", len(self._active))
             self._engine = None
-            self._fail_all(_failed("the model failed", problem), waiting=not has_begun)
+            self._fail_all(failure("the model failed", problem), waiting=not has_begun)
 
     def _step(self, engine: Engine) -> None:
         try:
             engine.step()
-        except AnswerTooLarge as error:  # the others go on
-            for job in self._jobs:
-                if job.completion is error.completion and not job.is_done:
-                    job.send(error)
+        except AnswerTooLarge as error:  # the other completions continue
+            for generation in self._active:
+                if generation.completion is error.completion and not generation.is_done:
+                    generation.send(error)
 
     def _fail_all(self, error: Exception, *, waiting: bool = False) -> None:
-        """Tell the jobs that are answered of an error, and those that wait, at the end anyway."""
+        """Send an error to all active generations; at `waiting` or the end to waiting ones, too."""
         with self._changed:
-            left, self._jobs = self._jobs, []
+            failed, self._active = self._active, []
             if waiting or self._ended:
-                left, self._new = [*left, *self._new], []
-        for job in left:
-            if not job.is_done:
-                job.send(error)
+                failed, self._new = [*failed, *self._new], []
+        for generation in failed:
+            if not generation.is_done:
+                generation.send(error)
 
-    def _take_new(self, engine: Engine, stays: bool) -> bool:
-        """Submit new jobs to the engine; where it has nothing to do, wait. False at the end."""
-        self._jobs = [job for job in self._jobs if self._ended or _is_running(job)]
+    def _admit(self, engine: Engine, stays: bool) -> bool:
+        """Submit new generations to the engine; wait if it is idle. False after `stop`."""
+        self._active = [each for each in self._active if self._ended or each.is_running]
 
         def has_work() -> bool:
-            others = self._operations or self._works or not stays
+            others = self._operations or self._training_runs or not stays
             return bool(self._new or self._ended or not engine.is_idle or others)
 
         with self._changed:
             self._changed.wait_for(has_work)
-            new, self._new = [job for job in self._new if not job.is_cancelled], []
-            self._jobs += new
-        for job in new:
-            self._begin(engine, job)
+            new, self._new = [each for each in self._new if not each.is_cancelled], []
+            self._active += new
+        for generation in new:
+            self._begin(engine, generation)
         return not self._ended
 
-    def _begin(self, engine: Engine, job: Job) -> None:
-        request = replace(job.request, on_token=self._sender(job))
+    def _begin(self, engine: Engine, generation: Generation) -> None:
+        on_token = generation.sender(self.bank.base.tokenizer)
+        request = replace(generation.request, on_token=on_token)
         try:
             self._ready(request.adapter)
-            job.completion = engine.submit(request)
-        except Exception as problem:  # memory may not take its adapter: the others go on
-            is_told = isinstance(problem, PeftkitError)
-            job.send(problem if is_told else _failed("the answer cannot begin", problem))
-            job.is_cancelled = True
-        if job.is_cancelled:
-            job.cancel()
-
-    def _sender(self, job: Job) -> Callable[[Completion], None]:
-        """Return the callback that sends each new piece of a job's answer."""
-        reads = job.calls
-        text, num_sent = (
-            TextStream(self.bank.base.tokenizer, job.stop_texts, special=reads is not None),
-            0,
-        )
-
-        def send(completion: Completion) -> None:
-            if job.is_done:
-                return
-            try:
-                take(completion)
-            except Exception as problem:  # of this answer alone
-                _LOG.exception("an answer cannot be read")
-                job.is_done = True
-                completion.finish()
-                job.send(_failed("the answer cannot be read", problem))
-
-        def take(completion: Completion) -> None:
-            nonlocal num_sent
-            said = Said(text.take(completion))
-            number = len(completion.chosen if job.keeps_end else completion.ids)
-            if reads is not None:
-                said = reads.take(said.text, completion)
-            chosen = tuple(completion.chosen[num_sent:number]) if job.request.log_probs else ()
-            num_sent += len(chosen)
-            if completion.ended_by in ("stop", "length"):
-                job.is_done = True
-                reason = "stop" if text.is_stopped else completion.ended_by
-                job.send(Piece(said.text, chosen, reason, len(completion.chosen), *said[1:]))
-            elif said != Said() or chosen:
-                job.send(Piece(said.text, chosen, None, 0, *said[1:]))
-
-        return send
-
-
-def own_seed(seed: int | None) -> int:
-    """Return a seed, or a new one that does not come from torch's generator.
-
-    A run that trains in the same process draws from that, and has to stay exact.
-    """
-    return secrets.randbits(62) if seed is None else seed
+            generation.completion = engine.submit(request)
+        except Exception as problem:  # its adapter may not fit in memory: the others continue
+            is_ours = isinstance(problem, PeftkitError)
+            generation.send(problem if is_ours else failure("the completion cannot start", problem))
+            generation.is_cancelled = True
+        if generation.is_cancelled:
+            generation.cancel()
 
 
 @contextmanager
 def _paused(model: Any) -> Iterator[None]:
-    """Have a model in the midst of its training compute as it does outside of it."""
+    """Run a model outside of its training, with its random state restored afterwards."""
     state = rng.capture(model.device)
     try:
         with (
@@ -455,14 +374,6 @@ def _paused(model: Any) -> Iterator[None]:
             yield
     finally:
         rng.restore(state, model.device)
-
-
-def _is_running(job: Job) -> bool:
-    return job.completion is not None and job.completion.ended_by is None
-
-
-def _failed(what: str, problem: BaseException) -> RunError:
-    return RunError(f"{what}: {type(problem).__name__}: {problem}")
 
 
 def _shutting_down() -> RequestError:

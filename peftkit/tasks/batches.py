@@ -22,8 +22,6 @@ TOO_LARGE = (
     "Lower data.max_length, set train.gradient_checkpointing: auto, or quantise the base "
     "(base.quantize: nf4) and, on a GPU, stream it (base.placement: stream)."
 )
-NO_ROOM = "Allow fewer new tokens, or load the base in 4 bits (base.quantize: nf4)."
-"""What to do where memory runs out while one prompt is answered."""
 
 
 class RowTooLarge(RunError):

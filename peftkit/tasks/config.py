@@ -10,7 +10,7 @@ from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import nn
 
@@ -23,6 +23,9 @@ from peftkit.settings import DataConfig
 if TYPE_CHECKING:
     from peftkit.base.heads import ClassHead
     from peftkit.tasks.base import Task
+
+
+Predicts = Literal["texts", "rows", "audio"]
 
 
 class TaskConfig(Config, ABC):
@@ -42,6 +45,12 @@ class TaskConfig(Config, ABC):
     """Whether text can be sampled during training (train.sample_every)."""
     data_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields of DataConfig that this task reads besides train and eval; others are refused."""
+    evaluates_answers: ClassVar[bool] = False
+    """Whether `peftkit eval` compares greedy completions with the rows' own answers."""
+    predicts: ClassVar[frozenset[Predicts]] = frozenset()
+    """What its adapters predict for: texts, rows of a file, or audio files."""
+    scores_documents: ClassVar[bool] = False
+    """Whether the loss needs the log-probabilities of whole documents, not their cross-entropy."""
     measures_before: ClassVar[bool] = False
     """Whether the base model is evaluated before training, too."""
     num_texts: ClassVar[int] = 1
@@ -74,6 +83,15 @@ class TaskConfig(Config, ABC):
     def code(self) -> Mapping[str, Sequence[str]]:
         """Python functions and classes that the task runs, by the setting that names them."""
         return {}
+
+    @property
+    def prompt_media(self) -> str:
+        """The kind of media that prompts hold besides text, such as "image"; "": none."""
+        return ""
+
+    def without_tools(self) -> TaskConfig:
+        """Return the config without the Python functions that the model calls."""
+        return self
 
     @property
     def makes_answers(self) -> str:

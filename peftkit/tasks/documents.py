@@ -28,16 +28,18 @@ from peftkit.forward.probes import check_causal
 from peftkit.inference.engine import MAX_ROWS
 from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.model.modes import adapters_off, evaluating
-from peftkit.tasks.base import Reference, Run
+from peftkit.tasks.base import mean_loss
 from peftkit.tasks.batches import OnDevice
+from peftkit.tasks.completions import CompletingTask
 from peftkit.tasks.rows import exact_length
+from peftkit.tasks.run_hooks import Reference, RunHooks, TrainingRun
 from peftkit.tasks.tokens import TokenTask
 
 MAX_EMPTY = 20
 """Steps in a row without anything to learn before the run ends."""
 
 
-class DocumentTask(TokenTask):
+class DocumentTask(RunHooks, CompletingTask, TokenTask):
     """A task whose rows are documents to compare: the likelihood of each answer decides the loss.
 
     Attributes:
@@ -53,10 +55,10 @@ class DocumentTask(TokenTask):
     def build(self, model: nn.Module) -> None:
         check_causal(model)
         super().build(model)
-        self.max_length = exact_length(model, self.tokenizer, self.data.max_length)
+        self.rows.max_length = exact_length(model, self.tokenizer, self.rows.data.max_length)
         self.reference = Reference(partial(adapters_off, model))
 
-    def compare_with(self, reference: Reference) -> None:
+    def set_reference(self, reference: Reference) -> None:
         self.reference = reference
 
     def positions(self, lengths: Sequence[int], shared: int = 0) -> int:
@@ -66,9 +68,9 @@ class DocumentTask(TokenTask):
             shared: Repeated tokens of common prefixes.
         """
         padded = len(lengths) * rounded_up(max(lengths))
-        if self._attention is None:
+        if self.layout.attention is None:
             return padded
-        if self._attention.takes_spans:
+        if self.layout.attention.takes_spans:
             return sum(lengths) - shared
         return min(padded, num_positions(lengths) - shared)
 
@@ -77,18 +79,18 @@ class DocumentTask(TokenTask):
 
         document (n,): the index of the document that a target token is in.
         """
-        return self.without_padding(self.padded(rows))
+        return self.layout.unpadded(self.padded(rows))
 
     def padded(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         """Return documents as a batch, padded on the right."""
-        batch = collate(rows, self._pad_id, self.max_length)
+        batch = collate(rows, self.pad_id, self.rows.max_length)
         return {**batch, "document": batch["target_index"] // batch["input_ids"].shape[1]}
 
     def token_log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the log-probability of each answer token (n,), in fp32."""
         targets = batch["target_index"], batch["targets"]
         with self.model_inputs(model, batch) as inputs:
-            return token_log_probs(model, self._head, inputs, *targets)
+            return token_log_probs(model, self.head, inputs, *targets)
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor: ...
@@ -96,7 +98,7 @@ class DocumentTask(TokenTask):
     def metrics(
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
     ) -> dict[str, float]:
-        return self.mean_loss(model, rows, on_event)[0]
+        return mean_loss(self, model, rows, on_event)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,7 @@ class RolloutTask(DocumentTask):
         number: int = 1,
     ) -> list[list[SampledAnswer]]:
         """Return `number` answers to each prompt; greedy ones where there are no seeds."""
-        self.forget_layout()
+        self.layout.forget()
         return sampler.answers(
             prompts,
             drawn_seeds(seeds, number),
@@ -168,7 +170,7 @@ class RolloutTask(DocumentTask):
         """Return the sampler of a model."""
         return ModelSampler(model, self.tokenizer, MAX_ROWS)
 
-    def check_answers(self, run: Run) -> None:
+    def check_answers(self, run: TrainingRun) -> None:
         """Make sure that each process can answer prompts by itself.
 
         Raises:
@@ -180,7 +182,7 @@ class RolloutTask(DocumentTask):
                 fix="Set train.shard: none.",
             )
 
-    def answered_step(self, prompts: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+    def answered_step(self, prompts: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
         """Return the rows of the optimizer steps that train on answers to prompts.
 
         Raises:
@@ -202,12 +204,14 @@ class RolloutTask(DocumentTask):
                 self._find_log_probs(rollout.rows, run)
         return [rollout.rows] * self.updates
 
-    def greedy_metrics(self, prompts: Sequence[Any], run: Run) -> dict[str, float]:
+    def greedy_metrics(self, prompts: Sequence[Any], run: TrainingRun) -> dict[str, float]:
         """Return the mean rewards of greedy answers; "loss" is the negative reward."""
         means = _means(self._rolled_out(prompts, None, run), run)
         return {"loss": -means["reward"], **means}
 
-    def _rolled_out(self, prompts: Sequence[Any], seeds: Sequence[int] | None, run: Run) -> Rollout:
+    def _rolled_out(
+        self, prompts: Sequence[Any], seeds: Sequence[int] | None, run: TrainingRun
+    ) -> Rollout:
         """Have prompts answered; leave the generators as they were."""
         before = rng.capture(run.world.device)
         try:
@@ -230,7 +234,7 @@ class RolloutTask(DocumentTask):
             )
 
     @torch.no_grad()
-    def _find_log_probs(self, rows: Sequence[Any], run: Run) -> None:
+    def _find_log_probs(self, rows: Sequence[Any], run: TrainingRun) -> None:
         """Compute log-probabilities under these weights, or the reference's."""
         with evaluating(run.model), run.world.autocast():
             for part in run.micro_batches(rows):
@@ -245,7 +249,7 @@ def drawn_seeds(seeds: Sequence[int] | None, number: int) -> list[list[int]] | N
     return [[rng.seed_of(seed, n) for n in range(number)] for seed in seeds]
 
 
-def _means(rollout: Rollout, run: Run) -> dict[str, float]:
+def _means(rollout: Rollout, run: TrainingRun) -> dict[str, float]:
     """Return the means over the answers of all processes."""
     number = len(rollout.answers)
     sums = torch.tensor([number, *(value * number for value in rollout.metrics.values())])

@@ -162,6 +162,11 @@ def _reciprocal_rank(relevances: Sequence[float]) -> float:
     return 1 / next(places, math.inf)
 
 
+def exact_match(pairs: Sequence[tuple[str, str]]) -> float:
+    """Return the share of pairs with equal texts, apart from surrounding white space."""
+    return sum(text.strip() == reference.strip() for text, reference in pairs) / len(pairs)
+
+
 def rouge_l(text: str, reference: str) -> float:
     """Return the ROUGE-L F-measure of a text, from 0 to 1; 0 where either has no words.
 

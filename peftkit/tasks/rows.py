@@ -31,7 +31,7 @@ TEXTS_WITH_TURNS = (
     "are sent as they are, without such marks. Rows of messages, or of instruction and output, are "
     "learnt on their answers alone; data.format: text leaves this notice out."
 )
-LEARNT_SYSTEM = "Rows without a system turn are read with that of training: {}."
+TRAINED_SYSTEM = "Rows without a system turn are read with that of training: {}."
 
 
 def check_dropped(rows: StoredRows, data: DataConfig, drops: Mapping[str, str]) -> None:

@@ -1,4 +1,7 @@
-"""All tasks. A new one is a file in this folder and a line in this table."""
+"""All tasks. A new one is a file in this folder and a line in this table.
+
+One of another package is an entry point of the group peftkit.tasks, its config.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ _ADDRESSES = {
 """Module in this package, and class."""
 
 TASKS = LazyTable[TaskConfig](
-    {name: f"peftkit.tasks.{address}" for name, address in _ADDRESSES.items()}
+    {name: f"peftkit.tasks.{address}" for name, address in _ADDRESSES.items()}, "peftkit.tasks"
 )
 
 

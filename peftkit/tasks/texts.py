@@ -23,7 +23,7 @@ from peftkit.data.tokens import special_tokens_around, tokens
 from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, Progress, ignore
 from peftkit.forward.loss import accepted, unwrapped
-from peftkit.tasks.base import Task
+from peftkit.tasks.base import Task, over_batches
 from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, equal_parts
 from peftkit.tasks.classes.labels import RecordEncoder
 from peftkit.tasks.config import TaskConfig
@@ -218,8 +218,8 @@ class TextTask(Task):
 
     def build(self, model: nn.Module) -> None:
         super().build(model)
-        self.texts = Texts(model, self.tokenizer, self.data.max_length)
-        self.max_length = self.texts.max_length
+        self.texts = Texts(model, self.tokenizer, self.rows.data.max_length)
+        self.rows.max_length = self.texts.max_length
 
     def num_positions(self, rows: Sequence[Any]) -> int:
         lengths = [length for row in rows for length in row.lengths]
@@ -296,7 +296,9 @@ class Classifier(Task):
         """Return the loss, and metrics of all logits and targets together."""
         predicted, true, seen, loss = list[Tensor](), list[Tensor](), list[Any](), 0.0
         compute = partial(self.logits, model)
-        for part, batch, logits in self.over_batches(model, rows, self.progress, on_event, compute):
+        for part, batch, logits in over_batches(
+            self, model, rows, self.progress, on_event, compute
+        ):
             loss += float(self.loss_of(logits, batch["targets"]))
             predicted.append(logits.cpu())
             true.append(batch["targets"].cpu())

@@ -19,8 +19,9 @@ from peftkit.events import Listener, ignore
 from peftkit.execution import rng
 from peftkit.execution.parallel import Part
 from peftkit.execution.world import World
-from peftkit.tasks.base import Run, Task
+from peftkit.tasks.base import Task
 from peftkit.tasks.batches import batches_that_fit, on_host, split_micro_batches
+from peftkit.tasks.run_hooks import RunHooks, TrainingRun
 
 INDEX = "step_index"
 """Entry of a batch: (rows,) its rows' indices among the N."""
@@ -45,7 +46,7 @@ class WholeStep:
         self,
         task: Task,
         rows: Sequence[Any],
-        run: Run,
+        run: TrainingRun,
         collate: Callable[[Sequence[Any]], dict[str, Tensor]],
         compute: Callable[[nn.Module, Mapping[str, Tensor]], Tensor],
     ) -> None:
@@ -124,7 +125,7 @@ def _of_all(values: Tensor, world: World) -> tuple[Tensor, int]:
     return world.sum(table), first
 
 
-class WholeStepTask(Task):
+class WholeStepTask(RunHooks, Task):
     """A task whose row losses depend on values of all rows of the step."""
 
     collates_ahead: ClassVar[bool] = False
@@ -138,7 +139,7 @@ class WholeStepTask(Task):
     def row_values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the values (rows, K) that other rows' losses depend on."""
 
-    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
         """Compute the values of all rows of the step, without gradients."""
         self._step = WholeStep(self, rows, run, self.row_batch, self.row_values)
         return [rows]

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from peftkit.config.schema import flat
 from peftkit.data.rows.lazy import fingerprint
-from peftkit.errors import CheckpointError, OutputError, did_you_mean
+from peftkit.errors import CheckpointError, DiskFullError, did_you_mean
 from peftkit.events import Notice, Saved
 from peftkit.execution import rng
 from peftkit.execution.state import state_from_json
 from peftkit.files.disk import read_json, write_json
 from peftkit.files.tensors import read_tensors, write_tensors
 from peftkit.model.blocks import is_sharded
-from peftkit.tasks.base import Run
 from peftkit.train import checkpoint_files
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.checkpoint_files import Checkpoint, Checkpoints, versions
 from peftkit.train.optim import STATE_BYTES, load_optimizer_state, optimizer_state
+from peftkit.train.run import Run
 from peftkit.train.step import Trainer
 
 
@@ -111,13 +111,13 @@ class Saver:
         )
 
     def check_disk(self) -> None:
-        """Emit a notice if the disk may fill up; OutputError if it cannot hold one checkpoint."""
+        """Emit a notice if the disk may fill up; DiskFullError if it cannot hold one checkpoint."""
         free, folder = self.checkpoints.free_bytes, self.checkpoints.folder
         size = f"A checkpoint takes about {self.num_bytes:,} bytes; {free:,} are free in {folder}."
         most = self.config.keep_checkpoints + 2  # the best one, and the one being written
         if free < self.num_bytes:
             fix = "Make room, or train into another folder."
-            raise OutputError("the disk is too full to train", found=size, fix=fix)
+            raise DiskFullError("the disk is too full to train", found=size, fix=fix)
         if free < self.num_bytes * most:
             self.run.say(Notice(f"{size} Up to {most} are there at once: the disk may fill up."))
 

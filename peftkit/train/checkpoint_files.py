@@ -27,7 +27,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from peftkit.errors import CheckpointError, OutputError, RunError
+from peftkit.errors import CheckpointError, DiskFullError, OutputError, RunError
 from peftkit.events import Listener, Notice
 from peftkit.files.disk import (
     free_bytes,
@@ -176,7 +176,7 @@ class Checkpoints:
 
     def _check_space(self, num_bytes: int) -> None:
         if (free := self.free_bytes) < num_bytes:
-            raise RunError(
+            raise DiskFullError(
                 f"cannot save a checkpoint in {self.folder}: the disk is full",
                 found=f"{num_bytes:,} bytes needed, {free:,} free.",
                 fix="Make room, then go on with --resume; earlier checkpoints are untouched.",

@@ -27,7 +27,7 @@ from peftkit.kernels.device import gpu_of, keep_freed_memory, trim_malloc
 from peftkit.kernels.fused import TRITON
 from peftkit.model.modes import begin_training, modes_kept
 from peftkit.settings import TrainConfig
-from peftkit.tasks.base import Run, Task
+from peftkit.tasks.base import Task
 from peftkit.tasks.batches import RowTooLarge
 from peftkit.train.batches import StatelessSampler
 from peftkit.train.checkpoint import Saver, TrainableWeights, Weights, identity_of
@@ -41,6 +41,7 @@ from peftkit.train.metrics import (
     run_started,
 )
 from peftkit.train.optim import learning_rate
+from peftkit.train.run import Run
 from peftkit.train.start import (
     delete_checkpoints,
     locked,
@@ -52,7 +53,7 @@ from peftkit.train.step import Trainer
 from peftkit.train.validation import Validation
 
 if TYPE_CHECKING:
-    from peftkit.inference.evaluate import TextWatch
+    from peftkit.evaluation.text_watch import TextWatch
 
 GIVE_BACK_EVERY = 16
 """Steps between calls that return free memory to the system or check a GPU's allocator."""
@@ -193,7 +194,7 @@ class Loop:
                 self._after_step()
             result = self._result()
             if not (self._has_trained or self.run.state.num_tokens):
-                self.run.say(Notice(f"Nothing was learnt: {self.run.task.why_nothing}"))
+                self.run.say(Notice(f"Nothing was learnt: {self.run.hooks.why_nothing}"))
         self.run.say(RunDone(result.step, result.seconds, result.metrics))
         return result
 
@@ -215,7 +216,7 @@ class Loop:
             self.saver.checkpoints.remove_leftovers()
         self.saver.check_disk()
         before = rng.capture(device)
-        run.task.setup(run)
+        run.hooks.setup(run)
         rng.restore(before, device)
         self._began = time.perf_counter() - run.state.seconds
         self._resumed = (run.state.step, run.state.seconds)
@@ -239,7 +240,7 @@ class Loop:
             rank = "" if self.world.is_main else f"rank{self.world.rank}-"
             folder = self.config.output_dir
             raise written_error(error.diagnosis, folder, rank, self.saver.last) from None
-        if reason := run.task.stop_reason(facts.figures):
+        if reason := run.hooks.stop_reason(facts.figures):
             run.state.is_ended = True
             run.say(Notice(reason))
         self._record(facts, rate, time.perf_counter() - began)
@@ -255,7 +256,7 @@ class Loop:
         run, trainer = self.run, self.trainer
         run.figures = {}
         with self._saving_on(PeftkitError), trainer.blocks.eagerly():  # user code may raise
-            batches = run.task.before_step(rows, run)
+            batches = run.hooks.before_step(rows, run)
         if not batches:
             signum = self.world.max(run.stop.signum)
             return StepFacts(0.0, run.figures, 0.0, num_tokens=0, stop=signum, notice="")

@@ -25,8 +25,9 @@ from peftkit.execution.world import World
 from peftkit.files.disk import LOCKS, alone, writable_folder, write_text
 from peftkit.model.blocks import is_sharded, is_streamed
 from peftkit.settings import TrainConfig
-from peftkit.tasks.base import Run, Task
+from peftkit.tasks.base import Task
 from peftkit.train.checkpoint_files import Checkpoints
+from peftkit.train.run import Run
 from peftkit.train.step import trainable_parameters
 
 HOLDER = "holder"

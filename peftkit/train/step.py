@@ -25,12 +25,12 @@ from peftkit.execution.out_of_memory import (
 from peftkit.execution.plan import ExecutionPlan
 from peftkit.execution.state import State, StepFacts
 from peftkit.forward.blocks import Blocks
-from peftkit.tasks.base import Run
 from peftkit.tasks.batches import OnDevice, RowTooLarge, too_large
 from peftkit.train.batches import BatchPrefetcher, on_device
 from peftkit.train.diagnosis import Diagnosis, NonFiniteError, diagnose, sources
 from peftkit.train.fitting import Fitting
 from peftkit.train.optim import build_optimizer, complete_gradients, set_learning_rate
+from peftkit.train.run import Run
 
 Batch = tuple[Mapping[str, Tensor], bool]
 """A batch, and whether it counts; padding batches keep processes in lockstep."""

@@ -21,7 +21,7 @@ from peftkit.train.batches import on_device
 from peftkit.train.step import Trainer
 
 if TYPE_CHECKING:
-    from peftkit.inference.evaluate import TextWatch
+    from peftkit.evaluation.text_watch import TextWatch
 
 
 class Evaluator:
@@ -78,7 +78,7 @@ class Evaluator:
         def use_fewer(size: int) -> None:
             self.batch_size = size
 
-        for rows in task.before_step(self.rows, run):
+        for rows in run.hooks.before_step(self.rows, run):
             for _, (some, number), is_own in batches_that_fit(
                 rows,
                 self.batch_size,
@@ -125,7 +125,7 @@ class Validation:
         """Evaluate, and emit EvalDone; False if a process got a signal to stop."""
         run, state, batch_size = self.run, self.run.state, self.evaluator.batch_size
         with self.trainer.blocks.eagerly():
-            metrics = run.task.evaluate(self.evaluator.rows, run)
+            metrics = run.hooks.evaluate(self.evaluator.rows, run)
             if metrics is None:
                 metrics = self.evaluator.evaluate()
         if (fewer := self.evaluator.batch_size) != batch_size:

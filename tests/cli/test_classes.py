@@ -116,4 +116,4 @@ def test_what_a_classifier_cannot_do_is_exit_2(
 def test_an_adapter_that_answers_does_not_classify(peftkit: Run, trained: Path) -> None:
     done = peftkit("predict", trained / "runs" / "demo", "--text", "hello")
     assert done.code == 2
-    assert "predicts nothing of this" in done.err
+    assert "predicts nothing for texts" in done.err

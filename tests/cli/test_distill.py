@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peftkit.inference import make_rows
+from peftkit.evaluation import make_rows
 from peftkit.recipe import load
 from tests.helpers.command_line import Run
 from tests.helpers.folders import write_rows

@@ -17,7 +17,7 @@ from peftkit_cli.render import LiveScreen, PlainScreen, Renderer
 
 def step(number: int, num_steps: int = 100, loss: float = 0.5) -> events.StepDone:
     return events.StepDone(
-        number, num_steps, number / 50, loss, 2e-4, 0.25, 900, 1234.5, 3 * 2**30, 187.0
+        number, num_steps, number / 50, loss, 2e-4, 0.25, 900, 1234.5, 3e9, 187.0
     )
 
 
@@ -72,7 +72,7 @@ def test_a_log_holds_the_first_and_last_step_and_few_between() -> None:
     steps = [line for line in plain(RUN) if line.startswith("step ")]
     assert steps[0].startswith("step 1/100  loss 2.0000  lr 2.00e-04  grad 0.25  epoch 0.02")
     assert steps[-1].startswith("step 100/100  loss 0.0200")
-    assert "1,234 tokens/s  peak 3.0 GiB  3:07 left" in steps[-1]
+    assert "1,234 tokens/s  peak 3.0 GB  3:07 left" in steps[-1]
     assert 40 <= len(steps) <= 60
 
 
@@ -102,7 +102,7 @@ def test_figures_of_a_step_and_what_is_left_fit_80_columns() -> None:
     screen.on_event(step(7))
     (parts, bar) = screen.get_renderables()
     assert isinstance(parts, Text)
-    assert parts.plain.endswith("1,234 tokens/s  peak 3.0 GiB")
+    assert parts.plain.endswith("1,234 tokens/s  peak 3.0 GB")
     assert len(parts.plain) <= 80
     with console.capture() as shown:
         console.print(bar)
@@ -160,16 +160,16 @@ def test_only_the_first_process_draws(
         (figures.count(139_400_000), "139.4M"),
         (figures.count(8_030_000_000), "8.03B"),
         (figures.size(512), "512 B"),
-        (figures.size(1.5 * 2**20), "1.5 MiB"),
-        (figures.size(80 * 2**30), "80.0 GiB"),
+        (figures.size(1.5e6), "1.5 MB"),
+        (figures.size(80e9), "80.0 GB"),
         (figures.duration(59.4), "59 s"),
         (figures.duration(187), "3:07"),
         (figures.duration(3765), "1:02:45"),
         (figures.metric("num_rows", 64), "64"),
         (figures.metric("exact_match", 1.0), "1"),
         (figures.metric("loss", 0.51234), "0.5123"),
-        (figures.metric("peak_bytes", 1.5 * 2**30), "1.5 GiB"),
-        (figures.metric("peak_bytes", 1.234 * 2**30, 1), "1.23 GiB"),
+        (figures.metric("peak_bytes", 1.5e9), "1.5 GB"),
+        (figures.metric("peak_bytes", 1.234e9, 1), "1.23 GB"),
         (figures.metric("eval/perplexity", 1.0007512, 3), "1.000751"),
     ],
 )

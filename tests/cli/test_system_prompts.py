@@ -52,13 +52,13 @@ def learnt(folder: Path, model_folder: Path, template: str | None, *files: list[
         }
     )
     task = CausalLM(base.model, base.tokenizer, data)
-    rows, _ = task.load_splits(data)
+    rows, _ = task.rows.load_splits(data)
     adapter = attach(base.model, LoRA(rank=2, targets=("q",)), seed=0)
     provenance = Provenance(
         base=base.name,
         fingerprint=base.fingerprint,
         loading={"dtype": "fp32"},
-        prompt_style=task.style,
+        prompt_style=task.rows.style,
         task=CausalLMConfig().saved(),
     )
     save_adapter(adapter, folder / "adapter", provenance)

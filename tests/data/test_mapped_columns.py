@@ -37,7 +37,7 @@ def read(
     settings = DataConfig(train=str(file), max_length=128, packing=False, **data)
     task = CausalLM(model, tokenizer, settings, config, style=style, on_event=on_event)
     row = task.load(str(file))[0]
-    return list(row.input_ids), task.prompt_style, notices
+    return list(row.input_ids), task.rows.prompt_style, notices
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from peftkit.data.preferences import (
     read_pairs_of,
     read_verdicts,
 )
-from peftkit.data.records import Record
-from peftkit.data.rows.encoder import Dropped
+from peftkit.data.records import Dropped, Record
 from peftkit.errors import DataError
 
 USER = {"role": "user", "content": "who?"}

@@ -186,7 +186,7 @@ def work(part):
     (pathlib.Path(sys.argv[1]) / str(os.getpid())).touch()
     time.sleep(600)
 
-rows._work = work
+rows._encode_part = work
 server = socket.create_server(("127.0.0.1", 0))
 print(server.getsockname()[1], flush=True)
 encoder = type("Encoder", (), {"kind": Row})()

@@ -160,7 +160,7 @@ def test_a_listing_that_leads_out_of_the_folder_is_refused(
     [
         ({}, "it holds nothing"),
         ({"adapter_config.json": b"{}", "adapter_model.bin": b"x"}, "A pickle can run code"),
-        ({"config.json": b"{}", "model.safetensors": b"x"}, "a whole model"),
+        ({"config.json": b"{}", "model.safetensors": b"x"}, "a full model"),
         (
             {
                 "adapter_config.json": b'{"peft_type": "LORA"}',
@@ -203,8 +203,8 @@ def test_a_folder_that_is_taken_is_not_asked_for(
 def test_a_push_that_fails_leaves_nothing(hub: Hub, run_folder: Path) -> None:
     for failing, status, message in (
         ("GET /api/models/me/json", 401, "Log in|not valid"),
-        ("POST /api/repos/create", 403, "no right"),
-        ("PUT /upload", 403, "no right"),
+        ("POST /api/repos/create", 403, "no write access"),
+        ("PUT /upload", 403, "no write access"),
         ("POST /api/models/me/json/commit", 412, "changed the repository"),
     ):
         hub.failing = {failing: status}
@@ -243,7 +243,7 @@ def test_a_base_that_only_this_machine_has_is_said(
 def test_no_repository_and_no_network_are_told_apart(
     hub: Hub, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(AdapterError, match="no such repository"):
+    with pytest.raises(AdapterError, match="repository does not exist"):
         pull_adapter("me/nothing", tmp_path / "x")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens
     with pytest.raises(AdapterError, match=r"cannot be reached(.|\n)*HF_ENDPOINT"):

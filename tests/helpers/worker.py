@@ -1,4 +1,4 @@
-"""Jobs of the server's worker, and their answers."""
+"""Requests to the server's worker, and their completions."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from typing import Any
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.engine import Limits, Request
 from peftkit.inference.sampling import Sampling
-from peftkit.serve.worker import Job, Piece, Worker
+from peftkit.serve.generation import Generation, Output
+from peftkit.serve.worker import Worker
 
 
 class Submitted:
-    """A job, and what it is told."""
+    """A generation, and its outputs."""
 
     def __init__(self, adapter: str | None, ids: list[int], seed: int = 0, **settings: Any) -> None:
         self.queue: SimpleQueue[Any] = SimpleQueue()
         sampling = Sampling(**{"max_new_tokens": 4, **settings})
-        self.job = Job(Request(ids, sampling, seed, adapter), self.queue.put)
+        self.job = Generation(Request(ids, sampling, seed, adapter), self.queue.put)
 
     def end(self) -> Any:
-        """Return the whole answer, or the error."""
+        """Return the whole completion, or the error."""
         text = ""
-        while isinstance(what := self.queue.get(timeout=20), Piece):
+        while isinstance(what := self.queue.get(timeout=20), Output):
             text += what.text
             if what.reason is not None:
                 return replace(what, text=text)
@@ -37,7 +38,7 @@ def run_jobs(
     ready: Callable[[str | None], None] = lambda adapter: None,
     **limits: Any,
 ) -> tuple[list[Any], Worker]:
-    """Answer jobs that all wait already."""
+    """Run generations that all wait when the worker starts."""
     worker = Worker(bank, limits=Limits(**limits), ready=ready)
     worker.submit([one.job for one in requests])
     worker.start()

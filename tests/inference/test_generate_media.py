@@ -21,23 +21,18 @@ from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.data.media.files import Audio, Media, Picture
 from peftkit.errors import AdapterError, DataError
+from peftkit.evaluation.evaluate import evaluate
+from peftkit.evaluation.predict import generate_with_media
 from peftkit.events import Event, RunStarted, Sampled
 from peftkit.formats.exchange import export_adapter
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.inference.bank import open_bank
-from peftkit.inference.evaluate import evaluate
-from peftkit.inference.predict import (
-    MediaPrompt,
-    complete,
-    generate_with_media,
-    inputs_of,
-)
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from peftkit.settings import BaseConfig, DataConfig, TrainConfig
-from peftkit.tasks.media.media_text import ImageTextConfig
+from peftkit.tasks.media.media_text import ImageTextConfig, MediaPrompt
 from peftkit.train.loop import fit
 from peftkit_cli import app
 from tests.helpers.folders import write_rows
@@ -226,9 +221,9 @@ def test_generation_is_the_likeliest_token_again_and_again(name: str, tmp_path: 
         ]
     loaded = task.load(str(write_sound_rows(tmp_path, rows)))
     prompts = [MediaPrompt(row.prompt, row.media) for row in loaded]
-    answers = complete(model, task, prompts, max_new_tokens=4)
+    answers = task.complete(model, prompts, max_new_tokens=4)
     for row, prompt, answer in zip(loaded, prompts, answers, strict=True):
-        inputs = inputs_of(model, task, [prompt])
+        inputs = task.generation_inputs(model, [prompt])
         ids, new = inputs["input_ids"], []
         while len(new) < 4:
             grown = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -241,11 +236,11 @@ def test_generation_is_the_likeliest_token_again_and_again(name: str, tmp_path: 
             new.append(int(logits[0, -1].argmax()))
             ids = torch.cat([ids, torch.tensor([new[-1:]])], 1)
         assert answer == new[: len(answer)]
-        assert len(answer) == 4 or new[len(answer)] in task.encoder.stop_ids(task.prompt_style)
+        assert len(answer) == 4 or new[len(answer)] in task.encoder.stop_ids(task.rows.prompt_style)
         assert row.media
     told: list[int] = []
     limit_memory(model, 1)
-    assert complete(model, task, prompts, max_new_tokens=4, on_fewer=told.append) == answers
+    assert task.complete(model, prompts, max_new_tokens=4, on_fewer=told.append) == answers
     assert told[-1] == 1
 
 

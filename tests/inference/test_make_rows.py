@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from peftkit.base.load import load_base
 from peftkit.errors import AdapterError, DataError
+from peftkit.evaluation import make_rows
+from peftkit.evaluation.make_rows import HardNegatives, embedded, find_hard_negatives
 from peftkit.formats.open_adapter import Opened, open_adapter
-from peftkit.inference import make_rows
-from peftkit.inference.make_rows import HardNegatives, embedded, find_hard_negatives
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe
 from peftkit_cli.app import app

@@ -144,7 +144,7 @@ def test_what_cannot_be_is_refused(file: Path, model_folder: Path, tmp_path: Pat
     taken = tmp_path / "taken.gguf"
     taken.write_bytes(b"x")
     wrong: dict[str, dict[str, Any]] = {
-        "is no GGUF file": {"base": str(model_folder)},
+        "is not a GGUF file": {"base": str(model_folder)},
         "no --dtype": {"dtype": "bf16"},
         "no --from-quantized": {"from_quantized": True},
         "It exists": {"out": taken},
@@ -212,5 +212,5 @@ def test_an_update_that_is_lost_in_rounding_is_told(file: Path, tmp_path: Path) 
     out = tmp_path / "merged.gguf"
     merge(tmp_path / "adapter", out, base=str(file), verify=False, on_event=events.append)
     (told,) = [e.text for e in events if isinstance(e, Notice) and "anew lost" in e.text]
-    assert "noticeably otherwise" in told
+    assert "differ noticeably" in told
     assert "--to gguf" in told

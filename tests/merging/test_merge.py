@@ -184,7 +184,7 @@ def test_on_request_the_merge_is_into_the_weights_it_was_trained_over(
     saved(family, quantize=kind)
     merge(saved.adapter, saved.out, from_quantized=True)
     torch.testing.assert_close(logits(saved.merged()), saved.logits, atol=CLOSE, rtol=0)
-    assert f"{kind} weights of the base, dequantised" in (saved.out / "README.md").read_text()
+    assert f"dequantised {kind} weights of the base" in (saved.out / "README.md").read_text()
 
 
 def test_quantised_weights_are_refused_where_there_are_none(saved: Saver) -> None:

@@ -23,12 +23,12 @@ import transformers
 from peftkit.adapter import attach
 from peftkit.base.load import Base, load_base
 from peftkit.config.schema import from_dict
+from peftkit.evaluation.predict import predict_file
 from peftkit.formats.exchange import export_adapter
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.notes import Provenance
-from peftkit.inference.predict import predict_file
 from peftkit.merging.merge import merge
 from peftkit.methods.base import Method
 from peftkit.methods.dora import DoRA

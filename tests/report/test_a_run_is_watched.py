@@ -87,7 +87,7 @@ def test_watching_changes_no_weight(settings: dict[str, Any], tmp_path: Path) ->
     text = write_report([tmp_path / "watched"], tmp_path / "report.html").read_text()
     assert "Say no 0." in text
     assert "Lengths of the train rows" in text
-    assert "A row as the loss sees it" in text
+    assert "A training row" in text
     facts = json.loads((tmp_path / "watched" / "run.json").read_text())
     assert facts.keys() == RunFacts.model_fields.keys()
 

@@ -22,7 +22,7 @@ from tests.helpers.serving import HERE
 
 @pytest.fixture
 def paths(llama: Any, tmp_path: Path) -> dict[str, Path]:
-    """Two adapters that answer otherwise than the base; one learnt from conversations."""
+    """Two adapters whose completions differ from the base; one was trained on conversations."""
     return {
         "one": write_adapter(llama, LoRA(rank=4, alpha=64), tmp_path / "one", 1),
         "two": write_adapter(

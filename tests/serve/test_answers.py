@@ -1,4 +1,4 @@
-"""What a server answers is what `generate` answers: streamed or not, alone or in a batch."""
+"""The server's completions equal those of `generate`: streamed or not, alone or in a batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def chat(model: str, text: str, **more: Any) -> dict[str, Any]:
 
 
 def events(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of a stream, which must end as it should."""
+    """Yield the chunks of a stream, and check its last event."""
     *lines, last, empty = text.split("\n\n")
     assert (last, empty) == ("data: [DONE]", "")
     for line in lines:
@@ -38,7 +38,7 @@ def events(text: str) -> Iterator[dict[str, Any]]:
 
 
 def alone(bank: AdapterBank, name: str | None, prompt: str, **more: Any) -> str:
-    """Return what `generate` answers; call it while the server does nothing with the bank."""
+    """Return the completion of `generate`; call it while the server does not use the bank."""
     with bank.use(name):
         base = bank.base
         (text,) = generate(base.model, base.tokenizer, prompt, **more)
@@ -145,11 +145,11 @@ def test_several_answers_of_one_request_come_in_order(client: Any) -> None:
 
 def test_sampled_answers_leave_the_generators_of_a_run_alone(client: Any) -> None:
     body = {"model": "one", "prompt": "the", "n": 4, "temperature": 2.0, "max_tokens": 4}
-    torch.manual_seed(0)  # as a run begins
+    torch.manual_seed(0)  # as at the start of a run
     before = torch.get_rng_state()
     first = client.post(TEXT, json=body).json()["choices"]
     assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(0)  # as the next one does
+    torch.manual_seed(0)  # as at the start of the next run
     assert client.post(TEXT, json=body).json()["choices"] != first
 
 
@@ -169,7 +169,7 @@ def test_log_probabilities_are_told_as_openai_tells_them(client: Any, bank: Adap
     (choice,) = client.post(CHAT, json=body).json()["choices"]
     content = choice["logprobs"]["content"]
     assert len(content) == 4
-    for token in content:  # greedy: the likeliest one
+    for token in content:  # greedy: the top token
         assert token["logprob"] == token["top_logprobs"][0]["logprob"] <= 0
         assert len(token["top_logprobs"]) == 2
     pieces = list(events(client.post(CHAT, json={**body, "stream": True}).text))
@@ -215,7 +215,7 @@ def test_an_answer_is_held_to_json(response_format: Any, client: Any) -> None:
         (choice,) = client.post(CHAT, json={**body, "temperature": temperature}).json()["choices"]
         if choice["finish_reason"] == "stop":
             texts.append(json.loads(choice["message"]["content"]))
-        else:  # of no schema a model that knows nothing may go on and on
+        else:  # without a schema, an untrained model may never end
             assert choice["message"]["content"].lstrip().startswith("{")
     if response_format["type"] == "json_schema":
         assert [text["size"] in ("small", "large") for text in texts] == [True, True]
@@ -229,14 +229,14 @@ def test_tokens_that_a_format_rules_out_are_not_among_the_likeliest(client: Any)
     content = answer.json()["choices"][0]["logprobs"]["content"]
     assert all(one["top_logprobs"] for one in content)
     assert all(math.isfinite(top["logprob"]) for one in content for top in one["top_logprobs"])
-    assert len(content[0]["top_logprobs"]) < 20  # an object begins with one of a few tokens
+    assert len(content[0]["top_logprobs"]) < 20  # few tokens can start an object
 
 
 def test_the_end_token_counts_as_one_of_the_answer(client: Any, bank: AdapterBank) -> None:
     ids = bank.base.tokenizer("the quick")["input_ids"]
     with bank.engine() as engine:
         ((free,),) = engine.answers([ids], Sampling(max_new_tokens=6))
-    bank.base.model.generation_config.eos_token_id = free.ids[3]  # as a base that ends there
+    bank.base.model.generation_config.eos_token_id = free.ids[3]  # a base with another end token
     first = free.ids.index(free.ids[3])
     body = {"model": "base", "prompt": ids, "max_tokens": 6}
     with TestClient(app.make_app(bank), base_url=HERE) as other:
@@ -284,7 +284,7 @@ def test_prompts_are_counted_before_they_are_read(
     body = {"model": "one", "prompt": ["a"] * 3, "n": 2}
     refused = client.post(TEXT, json=body)
     assert refused.status_code == 400
-    assert "6 answers" in refused.json()["error"]["message"]
+    assert "6 completions" in refused.json()["error"]["message"]
 
 
 def test_models_are_the_adapters_and_the_base(client: Any) -> None:

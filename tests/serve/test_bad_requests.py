@@ -1,4 +1,4 @@
-"""What a server refuses, and with which status; none of it reaches the model."""
+"""Requests that the server refuses, with their status; none reaches the model."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ ASKED: Any = {"model": "one", "messages": [{"role": "user", "content": "Hi"}]}
         (TEXT, {**GOOD, "max_tokens": 0}, 400, "max_tokens"),
         (TEXT, {**GOOD, "stop": "a" * 257}, 400, "256"),
         (TEXT, {**GOOD, "stop": ["a", "a" * 257]}, 400, "256"),
-        (TEXT, {**GOOD, "n": 5}, 400, "5 answers"),
-        (TEXT, {**GOOD, "prompt": []}, 400, "0 answers"),
+        (TEXT, {**GOOD, "n": 5}, 400, "5 completions"),
+        (TEXT, {**GOOD, "prompt": []}, 400, "0 completions"),
         (TEXT, {**GOOD, "prompt": ""}, 400, "empty"),
         (TEXT, {**GOOD, "prompt": [5, 100_000]}, 400, "100000"),
         (TEXT, {**GOOD, "prompt": [5] * 1000}, 400, "no room"),
@@ -112,7 +112,7 @@ def test_parameters_that_are_no_schema(schema: Any, client: Any) -> None:
     body = {**ASKED, "tools": [{"type": "function", "function": function}]}
     done = client.post(CHAT, json=body)
     assert done.status_code == 400, done.text
-    assert "tools.0.function.parameters: Value error, no JSON schema" in done.text
+    assert "tools.0.function.parameters: Value error, not a JSON schema" in done.text
 
 
 def test_fields_that_ask_for_nothing_are_no_error(client: Any) -> None:
@@ -216,7 +216,7 @@ def test_of_the_wrong_elements_of_a_long_list_one_is_looked_at(
     "read", [partial(read_body, kind=TextBody), lambda data: checked(fields_of(data), Sample)]
 )
 def test_fields_that_are_wrong_by_the_thousand_are_counted(read: Callable[[bytes], Any]) -> None:
-    with pytest.raises(RequestError, match=r"1,0.* of them"):
+    with pytest.raises(RequestError, match=r"1,0.* errors"):
         read(json.dumps({f"field{n}": 1 for n in range(MANY)}).encode())
 
 

@@ -1,4 +1,4 @@
-"""A forced call is written as the chat template writes it, and in no other way."""
+"""The grammar of a forced call accepts the chat template's format only."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def held(name: str, tokenizer: Any, thinks: bool = False) -> tuple[Any, CallStyl
 
 
 def written(calls: CallStyle, name: str, arguments: dict[str, Any]) -> str:
-    """Return what a template writes as an answer with a call, without its header and end."""
+    """Return a template's rendering of a message with a call, without its header and end."""
     from peftkit.inference.call_formats import Call
 
     asked = [{"role": "user", "content": "Hello"}]
@@ -124,6 +124,6 @@ def test_a_grammar_says_its_field_where_it_is_refused(tokenizer: Any) -> None:
     grammar = call_grammar(calls, own, tools, thinks=False)
     assert grammar is not None
     assert json.dumps(schema)[:-1] in grammar
-    with pytest.raises(RequestError, match=r"held to this tool_choice\.") as refused:
+    with pytest.raises(RequestError, match=r"constrained to this tool_choice\.") as refused:
         Grammars(own, len(own), [0]).of_lark(grammar, "tool_choice")
     assert refused.value.param == "tool_choice"

@@ -1,4 +1,4 @@
-"""Many clients at once: a short request beside a long one, and clients that vanish."""
+"""Many simultaneous clients: short requests next to long ones, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from peftkit.inference.bank import AdapterBank
 from peftkit.inference.engine import Limits, Request
 from peftkit.inference.sampling import Sampling
 from peftkit.serve.app import make_app
-from peftkit.serve.worker import Job, Piece, Worker
+from peftkit.serve.generation import Generation, Output
+from peftkit.serve.worker import Worker
 from tests.helpers.bank import tiny_base
 from tests.helpers.families import FAMILIES
 
@@ -32,15 +33,15 @@ def test_a_short_request_beside_a_long_one_begins_before_the_long_prompt_is_comp
 ) -> None:
     seen: list[tuple[str, int]] = []
 
-    def job(name: str, size: int, num_new: int) -> Job:
-        def tell(what: Piece | Exception) -> None:
+    def job(name: str, size: int, num_new: int) -> Generation:
+        def tell(what: Output | Exception) -> None:
             is_over = isinstance(what, Exception) or what.reason is not None
             seen.append((name, int(is_over)))
 
         ids = torch.randint(5, 300, (size,), generator=torch.Generator().manual_seed(size))
-        return Job(Request(ids.tolist(), Sampling(max_new_tokens=num_new)), tell)
+        return Generation(Request(ids.tolist(), Sampling(max_new_tokens=num_new)), tell)
 
-    bank.engine()  # looks at the model
+    bank.engine()  # probes the model
     worker = Worker(bank, limits=Limits(rows=4, prefill=256))
     worker.submit([job("long", 8000, 400)])
     worker.start()
@@ -104,7 +105,7 @@ def test_of_many_clients_that_vanish_at_random_nobody_is_lost_and_nothing_is_stu
             for start in range(0, number, 40):
                 waves = [client(start + n, stays=n % 3 == 0) for n in range(40)]
                 await asyncio.gather(*waves)
-            for _ in range(200):  # who has gone leaves at the next token
+            for _ in range(200):  # a cancelled completion ends at the next token
                 if (num := running(app)) == 0:
                     break
                 await asyncio.sleep(0.02)
@@ -114,7 +115,7 @@ def test_of_many_clients_that_vanish_at_random_nobody_is_lost_and_nothing_is_stu
     assert len(answered) == sum(n % 40 % 3 == 0 for n in range(number))
     worker: Worker = app.state.worker
     assert not worker.is_alive
-    assert (worker._jobs, worker._new) == ([], [])
+    assert (worker._active, worker._new) == ([], [])
 
 
 def running(app: Any) -> int:

@@ -1,4 +1,4 @@
-"""Models that clients made: seen by their owner, loaded when asked for, there after a restart."""
+"""Clients' models: visible to their owner, loaded on request, available after a restart."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_published_adapter_answers_its_owner_alone_and_after_a_restart(
         assert mine.json()["choices"][0]["text"] != base.json()["choices"][0]["text"]
         refused = ask(client, PUBLIC, **bob)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
-        assert refused.json()["error"]["message"].count(PUBLIC) == 1  # what was asked
+        assert refused.json()["error"]["message"].count(PUBLIC) == 1  # the requested name
         assert client.get("/v1/models").status_code == 401
 
 
@@ -71,7 +71,7 @@ def test_adapters_that_were_published_without_their_inner_name_as_parent_are_fou
 ) -> None:
     store, bank = Store(tmp_path / "state"), AdapterBank(tiny_base(llama, tokenizer))
     body = {"name": PUBLIC, "inner": "published-1", "folder": str(folder)}
-    store.put(published.KIND, PUBLIC, body, owner="ann")  # as servers once did
+    store.put(published.KIND, PUBLIC, body, owner="ann")  # as older servers stored it
     models = Models(bank, store)
     models.load(models.inner(PUBLIC, "ann"))
     assert bank.names == ("published-1",)
@@ -95,7 +95,7 @@ def test_few_of_many_published_adapters_are_in_memory(
     models.load(inner[1])  # again
     assert inner[1] in bank.names
     models.withdraw("m3")
-    with pytest.raises(RequestError, match="gone"):
+    with pytest.raises(RequestError, match="was deleted"):
         models.load(inner[3])
     with pytest.raises(RequestError, match="no model 'm3'"):
         models.inner("m3")
@@ -111,7 +111,7 @@ def test_an_adapter_that_is_being_loaded_is_not_everybodys(
 
     def slow(name: str, path: Any) -> None:
         add(name, path)
-        seen.extend(models.listed("bob"))  # as a request in another thread may
+        seen.extend(models.listed("bob"))  # as a request in another thread could
         if len(seen) > 1:
             raise MemoryError
 
@@ -124,7 +124,7 @@ def test_an_adapter_that_is_being_loaded_is_not_everybodys(
         models.load(models.inner("m", "ann"))
     bank.drop(bank.names[0])
     monkeypatch.setattr(bank, "add", add)
-    models.load(models.inner("m", "ann"))  # it has not been taken for loaded
+    models.load(models.inner("m", "ann"))  # a failed load is not recorded as loaded
     assert bank.names == (models.inner("m", "ann"),)
 
 
@@ -139,7 +139,7 @@ def test_an_adapter_that_leaves_the_bank_is_not_everybodys(
     def slow(bank: AdapterBank) -> Any:
         found = names(bank)
         monkeypatch.setattr(AdapterBank, "names", property(names))
-        models._make_room()  # as the thread that has the model may
+        models._make_room()  # as the worker could
         return found
 
     monkeypatch.setattr(published, "MAX_LOADED", 0)

@@ -1,4 +1,4 @@
-"""OpenAI's own client, over a socket, to the server as `peftkit serve` runs it."""
+"""OpenAI's client, over a socket, with the server that `peftkit serve` runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def client(bank: AdapterBank) -> Iterator[Any]:
 
 
 def alone(bank: AdapterBank, name: str) -> str:
-    """Return what `generate` answers."""
+    """Return the completion of `generate`."""
     with bank.use(name):
         base = bank.base
         (text,) = generate(base.model, base.tokenizer, ASKED[0]["content"], max_new_tokens=8)
@@ -35,7 +35,7 @@ def alone(bank: AdapterBank, name: str) -> str:
 
 
 def test_a_chat_whole_and_streamed_is_what_generate_answers(client: Any, bank: AdapterBank) -> None:
-    expected = alone(bank, "one")  # before the server has work: then the bank is its alone
+    expected = alone(bank, "one")  # before the server uses the bank
     whole = client.chat.completions.create(model="one", messages=ASKED)
     assert whole.choices[0].message.content == expected != ""
     assert whole.choices[0].finish_reason in ("stop", "length")

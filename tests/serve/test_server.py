@@ -1,4 +1,4 @@
-"""The server process: what it loads, and how signals end it."""
+"""The server process: the base it loads, and its end by signals."""
 
 from __future__ import annotations
 

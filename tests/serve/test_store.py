@@ -1,4 +1,4 @@
-"""What a training server keeps: written when a call returns, seen by its owner alone."""
+"""The store of a training server: durable when a call returns, visible to the owner only."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from peftkit.errors import OutputError
 from peftkit.serve.store import Store, new_id
+from peftkit.serve.tuning.documents import CHECKPOINT, JOB, rename_old_fields
 from tests.helpers.command_line import environment
 
 
@@ -20,7 +21,7 @@ def test_documents_have_owners_and_parents_and_keep_their_order(tmp_path: Path) 
     store = Store(tmp_path)
     for number in (3, 1, 2):
         store.put("job", f"j{number}", {"n": number}, owner="ann" if number < 3 else "bob")
-    store.put("job", "j3", {"n": 33}, owner="bob")  # in its old place
+    store.put("job", "j3", {"n": 33}, owner="bob")  # keeps its position
     store.put("checkpoint", "c1", {"step": 4}, parent="j1")
     assert store.all("job") == [{"n": 33}, {"n": 1}, {"n": 2}]
     assert store.all("job", "ann") == [{"n": 1}, {"n": 2}]
@@ -47,7 +48,7 @@ def test_a_transaction_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert store.all("job") == store.entries("j") == []
     with store.transaction():
         store.put("job", "j", {})
-        with store.transaction():  # of a function that is called within one
+        with store.transaction():  # nested, as in a called function
             store.append("j", {"message": "begun"})
     assert store.entries("j") == [{"message": "begun"}]
 
@@ -63,7 +64,7 @@ def test_a_full_disk_is_told_and_costs_what_did_not_fit(tmp_path: Path) -> None:
             store.put("job", "small", {})
             store.put("job", "large", {"text": "x" * 100_000})
 
-    with pytest.raises(OutputError, match=r"(?s)cannot keep its state.*disk is full"):
+    with pytest.raises(OutputError, match=r"(?s)cannot store its state.*disk is full"):
         write()
     assert store.all("job") == [{"n": 1}]
     with store.transaction():
@@ -133,7 +134,7 @@ def test_what_a_killed_server_wrote_is_there(tmp_path: Path) -> None:
 
 def test_a_folder_belongs_to_one_server(tmp_path: Path) -> None:
     first = Store(tmp_path)
-    with pytest.raises(OutputError, match="Another server has it"):
+    with pytest.raises(OutputError, match="Another server uses the folder"):
         Store(tmp_path)
     first.close()
     Store(tmp_path)
@@ -141,10 +142,23 @@ def test_a_folder_belongs_to_one_server(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot keep its state"):
+    with pytest.raises(OutputError, match="cannot store its state"):
         Store(tmp_path / "file")
 
 
 def test_ids_are_names_of_files() -> None:
     assert new_id("file-").removeprefix("file-").isalnum()
     assert new_id("file-") != new_id("file-")
+
+
+def test_fields_of_older_servers_are_renamed(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    checkpoint = {"id": "c", "fine_tuning_job_id": "j"}
+    store.put(JOB, "j", {"told": {"id": "j"}, "asked": {"model": "base"}, "name": "m"}, owner="a")
+    store.put(CHECKPOINT, "c", {"told": checkpoint, "epoch": 1}, owner="a", parent="j")
+    for _ in range(2):
+        rename_old_fields(store)
+        job = {"response": {"id": "j"}, "request": {"model": "base"}, "name": "m"}
+        assert store.all(JOB, "a") == [job]
+        assert store.all(CHECKPOINT, "a", "j") == [{"response": checkpoint, "epoch": 1}]
+    store.close()

@@ -1,4 +1,4 @@
-"""Tokens in, tokens out: the ids as sampled, with the end token, each with its log-probability."""
+"""Token ids in, sampled token ids out, with the end token and log-probabilities."""
 
 from __future__ import annotations
 
@@ -102,17 +102,17 @@ def test_what_clients_send_along_changes_nothing(client: Any) -> None:
     ("body", "words"),
     [
         ({"token_ids": []}, "token_ids"),
-        ({"token_ids": [1, 1 << 40]}, "the prompt holds the token"),
-        ({"token_ids": [-1]}, "the prompt holds the token"),
+        ({"token_ids": [1, 1 << 40]}, "the prompt contains the token"),
+        ({"token_ids": [-1]}, "the prompt contains the token"),
         ({"token_ids": "text"}, "token_ids"),
         ({"features": [1]}, "features: unknown field"),
         ({"content_parts": []}, "content_parts: unknown field"),
         ({"stream": True}, "stream"),
         ({"sampling_params": 3}, "sampling_params"),
         ({"sampling_params": {"logprobs": 5}}, "logprobs"),
-        ({"sampling_params": {"n": 99}}, "99 answers"),
+        ({"sampling_params": {"n": 99}}, "99 completions"),
         ({"sampling_params": {"min_p": 0.1}}, "min_p: unknown field"),
-        ({"sampling_params": {"model": "two"}}, "given twice"),
+        ({"sampling_params": {"model": "two"}}, "set twice"),
         ({"model": "three"}, "no model 'three'"),
     ],
     ids=str,

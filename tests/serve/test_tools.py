@@ -1,4 +1,4 @@
-"""Tools in chats: OpenAI's own client over a socket, to a tiny model whose words are given."""
+"""Tool calls in chats: OpenAI's client over a socket, with a model of scripted completions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.helpers.serving import openai_client  # noqa: E402
 
 KEY = "a-key-of-this-test"
 ASKED: list[Any] = [{"role": "user", "content": "Hi"}]
-# names alone stand for the functions: the tiny model has room for few tokens
+# templates render only the names of tools: the tiny model has a short context
 SHORT = (
     CHATML[: CHATML.index("{{- '# Tools")]
     + "{%- for tool in tools %}{{- tool.function.name }}{%- endfor %}{{- '<|im_end|>\\n' }}"
@@ -67,7 +67,7 @@ def client(tool_bank: AdapterBank) -> Iterator[Any]:
 
 @pytest.fixture
 def says(monkeypatch: pytest.MonkeyPatch, tool_bank: AdapterBank) -> Callable[[str], None]:
-    """Have the model say a text."""
+    """Make the model generate a text."""
 
     def say(text: str) -> None:
         base = tool_bank.base
@@ -84,7 +84,7 @@ def ask(client: Any, messages: Any = ASKED, **options: Any) -> Any:
 
 
 def pieces(client: Any, **options: Any) -> Any:
-    """Stream an answer; return its message and why it ended, put together by the client."""
+    """Stream a completion; return the message and finish reason that the client assembles."""
     given = {"model": "tools", "tools": TOOLS, "max_tokens": 180, **options}
     with client.chat.completions.stream(messages=ASKED, **given) as stream:
         for _ in stream:
@@ -93,7 +93,7 @@ def pieces(client: Any, **options: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two choices are equal but for the ids of calls."""
+    """Return whether two choices are equal except for the ids of calls."""
     a, b = (each.to_dict() for each in (one, other))
     for each in (a, b):
         for call in each["message"].get("tool_calls") or []:
@@ -198,9 +198,9 @@ MADE = {
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tools": [], "tool_choice": "required"}, "tool_choice needs tools"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice requires tools"),
         ({"tool_choice": NAMED}, "tool_choice names later"),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools are called add"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools have the name add"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type"),
         ({"tools": [tool("no spaces")]}, "tools.0.function.name"),
         ({"tools": TOOLS * 65}, "tools"),
@@ -208,15 +208,15 @@ MADE = {
         ({"model": "mute"}, "writes no calls"),
         (
             {"tools": [tool("f", a={"type": "nothing"})], "tool_choice": "required"},
-            "held to this tool_choice",
+            "constrained to this tool_choice",
         ),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "exclude"),
         (
             {"messages": [*ASKED, {"role": "tool", "tool_call_id": "b", "content": "3"}]},
-            "messages.1 replies to a call that is not there",
+            "messages.1 refers to an unknown call",
         ),
         ({"messages": [*ASKED, {"role": "tool", "content": "3"}]}, "tool_call_id"),
-        ({"messages": [*ASKED, {**MADE, "role": "user", "content": ""}]}, "the assistant's"),
+        ({"messages": [*ASKED, {**MADE, "role": "user", "content": ""}]}, "role assistant"),
         ({"model": "mute", "messages": [*ASKED, MADE], "tools": []}, "writes no calls"),
     ],
 )

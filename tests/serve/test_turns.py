@@ -1,4 +1,4 @@
-"""Answers, operations and training take turns over one base, and do not touch each other."""
+"""Completions, operations and training alternate over one base without affecting each other."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_run_beside_answers_learns_to_the_bit_what_it_learns_alone(
         texts = [request.end().text for request in asked]
     finally:
         beside.worker.stop()
-    assert seen == [(0, False)] * 4  # operations find the base bare, and dropping nothing
+    assert seen == [(0, False)] * 4  # operations run without adapters and dropout
     decode = bank.base.tokenizer.decode
     whole = [decode(expected[name], skip_special_tokens=True) for name in prompts]
     assert texts == whole * 4
@@ -241,7 +241,7 @@ def test_operations_run_in_order_and_tell_what_fails(bank: AdapterBank) -> None:
         request = Submitted("one", [7])
         worker.submit([request.job])
         assert request.end().num_tokens == 4
-        assert worker.call(lambda: 7).result(20) == 7  # the engine waits inside of the model
+        assert worker.call(lambda: 7).result(20) == 7  # the engine is on the model while it waits
     finally:
         worker.stop()
 

@@ -1,4 +1,4 @@
-"""Prompts that wait are answered together, each by its adapter, and nobody is forgotten."""
+"""Waiting prompts share a batch, each with its adapter, and every client receives an end."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from peftkit.inference.cached_engine import CachedEngine
 from peftkit.inference.engine import Completion, Limits, Request
 from peftkit.inference.generate import TextStream
 from peftkit.inference.sampling import Chosen, Sampling
+from peftkit.serve.generation import Output
 from peftkit.serve.requests import RequestError
-from peftkit.serve.worker import Piece, Worker
+from peftkit.serve.worker import Worker
 from tests.helpers.worker import Submitted, run_jobs
 
 
@@ -99,7 +100,7 @@ def test_the_base_is_as_it_was_when_an_operation_has_its_result(
 def test_what_fails_is_told_and_those_after_it_are_answered(
     bank: AdapterBank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bank.engine()  # which steps one too, to see how the model takes it
+    bank.engine()  # probes the model with a step
     real = CachedEngine.step
 
     def fails_once(self: CachedEngine) -> None:
@@ -112,7 +113,7 @@ def test_what_fails_is_told_and_those_after_it_are_answered(
     worker.start()
     failed = first.end()
     worker.submit([second.job])
-    assert isinstance(second.end(), Piece)
+    assert isinstance(second.end(), Output)
     worker.stop()
     assert isinstance(failed, RunError)
     assert "no more" in str(failed)
@@ -136,7 +137,7 @@ def test_a_model_that_cannot_begin_to_answer_fails_what_waits(
         assert isinstance(error, RunError)
         assert "no more" in str(error)
         worker.submit([second.job])
-        assert isinstance(second.end(), Piece)
+        assert isinstance(second.end(), Output)
     finally:
         worker.stop()
 
@@ -144,7 +145,7 @@ def test_a_model_that_cannot_begin_to_answer_fails_what_waits(
 def test_stopping_tells_those_who_wait(bank: AdapterBank) -> None:
     worker, request = Worker(bank), Submitted("one", [7])
     worker.submit([request.job])
-    worker._ended = True  # before its thread has looked
+    worker._ended = True  # before its thread starts
     worker.start()
     worker.stop()
     assert request.end().status == 503
@@ -199,9 +200,9 @@ def test_answers_that_failed_leave_no_adapter_in_use(
             raise RuntimeError("no more")
         real(self)
 
-    bank.engine()  # which steps one too, to see how the model takes it
+    bank.engine()  # probes the model with a step
     monkeypatch.setattr(CachedEngine, "step", fails_late)
-    # pytest keeps what is logged, with the traceback and all that it holds
+    # pytest keeps log records, whose traceback holds the engine
     monkeypatch.setattr("peftkit.serve.worker._LOG.exception", lambda *_: None)
     worker, request = Worker(bank), Submitted("one", [7], max_new_tokens=9)
     worker.submit([request.job])

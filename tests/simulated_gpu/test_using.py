@@ -16,19 +16,20 @@ import transformers
 
 from peftkit.base.load import load_base
 from peftkit.errors import BaseError, RunError
+from peftkit.evaluation.evaluate import evaluate
 from peftkit.events import Event, Notice, StepDone
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.folder import save_adapter
 from peftkit.inference.bank import open_bank
 from peftkit.inference.engine import Request
-from peftkit.inference.evaluate import evaluate
 from peftkit.inference.generate import generate
 from peftkit.inference.generate import stream as stream_ids
 from peftkit.inference.sampling import Sampling
 from peftkit.merging.merge import merge
 from peftkit.methods.lora_linear import LoRALinear
 from peftkit.run import run as run_recipe
-from peftkit.serve.worker import Job, Piece, Worker
+from peftkit.serve.generation import Generation, Output
+from peftkit.serve.worker import Worker
 from tests.simulated_gpu.recipes import recipe_for
 from tests.simulated_gpu.simulation import simulated
 from tests.simulated_gpu.tensors import Card
@@ -196,9 +197,9 @@ def test_a_served_base_trains_between_answers(trained: Path, tmp_path: Path) -> 
         asked = recipe_for("causal_lm", folder)
         ids = [int(token) for token in bank.base.tokenizer(PROMPTS[1])["input_ids"]]
 
-        def tell(piece: Piece | Exception) -> None:
-            texts.put(piece.text if isinstance(piece, Piece) else f"error: {piece}")
-            if not isinstance(piece, Piece) or piece.reason:
+        def tell(piece: Output | Exception) -> None:
+            texts.put(piece.text if isinstance(piece, Output) else f"error: {piece}")
+            if not isinstance(piece, Output) or piece.reason:
                 texts.put(END)
 
         def train(give_way: Callable[[], None]) -> None:
@@ -206,7 +207,7 @@ def test_a_served_base_trains_between_answers(trained: Path, tmp_path: Path) -> 
                 if isinstance(event, StepDone):
                     losses.append(event.loss)
                     if asks:
-                        worker.submit([Job(Request(ids, Sampling(4), adapter="a"), tell)])
+                        worker.submit([Generation(Request(ids, Sampling(4), adapter="a"), tell)])
                     give_way()
 
             try:
@@ -218,7 +219,7 @@ def test_a_served_base_trains_between_answers(trained: Path, tmp_path: Path) -> 
         worker.start()
         assert done.wait(60)
         if not asks:
-            worker.submit([Job(Request(ids, Sampling(4), adapter="a"), tell)])
+            worker.submit([Generation(Request(ids, Sampling(4), adapter="a"), tell)])
         answers = ["".join(iter(texts.get, END)) for _ in range(3 if asks else 1)]
         worker.stop()
         return losses, answers

@@ -93,7 +93,7 @@ def test_every_row_is_counted(tmp_path: Path, task: Build, events: list[Event]) 
     rows += [said("a b c d e f " * 20, "the dog")]  # line 19: the answer is beyond the cut
     rows += [said("the fox", "")]  # line 20: nothing to learn
     where = write(tmp_path / "a.jsonl", *[row | {"id": 1} for row in rows])
-    encoded = task(max_dropped=0.1).encode(where)
+    encoded = task(max_dropped=0.1).rows.encode(where)
     assert [row.source.rpartition(":")[2] for row in encoded] == [str(n) for n in range(1, 19)]
     assert len(encoded[-1].input_ids) == 64
     assert counts(events) == {
@@ -118,24 +118,24 @@ def test_dropping_more_than_was_allowed_is_an_error_that_names_the_rows(
     rows = [said("the fox", "the dog")] * 8 + [said("the fox", "")] + [said("a " * 99, "b")]
     where = write(tmp_path / "a.jsonl", *rows)
     with pytest.raises(DataError) as caught:
-        task(max_dropped=0.19).encode(where)
+        task(max_dropped=0.19).rows.encode(where)
     message = str(caught.value)
     assert "2 of 10 rows have nothing to train on, more than data.max_dropped (19%)" in message
     assert f"Nothing to learn: 1 ({where}:9)" in message
     assert f"The answer is beyond the cut: 1 ({where}:10)" in message
     assert "raise data.max_length" in message
     assert counts(events)["rows kept"] == "8"  # told before the error
-    assert len(task(max_dropped=0.2).encode(where)) == 8
+    assert len(task(max_dropped=0.2).rows.encode(where)) == 8
 
 
 def test_no_row_left_is_an_error_whatever_was_allowed(tmp_path: Path, task: Build) -> None:
     where = write(tmp_path / "a.jsonl", said("the fox", " "))
     with pytest.raises(DataError, match="no row has a target token"):
-        task(max_dropped=1.0).encode(where)
+        task(max_dropped=1.0).rows.encode(where)
     masked = said("the fox", "the dog")
     masked["messages"][1]["weight"] = 0
     with pytest.raises(DataError, match=r"(?s)no row has a target token.*a\.jsonl:1"):
-        task(max_dropped=1.0).encode(write(tmp_path / "a.jsonl", masked))
+        task(max_dropped=1.0).rows.encode(write(tmp_path / "a.jsonl", masked))
 
 
 def test_load_packs_and_tells_how_full_the_rows_are(
@@ -157,10 +157,10 @@ def test_the_last_answer_and_its_prompt_are_what_generation_gives(
 ) -> None:
     maker = task()
     turns = said("the fox", "the dog")["messages"] + said("and", "the answer")["messages"]
-    (row,) = maker.encode(write(tmp_path / "a.jsonl", {"messages": turns}))
+    (row,) = maker.rows.encode(write(tmp_path / "a.jsonl", {"messages": turns}))
     prompt, answer = last_answer(maker.tokenizer, row)
     assert answer == "the answer"
-    assert prompt == prompt_ids(tokenizer, turns[:3], maker.style)
+    assert prompt == prompt_ids(tokenizer, turns[:3], maker.rows.style)
 
 
 def test_the_end_of_turn_is_learnt_though_it_pads_too(
@@ -170,7 +170,7 @@ def test_the_end_of_turn_is_learnt_though_it_pads_too(
     own.pad_token = own.eos_token
     config = DataConfig(train="", max_length=64, packing=False)
     maker = CausalLM(llama, own, config)
-    rows = maker.encode(
+    rows = maker.rows.encode(
         write(tmp_path / "a.jsonl", said("a", "b"), said("the fox", "the dog and the fox"))
     )
     batch = maker.collate(rows)
@@ -184,12 +184,12 @@ def test_the_style_is_that_of_the_rows(tmp_path: Path, task: Build) -> None:
     plain = write(tmp_path / "plain.jsonl", {"prompt": "the fox", "completion": " the dog"})
     for where, style in ((chat, Style("chat")), (plain, Style("plain"))):
         maker = task()
-        maker.encode(where)
-        assert maker.style == style
+        maker.rows.encode(where)
+        assert maker.rows.style == style
     with pytest.raises(DataError, match=r"(?s)style 'chat'.*the other rows have 'plain'"):
-        maker.encode(chat)
+        maker.rows.encode(chat)
     with pytest.raises(DataError, match=r"(?s)style 'plain'.*the adapter was trained on 'chat'"):
-        task(style=Style("chat")).encode(plain)
+        task(style=Style("chat")).rows.encode(plain)
 
 
 def test_a_template_of_ones_own_is_part_of_the_style(tmp_path: Path, task: Build) -> None:
@@ -200,10 +200,10 @@ def test_a_template_of_ones_own_is_part_of_the_style(tmp_path: Path, task: Build
     )
     where = write(tmp_path / "a.jsonl", said("the fox", "the dog"))
     maker = task(chat_template=str(template))
-    (row,) = maker.encode(where)
-    assert maker.style == Style("chat", template.read_text())
-    again = task(style=maker.style)
-    assert [*again.encode(where)] == [row]
+    (row,) = maker.rows.encode(where)
+    assert maker.rows.style == Style("chat", template.read_text())
+    again = task(style=maker.rows.style)
+    assert [*again.rows.encode(where)] == [row]
     assert again.spans(row)[0] == ("", "user:the fox<|im_end|>assistant:")
 
 
@@ -216,7 +216,7 @@ def test_a_row_is_as_long_as_asked_or_as_the_model_can_read(
 ) -> None:
     own = copy.deepcopy(tokenizer)
     own.model_max_length = tokenizers
-    assert CausalLM(llama, own, DataConfig(train="", max_length=asked)).max_length == found
+    assert CausalLM(llama, own, DataConfig(train="", max_length=asked)).rows.max_length == found
 
 
 def test_a_row_longer_than_the_model_reads_is_refused(task: Build, tokenizer: Tokenizer) -> None:

@@ -46,11 +46,11 @@ def test_prompts_alone_are_formatted_as_the_adapter_learnt(plain: Finished, tmp_
     file = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "the dog "}] * 4)
     data = {"train": file}
     record = continued(plain, task=GRPO, data=data)
-    assert record.task.style.kind == "plain"
+    assert record.task.rows.style.kind == "plain"
     assert record.task.spans(record.train[0]) == [("prompt", "the dog ")]
     events: list[Event] = []
     record = continued(plain, events, task=GRPO, data={**data, "chat_template": "chatml"})
-    assert record.task.style.kind == "chat"
+    assert record.task.rows.style.kind == "chat"
     assert "another prompt style" in str([e.text for e in events if isinstance(e, Notice)])
 
 
@@ -66,12 +66,12 @@ def test_another_style_that_is_asked_for_is_told(plain: Finished, tmp_path: Path
     file = write_rows(tmp_path / "chat.jsonl", [turn("the dog", "and the fox")] * 4)
     events: list[Event] = []
     record = continued(plain, events, data={"train": file, "format": "messages"})
-    assert record.task.style.kind == "chat"
+    assert record.task.rows.style.kind == "chat"
     texts = [event.text for event in events if isinstance(event, Notice)]
     assert [text for text in texts if text.endswith("chat instead of plain.")]
 
 
 def test_rows_of_the_same_style_go_on_without_a_word(plain: Finished) -> None:
     events: list[Event] = []
-    assert continued(plain, events).task.style.kind == "plain"
+    assert continued(plain, events).task.rows.style.kind == "plain"
     assert not [e for e in events if isinstance(e, Notice) and "style" in e.text]

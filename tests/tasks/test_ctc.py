@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from peftkit.base.load import load_base
 from peftkit.errors import DataError
+from peftkit.evaluation.evaluate import evaluate
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.inference.evaluate import evaluate
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe

@@ -188,7 +188,7 @@ def test_generating_meanwhile_sees_its_own_masks(calls: Counter[str], tokenizer:
     task = task_on(model, tokenizer)
     with task.training(model):
         task.loss(model, task.collate(ROWS))[0].backward()
-        task._attention.layout = None
+        task.layout.attention.layout = None
         assert torch.equal(model.generate(ids, **settings), wanted)
 
 

@@ -16,9 +16,9 @@ from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.config import schema
 from peftkit.errors import BaseError, DataError
+from peftkit.evaluation.evaluate import evaluate
+from peftkit.evaluation.predict import predict_file
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.inference.evaluate import evaluate
-from peftkit.inference.predict import predict_file
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe

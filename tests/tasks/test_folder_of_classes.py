@@ -14,11 +14,11 @@ from torch import Tensor
 
 from peftkit.config.schema import json_schema
 from peftkit.errors import AdapterError, ConfigError
+from peftkit.evaluation.evaluate import evaluate
+from peftkit.evaluation.predict import predict
 from peftkit.events import Event, Table
 from peftkit.formats.folders import NOTES
 from peftkit.formats.open_adapter import Opened, open_adapter
-from peftkit.inference.evaluate import evaluate
-from peftkit.inference.predict import predict
 from peftkit.merging.merge import merge
 from peftkit.recipe import Recipe
 from peftkit.run import prepare

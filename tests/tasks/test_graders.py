@@ -383,7 +383,7 @@ def test_a_run_learns_from_graders_and_its_recipe_says_so(
     assert run(command) == 0
     printed = capsys.readouterr()
     assert "reward_like_it" in json.loads(printed.out)
-    assert "no reward by grader" in " ".join(printed.err.split())
+    assert "with --run-rewards; left out: grader" in " ".join(printed.err.split())
 
 
 def test_a_number_in_reasoning_that_the_template_opened_is_no_grade(

@@ -19,9 +19,9 @@ from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.data.rows.lazy import fingerprint
 from peftkit.errors import DataError
+from peftkit.evaluation.evaluate import evaluate
 from peftkit.events import Event, StepDone, Table
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.inference.evaluate import evaluate
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe

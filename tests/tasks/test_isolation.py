@@ -71,7 +71,7 @@ def test_a_model_that_cannot_isolate_documents_is_refused_by_name(name: str) -> 
         model, tiny_tokenizer(), DataConfig(train="", max_length=64), on_event=told.append
     )
     assert [event for event in told if "not packed" in getattr(event, "text", "")]
-    assert not task.data.packing
+    assert not task.rows.data.packing
     row = documents()[2]
     loss = task.loss(model, task.collate([row, documents()[3]]))[0]
     apart = [task.loss(model, task.collate([one]))[0] for one in (row, documents()[3])]

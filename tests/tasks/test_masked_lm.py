@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 from peftkit.adapter import attach
 from peftkit.errors import BaseError, ConfigError, DataError
+from peftkit.evaluation.evaluate import evaluate
 from peftkit.events import Event, StepDone, Table
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.inference.evaluate import evaluate
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run as run_recipe

@@ -14,9 +14,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from peftkit.base.load import load_base
 from peftkit.config import schema
 from peftkit.errors import BaseError, ConfigError, DataError
+from peftkit.evaluation.evaluate import evaluate
+from peftkit.evaluation.predict import predict, predict_file
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.inference.evaluate import evaluate
-from peftkit.inference.predict import predict, predict_file
 from peftkit.recipe import Recipe
 from peftkit.run import run
 from peftkit.tasks.retrieval.reranker import Reranker, RerankerConfig, RerankRow

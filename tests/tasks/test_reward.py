@@ -14,10 +14,10 @@ from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.config import schema
 from peftkit.errors import DataError
+from peftkit.evaluation.evaluate import evaluate
+from peftkit.evaluation.predict import predict, predict_file
 from peftkit.events import Event, StepDone
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.inference.evaluate import evaluate
-from peftkit.inference.predict import predict, predict_file
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe
 from peftkit.run import run

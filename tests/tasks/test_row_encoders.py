@@ -11,10 +11,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from peftkit.data.encode import DocumentEncoder
-from peftkit.data.records import read_records
+from peftkit.data.records import Dropped, read_records
 from peftkit.data.rows import cache as data_rows
 from peftkit.data.rows.cache import encoded
-from peftkit.data.rows.encoder import Dropped, RowEncoder
+from peftkit.data.rows.encoder import RowEncoder
 from peftkit.tasks.classes.sequence_classification import (
     LabelledEncoder,
     SequenceClassificationConfig,

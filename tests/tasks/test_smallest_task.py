@@ -66,7 +66,7 @@ class Lines(Task):
     metric_names = ("distance",)
 
     def build(self, model: nn.Module) -> None:
-        self.row_encoder, self.max_length = LineEncoder(self.tokenizer), 64
+        self.rows.encoder = LineEncoder(self.tokenizer)
 
     def collate(self, rows: Sequence[Line]) -> dict[str, Tensor]:
         width = max(len(row.input_ids) for row in rows)
@@ -81,9 +81,6 @@ class Lines(Task):
         error = logits.mean((1, 2)) - batch["numbers"]
         return torch.stack([(error**2).sum(), error.detach().abs().sum()])
 
-    def spans(self, row: Line) -> list[tuple[str, str]]:
-        return [("text", str(self.tokenizer.decode(row.input_ids)))]
-
 
 class LinesConfig(TaskConfig):
     """The section of a recipe."""
@@ -95,7 +92,7 @@ class LinesConfig(TaskConfig):
     type: Literal["lines"] = "lines"
 
 
-MOST = 6
+MOST = 5
 """Names that a task has to define."""
 
 

@@ -42,7 +42,7 @@ def test_a_share_is_held_out_by_what_rows_say(
     for rows in (names, [*reversed(names), "one more"]):
         train = write(tmp_path / "a.jsonl", rows)
         data = DataConfig(train=train, eval=0.2, max_length=64, packing=packing)
-        train_rows, eval_rows = task_of(llama, tokenizer, data).load_splits(data)
+        train_rows, eval_rows = task_of(llama, tokenizer, data).rows.load_splits(data)
         sizes = [sum(len(row.lengths) for row in part) for part in (train_rows, eval_rows)]
         assert sum(sizes) == len(rows)
         assert 20 < sizes[1] < 60
@@ -56,7 +56,7 @@ def test_a_share_of_nothing_is_an_error(
 ) -> None:
     data = DataConfig(train=write(tmp_path / "a.jsonl", ["a"]), eval=1e-9, max_length=64)
     with pytest.raises(DataError, match="No row is held out"):
-        task_of(llama, tokenizer, data).load_splits(data)
+        task_of(llama, tokenizer, data).rows.load_splits(data)
 
 
 def test_weights_and_patterns(
@@ -66,14 +66,14 @@ def test_weights_and_patterns(
         write(tmp_path / f"{name}.jsonl", [f"{name} {n}" for n in range(4)])
     sources = (Source(path=f"{tmp_path}/a*.jsonl", weight=2.5), Source(path=f"{tmp_path}/b.jsonl"))
     data = DataConfig(train=sources, max_length=64, packing=False)
-    rows, _ = task_of(llama, tokenizer, data).load_splits(data)
+    rows, _ = task_of(llama, tokenizer, data).rows.load_splits(data)
     found = Counter(Path(row.source.rpartition(":")[0]).stem for row in rows)
     assert found == {"a1": 10, "a2": 10, "b": 4}
     assert Counter(row.source for row in rows)[f"{tmp_path}/a1.jsonl:1"] == 3
     assert list(rows.num_tokens) == [len(row.input_ids) for row in rows]
     assert isinstance(fingerprint(rows), str)
     other = DataConfig(train=(sources[0],), max_length=64, packing=False)
-    fewer, _ = task_of(llama, tokenizer, other).load_splits(other)
+    fewer, _ = task_of(llama, tokenizer, other).rows.load_splits(other)
     assert fingerprint(fewer) != fingerprint(rows)
     with pytest.raises(DataError, match="no file fits"):
         sources_of(DataConfig(train=f"{tmp_path}/c*.jsonl"))
@@ -85,13 +85,13 @@ def test_repeated_rows_are_told(
     train = write(tmp_path / "a.jsonl", ["a", "b", "a", "c"])
     data = DataConfig(train=train, eval=write(tmp_path / "b.jsonl", ["c", "d"]), max_length=64)
     events: list[Event] = []
-    task_of(llama, tokenizer, data, on_event=events.append).load_splits(data)
+    task_of(llama, tokenizer, data, on_event=events.append).rows.load_splits(data)
     notices = [event.text for event in events if isinstance(event, Notice)]
     assert any("1 of 4 rows repeat an earlier one" in text for text in notices)
     assert any("1 of 2 rows of" in text and "a.jsonl too" in text for text in notices)
     events.clear()
     same = DataConfig(train=train, eval=train, max_length=64)
-    task_of(llama, tokenizer, same, on_event=events.append).load_splits(same)
+    task_of(llama, tokenizer, same, on_event=events.append).rows.load_splits(same)
     notices = [event.text for event in events if isinstance(event, Notice)]
     assert any("4 of 4 rows of" in text and "the same file" in text for text in notices)
 

@@ -23,9 +23,9 @@ from peftkit.adapter import attach
 from peftkit.base.load import load_base
 from peftkit.data.media.files import Audio
 from peftkit.errors import BaseError, DataError
+from peftkit.evaluation.evaluate import evaluate
 from peftkit.events import Event, Notice
 from peftkit.formats.open_adapter import open_adapter
-from peftkit.inference.evaluate import evaluate
 from peftkit.merging.merge import merge
 from peftkit.methods.lora import LoRA
 from peftkit.recipe import Recipe

@@ -67,7 +67,7 @@ def assert_same(task: TokenTask, model: nn.Module, rows: Sequence[Row]) -> None:
     with task.training(model):
         batch = task.collate(rows)
         assert "grid_tokens" in batch
-        if task.is_causal:
+        if task.layout.share:
             assert batch["input_ids"].numel() == (num_distinct(rows) // 16 + 1) * 16
         loss, grads = loss_and_gradients(task, model, batch)
     want, wanted = loss_and_gradients(

@@ -15,12 +15,12 @@ from peftkit.adapter import attach
 from peftkit.errors import RunError
 from peftkit.events import RunStarted
 from peftkit.execution.plan import Activations
+from peftkit.forward import batch_layout
 from peftkit.forward import blocks as blocks_module
 from peftkit.forward.attention import training_attention
 from peftkit.forward.blocks import Blocks
 from peftkit.methods.lora import LoRA
 from peftkit.settings import DataConfig, TrainConfig
-from peftkit.tasks import tokens
 from peftkit.tasks.tokens import CausalLM
 from peftkit.train import memory
 from peftkit.train.memory import is_worth_it
@@ -129,7 +129,7 @@ def test_documents_in_one_row_are_one_graph_whatever_their_lengths(
     blocks = Blocks(model)
     blocks.compile()
     # a run asks before it compiles
-    backend.setattr(tokens, "can_unpad", lambda model, attention, share: True)
+    backend.setattr(batch_layout, "can_unpad", lambda model, attention, share: True)
     assert_close(learnt(), wanted)
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peftkit.errors import OutputError, RunError
+from peftkit.errors import DiskFullError, OutputError, RunError
 from peftkit.events import Event, Saved
 from peftkit.train import checkpoint_files
 from peftkit.train.start import prepare_output
@@ -77,7 +77,7 @@ def test_too_little_space_for_one_checkpoint_is_refused_before_the_first_step(
 ) -> None:
     disk.bytes = 1000
     run = play(tmp_path)
-    assert isinstance(run.error, OutputError)
+    assert isinstance(run.error, DiskFullError)
     assert "1,000 are free" in str(run.error)
     assert run.losses == []
 

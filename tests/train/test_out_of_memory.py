@@ -18,6 +18,7 @@ from peftkit.events import StepDone
 from peftkit.execution.out_of_memory import is_compile_error, is_out_of_memory
 from peftkit.forward.blocks import Blocks
 from peftkit.methods.lora import LoRA
+from peftkit.tasks.run_hooks import RunHooks
 from peftkit.train import loop as loop_module
 from tests.helpers.adapters import gradients as gradients_of
 from tests.helpers.families import FAMILIES
@@ -368,7 +369,7 @@ def test_a_kernel_that_does_not_launch_is_an_error_of_the_compiler() -> None:
     assert not is_compile_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
-class RunsOut(ToyTask):
+class RunsOut(RunHooks, ToyTask):
     """Memory runs out in one of the phases of step 4, for one row too."""
 
     def __init__(self, phase: str, error: BaseException) -> None:

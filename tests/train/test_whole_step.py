@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from peftkit.events import EvalDone, StepDone
-from peftkit.tasks.base import Run
+from peftkit.tasks.run_hooks import RunHooks, TrainingRun
 from peftkit.tasks.whole_step import INDEX, WholeStep
 from tests.helpers.toy import Row, Toy, ToyTask, make_rows, play, trainer_of
 
 ROWS = make_rows(8)
 
 
-class Centred(ToyTask):
+class Centred(RunHooks, ToyTask):
     """Each row's loss is its distance from the mean over the step; tells how often it is above."""
 
     predicts_tokens = False
@@ -34,7 +34,7 @@ class Centred(ToyTask):
         scores = model(batch["input_ids"]).float().tanh()
         return (scores * (batch["labels"] != -100)[..., None]).sum((1, 2))[:, None]
 
-    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
         self._step = WholeStep(self, rows, run, super().collate, self.row_values)
         return [rows]
 
@@ -92,10 +92,10 @@ def test_figures_are_told_at_each_step_and_evaluation(tmp_path: Path) -> None:
 
 
 def test_a_task_begins_once_with_all_rows(tmp_path: Path) -> None:
-    begun: list[Run] = []
+    begun: list[TrainingRun] = []
 
-    class Beginner(ToyTask):
-        def setup(self, run: Run) -> None:
+    class Beginner(RunHooks, ToyTask):
+        def setup(self, run: TrainingRun) -> None:
             torch.rand(3)  # draws: the run is the same
             begun.append(run)
 

@@ -292,8 +292,7 @@ class PublishedCheckpoint:
             raise BaseError(
                 f"{some}the weights of {name} are in 4 bits already.",
                 found=f"base.quantize is {quantize}, which would round them a second time.",
-                fix="Set base.quantize: none, which keeps these bits; "
-                "or give the model in 16 bits.",
+                fix="Set base.quantize: none, which keeps these bits; or use the model in 16 bits.",
             )
 
     @property

@@ -109,7 +109,7 @@ class CodesLoader(PackingLoader):
             self.on_event(
                 Notice(
                     f"{len(self.dequantised)} quantised weights are kept dequantised, in 16 or 32 "
-                    f"bits: the model keeps their transpose, or their parts are no whole blocks "
+                    "bits: the model stores their transpose, or they have no whole blocks "
                     f"({first_few(names, 5, ', ')})."
                 )
             )

@@ -113,9 +113,11 @@ class Media:
         return bool(self._digest)
 
     @classmethod
-    def require(cls) -> None:
-        """Raise DataError if a package that decodes such media is not installed."""
-        missing = [name for name in cls.packages if importlib.util.find_spec(name) is None]
+    def require(cls, *more: str) -> None:
+        """Raise DataError if a package that decodes such media, or one more, is not installed."""
+        missing = [
+            name for name in (*cls.packages, *more) if importlib.util.find_spec(name) is None
+        ]
         if missing:
             raise DataError(
                 f"Cannot read {cls.kind}s.",
@@ -400,7 +402,7 @@ class Audio(Media):
     parts = ("audio", "audio_url", "input_audio")
     mark = "\N{INTERLINEAR ANNOTATION ANCHOR}"
     readers = ("feature_extractor", "audio_processor")
-    packages = ("soundfile", "soxr", "jiwer")
+    packages = ("soundfile", "soxr")
     extra = "audio"
 
     def read(self, limits: Limits) -> Any:

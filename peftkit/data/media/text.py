@@ -46,8 +46,9 @@ from peftkit.data.media.files import ANY_MARK, KINDS, MARKS, Media, Picture, med
 from peftkit.data.media.processor import MediaProcessor, MediaTemplate, ReadMedia, expanded
 from peftkit.data.messages import Message, WrongField, kind_of, role_of, text_of, turn_keys
 from peftkit.data.pack import IGNORE, Row, cut_document
-from peftkit.data.records import Record
-from peftkit.data.rows.encoder import Dropped, EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.records import Dropped, Record
+from peftkit.data.rows.columns import StoredRows
+from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
 from peftkit.data.style import Style
 from peftkit.data.tokens import special_tokens_around
 from peftkit.errors import DataError
@@ -347,7 +348,7 @@ class MediaEncoder(RowEncoder):
         max_length: int,
     ) -> None:
         self._settings = (template, form, media_processor.limits, max_length)
-        self._form, self._max_length = form, max_length
+        self._form, self._max_length, self._needed = form, max_length, needed
         self.media_processor, self._processor = media_processor, media_processor.processor
         self._tokenizer = self._processor.tokenizer
         self._template = MediaTemplate(self._processor, media_processor.marks, needed, template)
@@ -379,6 +380,13 @@ class MediaEncoder(RowEncoder):
         agreed = {"format": str(parsed.format), "style": str(style.kind)}
         shared = shared_system(parsed.examples)
         return EncodedRows(rows, agreed, Counter(counts), parsed.unused, shared)
+
+    def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
+        names = {f"rows without {self._needed.kind}s": "without"}
+        for kind in KINDS:
+            if rows.counts[f"{kind.kind}s"]:
+                names |= {name: name for name in (f"{kind.kind}s", f"tokens of {kind.kind}s")}
+        return [(name, f"{rows.counts[count]:,}") for name, count in names.items()]
 
     def _cut(self, row: MediaRow, counts: Counter[str]) -> MediaRow | Dropped:
         """Cut a row to max_length tokens; drop it where that loses media."""

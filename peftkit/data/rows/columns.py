@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from peftkit.data.pack import IGNORE, Labels
-from peftkit.data.rows.encoder import Dropped
+from peftkit.data.records import Dropped
 from peftkit.data.rows.lazy import LazyRows, View, num_tokens
 from peftkit.errors import DataError
 

@@ -9,18 +9,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from peftkit.data import records
 from peftkit.data.records import Part, Record
 
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A record without a row; `reason` is its index in `RowEncoder.drops`."""
-
-    source: str
-    reason: int
+if TYPE_CHECKING:
+    from peftkit.data.rows.columns import StoredRows
+    from peftkit.data.rows.lazy import LazyRows
 
 
 @dataclass(slots=True)
@@ -80,6 +76,26 @@ class RowEncoder(ABC):
     def stamp(self, where: str) -> object | None:
         """Return a value that changes with rows from other sources than a file; None: unknown."""
         return records.stamp_of(where)
+
+    def file_of(self, where: str) -> str:
+        """Return the file with the records of a source, which may be a folder of media."""
+        return where
+
+    def summary(self, rows: StoredRows) -> Sequence[tuple[str, str]]:
+        """Return lines on a file's rows for the table of counts: what, and how many."""
+        return ()
+
+    def check(self, rows: StoredRows) -> None:
+        """Refuse a file by its rows.
+
+        Raises:
+            DataError: The task cannot be trained on them.
+        """
+        return None
+
+    def prepare(self, rows: LazyRows) -> LazyRows:
+        """Return the rows that the model is trained on, made of the encoded ones."""
+        return rows
 
 
 def tokenizer_key(tokenizer: Any) -> tuple[object, ...]:

@@ -254,7 +254,7 @@ def _no_layer(stem: str, names: Iterable[str], module_paths: list[str]) -> str:
 def _misplaced(stem: str, header: GGUFHeader, layer: GGUFLayer) -> str:
     a, b = header.tensors[stem + A].shape, header.tensors[stem + B].shape
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
-        return f"A {a} and B {b} are no pair"
+        return f"the shapes A {a} and B {b} do not match"
     if (b[0], a[1]) != layer.shape:
         return f"for a layer of shape {(b[0], a[1])}; this base's is {layer.shape}"
     return layer.refusal
@@ -347,7 +347,7 @@ def find_layers(model: Any, architecture: Architecture) -> dict[str, GGUFLayer]:
         elif architecture.moved in name:
             refusal = "a fused layer whose rows llama.cpp orders otherwise"
         elif heads and num_out % (2 * heads):
-            refusal = f"its {num_out} rows are no {heads} heads"
+            refusal = f"its {num_out} rows cannot be split into {heads} heads"
         layers[path] = GGUFLayer(name, (num_out, num_in), heads, refusal)
     return layers
 

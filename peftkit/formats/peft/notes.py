@@ -121,6 +121,12 @@ def read_notes(
         digests = dict(notes["sha256"])
         digest, settings = digests[tensors.name], digests["settings"]
         computed = settings_digest(computing_origin(base, notes["prompt_style"]))
+        if spec["type"] not in METHODS:
+            raise AdapterError(
+                f"{path} has the method {shown(spec['type'])}, which is not installed",
+                found=f"Methods: {', '.join(METHODS)}.",
+                fix="Install the package that defines the method (entry point peftkit.methods).",
+            )
         method = from_dict(METHODS[spec["type"]], spec, str(path))
         style = notes["prompt_style"]
         origin = Provenance(
@@ -148,14 +154,14 @@ def read_notes(
             f"{path} was changed after the adapter was saved",
             found="the sha256 of its settings, such as rank and alpha, differs from the recorded "
             "one",
-            fix="Restore it; or delete it to load the folder as its adapter_config.json says.",
+            fix="Restore it; or delete it to load the folder with its adapter_config.json only.",
         )
     if digests.get("origin", computed) != computed:  # absent in files of earlier versions
         raise AdapterError(
             f"{path} was changed after the adapter was saved",
             found="the sha256 of its prompt style, and of how the base is loaded, differs from the "
             "recorded one",
-            fix="Restore it; or delete it to load the folder as its adapter_config.json says.",
+            fix="Restore it; or delete it to load the folder with its adapter_config.json only.",
         )
     check_config(config, fields, saved)
     if sha256_of(tensors) != digest:
@@ -213,5 +219,5 @@ def check_config(path: Path, fields: Mapping[str, Any], saved: Mapping[str, Any]
         raise AdapterError(
             f"{path} was changed after the adapter was saved",
             found="\n".join(differing),
-            fix=f"Restore it; or delete peftkit.json to load it as {path.name} says.",
+            fix=f"Restore it; or delete peftkit.json to load it with the settings in {path.name}.",
         )

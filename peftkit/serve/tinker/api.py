@@ -1,6 +1,6 @@
-"""Tinker's interface, /api/v1: its paths, and what all of them have in common.
+"""Routes and request handlers of Tinker's API, /api/v1.
 
-Nothing answers with a 5xx, after which clients ask again for minutes.
+No handler returns a 5xx status: Tinker's clients would retry such a request for minutes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from peftkit.serve.answers import refusal
 from peftkit.serve.body import bounded_body
 from peftkit.serve.requests import RequestError
 from peftkit.serve.tinker import bodies
-from peftkit.serve.tinker.bodies import Asked, Body, checked, digest_of, fields_of
+from peftkit.serve.tinker.bodies import Body, RequestContext, checked, digest_of, fields_of
 from peftkit.serve.tinker.service import Service
 from peftkit.serve.tinker.wire import parsed
 from peftkit.serve.training import Dialect, Training
 
 HOLD_SECONDS = 20.0
-"""How long a client waits for a result before it is told to ask again; it gives up after 45."""
+"""Seconds of a poll before the reply `try_again`; clients give up after 45."""
 MAX_BODY, MAX_PROTOBUF = 16 << 20, 64 << 20
-"""Bytes of a request: of JSON, and of datums."""
+"""Most bytes of a JSON body, and of datums in protobuf."""
 FLAGS = {
     "pjwt_auth_enabled": False,
     "parallel_fwdbwd_chunks": True,
@@ -40,29 +40,30 @@ FLAGS = {
     "sample_join_sampling_session": False,
     "create_model_via_load_weights": True,
 }
-"""What clients may do with this server; 0.25 reads the last one."""
+"""Feature flags for clients; tinker 0.25 reads the last one."""
 
 _LOG = logging.getLogger(__name__)
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 def dialect(training: Training) -> Dialect:
-    """Return Tinker's interface."""
+    """Return Tinker's API."""
     return Dialect(_routes(Service(training)))
 
 
 def _routes(service: Service) -> list[BaseRoute]:
+    runs = service.runs
     posts: dict[str, Handler] = {
         **{path: _fixed({}) for path in ("client/dynamic_config", "sessions/{id}/finish")},
         "client/config": _fixed(FLAGS),
         "telemetry": _fixed({"status": "accepted"}),
-        "create_session": _json(bodies.NewSession, service.create_session),
-        "session_heartbeat": _json(bodies.OfSession, service.heartbeat),
+        "create_session": _json(bodies.NewSession, service.sessions.create),
+        "session_heartbeat": _json(bodies.OfSession, service.sessions.heartbeat),
         "create_model": _json(bodies.NewModel, service.create_model),
         "load_weights": _json(bodies.Load, service.load_weights),
         "get_info": _json(bodies.OfModel, service.get_info),
         "unload_model": _json(bodies.OfModel, service.unload),
-        "weights_info": _json(bodies.OfPath, service.weights_info),
+        "weights_info": _json(bodies.OfPath, service.runs.weights_info),
         "create_sampling_session": _json(bodies.NewSampler, service.create_sampler),
         "asample": _json(bodies.Sample, service.samplers.sample),
         "cancel_future": _json(bodies.OfFuture, service.cancel),
@@ -76,14 +77,14 @@ def _routes(service: Service) -> list[BaseRoute]:
     }
     gets: dict[str, Handler] = {
         "healthz": _fixed({"status": "ok"}),
-        "get_server_capabilities": _listing(service.capabilities),
-        "samplers/{id}": _listing(service.samplers.get),
-        "training_runs": _listing(service.runs, "training_runs"),
-        "training_runs/{id}": _listing(service.run),
-        "training_runs/{id}/checkpoints": _listing(service.checkpoints, "checkpoints"),
-        "checkpoints": _listing(service.checkpoints, "checkpoints"),
+        "get_server_capabilities": _bodiless(service.capabilities),
+        "samplers/{id}": _bodiless(service.samplers.get),
+        "training_runs": _bodiless(runs.all, "training_runs"),
+        "training_runs/{id}": _bodiless(runs.get),
+        "training_runs/{id}/checkpoints": _bodiless(runs.checkpoints, "checkpoints"),
+        "checkpoints": _bodiless(runs.checkpoints, "checkpoints"),
     }
-    deletes = {"training_runs/{id}/checkpoints/{use}/{name}": _listing(service.delete_checkpoint)}
+    deletes = {"training_runs/{id}/checkpoints/{use}/{name}": _bodiless(runs.delete_checkpoint)}
     return [
         Route(f"/api/v1/{path}", _guarded(handler), methods=[method])
         for method, handlers in (("POST", posts), ("GET", gets), ("DELETE", deletes))
@@ -92,7 +93,7 @@ def _routes(service: Service) -> list[BaseRoute]:
 
 
 def _fixed(reply: dict[str, Any]) -> Handler:
-    """Return a handler with one reply, whatever it is asked."""
+    """Return a handler with a constant reply."""
 
     async def handle(request: Request) -> Response:
         await bounded_body(request, MAX_BODY)
@@ -101,31 +102,34 @@ def _fixed(reply: dict[str, Any]) -> Handler:
     return handle
 
 
-def _json(kind: type[Body], of: Callable[[Any, Asked], dict[str, Any]]) -> Handler:
+def _json(kind: type[Body], of: Callable[[Any, RequestContext], dict[str, Any]]) -> Handler:
     """Return a handler of a JSON body."""
 
     async def handle(request: Request) -> Response:
-        asked = await _asked(request)
-        body = await run_in_threadpool(checked, asked.fields, kind)
-        return JSONResponse(of(body, asked))
+        context = await _context(request)
+        body = await run_in_threadpool(checked, context.fields, kind)
+        return JSONResponse(of(body, context))
 
     return handle
 
 
 def _operation(
-    service: Service, kind: type[bodies.Ordered], of: Callable[[Any, Any], Callable[[], Any]]
+    service: Service, kind: type[bodies.OperationBody], of: Callable[[Any, Any], Callable[[], Any]]
 ) -> Handler:
-    """Return a handler of an operation of a model, whose body may be wrong: then it fails."""
+    """Return a handler of a model's operation; an invalid body fails the operation.
+
+    The request succeeds then, and the operation uses up its number.
+    """
 
     async def handle(request: Request) -> Response:
-        asked = await _asked(request)
-        place = {name: asked.fields.get(name) for name in ("model_id", "seq_id")}
+        context = await _context(request)
+        place = {name: context.fields.get(name) for name in ("model_id", "seq_id")}
 
         def prepare(model: Any) -> Callable[[], Any]:
-            return of(checked(asked.fields, kind), model)
+            return of(checked(context.fields, kind), model)
 
-        ordered = checked(place, bodies.Ordered)
-        return JSONResponse(await run_in_threadpool(service.submit, ordered, asked, prepare))
+        ordered = checked(place, bodies.OperationBody)
+        return JSONResponse(await run_in_threadpool(service.submit, ordered, context, prepare))
 
     return handle
 
@@ -133,18 +137,20 @@ def _operation(
 def _forward_backward(service: Service) -> Handler:
     async def handle(request: Request) -> Response:
         if request.headers.get("content-encoding", "identity") != "identity":
-            raise RequestError("compressed bodies are not read here.", status=415)
+            raise RequestError("the server does not support compressed bodies.", status=415)
         if "json" in request.headers.get("content-type", ""):
             fix = "Use tinker 0.25 or newer."
-            raise RequestError("forward_backward is read as protobuf.", fix=fix, status=415)
+            raise RequestError("forward_backward requires protobuf.", fix=fix, status=415)
         data = await bounded_body(request, MAX_PROTOBUF)
         message = await run_in_threadpool(parsed, "ForwardBackward", data)
-        place = checked({"model_id": message.model_id, "seq_id": message.seq_id}, bodies.Ordered)
+        place = checked(
+            {"model_id": message.model_id, "seq_id": message.seq_id}, bodies.OperationBody
+        )
         digest = digest_of(message.SerializeToString(deterministic=True))
-        asked = Asked(_owner(request), digest, len(data))
+        context = RequestContext(_owner(request), digest, len(data))
         return JSONResponse(
             await run_in_threadpool(
-                service.submit, place, asked, lambda model: service.forward(message, model)
+                service.submit, place, context, lambda model: service.forward(message, model)
             )
         )
 
@@ -153,9 +159,9 @@ def _forward_backward(service: Service) -> Handler:
 
 def _retrieve(service: Service) -> Handler:
     async def handle(request: Request) -> Response:
-        asked = await _asked(request)
-        body = await run_in_threadpool(checked, asked.fields, bodies.OfFuture)
-        pending = service.pending(body, asked)
+        context = await _context(request)
+        body = await run_in_threadpool(checked, context.fields, bodies.OfFuture)
+        pending = service.pending(body, context)
         pending.check()
         await asyncio.wait([asyncio.wrap_future(pending.future)], timeout=HOLD_SECONDS)
         result = pending.future.result() if pending.future.done() else None
@@ -169,47 +175,47 @@ def _retrieve(service: Service) -> Handler:
     return handle
 
 
-def _listing(of: Callable[..., Any], name: str = "") -> Handler:
-    """Return a handler without a body.
+def _bodiless(of: Callable[..., Any], name: str = "") -> Handler:
+    """Return a handler of requests without a body.
 
     Args:
-        name: Of the list that is returned, of which clients ask for parts; "": it is none.
+        name: Field of a paginated list; "": the reply is not a list.
     """
 
     async def handle(request: Request) -> Response:
-        found = await run_in_threadpool(of, _owner(request), **request.path_params)
-        return JSONResponse(_page(request, name, found) if name else found)
+        result = await run_in_threadpool(of, _owner(request), **request.path_params)
+        return JSONResponse(_page(request, name, result) if name else result)
 
     return handle
 
 
-def _page(request: Request, name: str, found: list[Any]) -> dict[str, Any]:
+def _page(request: Request, name: str, items: list[Any]) -> dict[str, Any]:
     numbers = {}
     for key, default in (("offset", 0), ("limit", 100)):
         text = request.query_params.get(key, str(default))
         if not (text.isascii() and text.isdigit() and len(text) < 10):
-            raise RequestError(f"{key} is {text[:20]!r}.", fix="Give a number.")
+            raise RequestError(f"{key} is {text[:20]!r}.", fix="Use a number.")
         numbers[key] = int(text)
-    part = found[numbers["offset"] :][: min(numbers["limit"], 1000)]
-    return {name: part, "cursor": {**numbers, "total_count": len(found)}}
+    page = items[numbers["offset"] :][: min(numbers["limit"], 1000)]
+    return {name: page, "cursor": {**numbers, "total_count": len(items)}}
 
 
 def _owner(request: Request) -> str:
     return str(request.state.owner)
 
 
-async def _asked(request: Request) -> Asked:
+async def _context(request: Request) -> RequestContext:
     data, key = await bounded_body(request, MAX_BODY), request.headers.get("x-idempotency-key", "")
 
-    def read() -> Asked:
+    def read() -> RequestContext:
         fields = fields_of(data)
-        return Asked(_owner(request), digest_of(fields), len(data), fields, key[:200])
+        return RequestContext(_owner(request), digest_of(fields), len(data), fields, key[:200])
 
-    return await run_in_threadpool(read)  # others have their turn meanwhile
+    return await run_in_threadpool(read)  # parsing does not block the event loop
 
 
 def _guarded(handler: Handler) -> Handler:
-    """Return a handler that refuses where it would fail."""
+    """Return a handler that returns a 4xx status for every exception."""
 
     async def handle(request: Request) -> Response:
         try:

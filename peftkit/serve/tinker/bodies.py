@@ -1,7 +1,7 @@
-"""The JSON bodies of Tinker's clients, checked field by field.
+"""JSON bodies of Tinker's API, validated field by field.
 
-Fields of later clients are refused by name where they ask for something, and passed over where they
-are empty. Names of weights are words, never paths.
+Unknown fields of newer clients are an error that names them, unless they are empty. Names of
+weights cannot contain path separators.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from peftkit.serve.requests import MAX_TOKENS, RequestError, StopText, errors_of
 B = TypeVar("B", bound="Body")
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_](\.?[A-Za-z0-9_-]){0,127}$")]
-"""Of weights."""
+"""Name of weights."""
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_:-]{1,128}$")]
-"""Of what the server has made."""
+"""Id that the server generated."""
 NAMES = "use letters, digits, '_', '-' and single dots, at most 128 of them"
 Number = Annotated[int, Field(ge=0, lt=1 << 31)]
 Seconds = Annotated[int, Field(ge=1, le=10 * 366 * 24 * 3600)]
@@ -37,7 +37,7 @@ EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
 class Body(BaseModel):
-    """A request; `type` is not read."""
+    """A request body; `type` is ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
     type: str | None = None
@@ -45,7 +45,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_empty_ones(cls, fields: Any) -> Any:
-        """Drop nulls, and empty fields of later clients."""
+        """Drop nulls, and empty fields of newer clients."""
         if not isinstance(fields, dict):
             return fields
         return {
@@ -72,7 +72,7 @@ class OfSession(Body):
 
 
 class Lora(Body):
-    """The adapter of a model."""
+    """LoRA settings of a model."""
 
     rank: Annotated[int, Field(ge=1, le=MAX_RANK)] = 32
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
@@ -82,7 +82,7 @@ class Lora(Body):
 
 
 class Optimizer(Body):
-    """Which optimizer: AdamW alone."""
+    """The optimizer; only AdamW is supported."""
 
     type: Literal["adamw"] = "adamw"
 
@@ -103,14 +103,14 @@ class OfModel(Body):
     model_id: Id
 
 
-class Ordered(OfModel):
-    """What has its place among the operations of a model."""
+class OperationBody(OfModel):
+    """An operation of a model, with its number."""
 
     seq_id: Number
 
 
 class Adam(Body):
-    """The settings of a step."""
+    """AdamW settings of a step."""
 
     learning_rate: Annotated[float, Field(ge=0, le=1e6)] = 1e-4
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -120,13 +120,13 @@ class Adam(Body):
     grad_clip_norm: Annotated[float, Field(ge=0)] = 0.0
 
 
-class Step(Ordered):
+class Step(OperationBody):
     """optim_step."""
 
     adam_params: Adam
 
 
-class Save(Ordered):
+class Save(OperationBody):
     """save_weights."""
 
     path: Name | None = None
@@ -135,8 +135,8 @@ class Save(Ordered):
     user_metadata: Metadata = {}
 
 
-class SaveForSampler(Ordered):
-    """save_weights_for_sampler: with a path, or for a sampler of its own."""
+class SaveForSampler(OperationBody):
+    """save_weights_for_sampler: under a name, or for a new sampler."""
 
     path: Name | None = None
     sampling_session_seq_id: Number | None = None
@@ -147,12 +147,12 @@ class SaveForSampler(Ordered):
     @model_validator(mode="after")
     def _is_one(self) -> SaveForSampler:
         if (self.path is None) == (self.sampling_session_seq_id is None):
-            raise ValueError("give path or sampling_session_seq_id")
+            raise ValueError("set path or sampling_session_seq_id")
         return self
 
 
 class Load(Body):
-    """load_weights, into a new model or into one that has done nothing yet."""
+    """load_weights, into a new model or into one without operations so far."""
 
     model_id: Id | None = None
     seq_id: Number | None = None
@@ -167,9 +167,9 @@ class Load(Body):
     @model_validator(mode="after")
     def _is_one(self) -> Load:
         of_model, of_session = (self.model_id, self.seq_id), (self.session_id, self.model_seq_id)
-        given = [pair for pair in (of_model, of_session) if pair != (None, None)]
-        if len(given) != 1 or None in given[0]:
-            raise ValueError("give model_id and seq_id, or session_id and model_seq_id")
+        pairs = [pair for pair in (of_model, of_session) if pair != (None, None)]
+        if len(pairs) != 1 or None in pairs[0]:
+            raise ValueError("set model_id and seq_id, or session_id and model_seq_id")
         return self
 
 
@@ -182,7 +182,7 @@ class NewSampler(OfSession):
 
 
 class Chunk(Body):
-    """A piece of a prompt."""
+    """A chunk of a prompt."""
 
     type: Literal["encoded_text"] = "encoded_text"
     tokens: Annotated[list[int], Field(max_length=MAX_TOKENS, fail_fast=True)]
@@ -199,7 +199,7 @@ class Prompt(Body):
 
 
 class Sampling(Body):
-    """How answers are sampled; `stop`: None: at the model's own end tokens; []: at none."""
+    """Sampling settings; `stop`: None: the model's end tokens; []: no stop."""
 
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 62), le=1 << 62)] | None = None
@@ -245,15 +245,14 @@ class OfPath(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request, besides its checked body.
+class RequestContext:
+    """Context of a request, in addition to its validated body.
 
     Attributes:
-        owner: Whose it is.
-        digest: Hash of its body, by which a repeated request is known.
-        size: Bytes of its body.
-        fields: Of its body, if that is JSON.
-        key: Its X-Idempotency-Key.
+        digest: Hash of the body, which identifies retries.
+        size: Bytes of the body.
+        fields: Fields of a JSON body.
+        key: X-Idempotency-Key.
     """
 
     owner: str
@@ -267,28 +266,26 @@ def fields_of(data: bytes) -> dict[str, Any]:
     """Return the fields of a JSON body.
 
     Raises:
-        RequestError: It is no JSON object.
+        RequestError: The body is not a JSON object.
     """
     return parse_json(data, "the request's body cannot be read.", error=RequestError)
 
 
 def checked(fields: Mapping[str, Any], kind: type[B]) -> B:
-    """Return a body.
+    """Return a validated body.
 
     Raises:
-        RequestError: A field is missing, wrong or unknown; names the first of them.
+        RequestError: A field is missing, invalid or unknown; the error names the first ones.
     """
     try:
         return kind.model_validate(fields)
     except ValidationError as problem:
         lines: dict[str, None] = {}
-        for one in errors_of(problem):
-            what = NAMES if one["type"] == "string_pattern_mismatch" else one["msg"]
-            field = ".".join(str(part)[:40] for part in one["loc"])
-            lines[f"{field}: {what}".lstrip(": ")] = None
-        raise RequestError(
-            "the request has fields that cannot be used.", found=first_few(lines, 5)
-        ) from None
+        for error in errors_of(problem):
+            text = NAMES if error["type"] == "string_pattern_mismatch" else error["msg"]
+            field = ".".join(str(part)[:40] for part in error["loc"])
+            lines[f"{field}: {text}".lstrip(": ")] = None
+        raise RequestError("the request has invalid fields.", found=first_few(lines, 5)) from None
 
 
 def digest_of(fields: Mapping[str, Any] | bytes) -> str:

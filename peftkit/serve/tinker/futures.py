@@ -1,7 +1,7 @@
-"""Results that clients come back for, and the order of the operations of a model.
+"""Pending results that clients poll, and the operation queue of each model.
 
-An operation that comes before its turn waits for those before it. One that never comes is given up
-after `LOST_SECONDS`: those that wait for it fail, and the model goes on after them.
+An operation that arrives early waits for those before it. After `LOST_SECONDS` a missing operation
+counts as lost: the operations that wait for it fail, and the model continues after them.
 """
 
 from __future__ import annotations
@@ -27,52 +27,52 @@ Run = Callable[[], Result]
 
 LOST_SECONDS = 120.0
 MAX_AHEAD = 4096
-"""How far ahead of its turn an operation may come."""
+"""Largest distance of an operation's number from the next one."""
 MAX_WAITING_BYTES = 1 << 29
-"""Of the requests that wait."""
-MAX_KEPT, MAX_KEPT_BYTES = 1 << 16, 1 << 28
-"""Results that are kept; the oldest go."""
-MAX_KNOWN = 1 << 16
-"""Requests whose repeats are known."""
+"""Most bytes of waiting requests."""
+MAX_RESULTS, MAX_RESULT_BYTES = 1 << 16, 1 << 28
+"""Most results to keep, and their bytes; the oldest are dropped first."""
+MAX_REPLIES = 1 << 16
+"""Most request ids remembered to answer retries with the first reply."""
 
 _LOG = logging.getLogger(__name__)
 
 
-class Known(Generic[T]):
-    """The replies to earlier requests: one that is sent again does nothing."""
+class ReplyCache(Generic[T]):
+    """Replies to earlier requests; a retry receives the first reply and has no other effect."""
 
     def __init__(self) -> None:
         self._replies: OrderedDict[Any, tuple[str, T]] = OrderedDict()
 
-    def reply(self, key: Any, digest: str) -> T | None:
-        """Return the reply to a request, if it was sent before.
+    def get(self, key: Any, digest: str) -> T | None:
+        """Return the reply to a request; None: the request is new.
 
         Raises:
-            RequestError: Another request had its key.
+            RequestError: An earlier request with this key had another body.
         """
         if key not in self._replies:
             return None
-        known, reply = self._replies[key]
-        if known != digest:
-            raise RequestError("another request with this number was sent before.", status=409)
+        first_digest, reply = self._replies[key]
+        if first_digest != digest:
+            raise RequestError("an earlier request used this number.", status=409)
         return reply
 
-    def keep(self, key: Any, digest: str, reply: T) -> None:
-        """Keep the reply to a request."""
+    def put(self, key: Any, digest: str, reply: T) -> None:
+        """Store the reply to a request."""
         self._replies[key] = digest, reply
-        while len(self._replies) > MAX_KNOWN:
+        while len(self._replies) > MAX_REPLIES:
             self._replies.popitem(last=False)
 
 
 @dataclass(eq=False, slots=True)
-class Pending:
-    """A result to come.
+class PendingResult:
+    """The result of a request, which its client polls.
 
     Attributes:
-        owner: Who may have it.
-        future: None is its result where the server ends before there is one.
-        check: Called when somebody asks for it.
-        cancel: Called when nobody wants it any more.
+        owner: Who may retrieve it.
+        future: Its result; None: the server stopped before there was one.
+        check: Called whenever the client polls.
+        cancel: Called if the client cancels its request.
     """
 
     id: str
@@ -82,22 +82,19 @@ class Pending:
     cancel: Callable[[], None] = lambda: None
 
     def finish(self, result: Result | BaseException) -> None:
-        """Set the result, or an error, unless there is one."""
+        """Set the result or an error, unless one is set already."""
         if self.future.done():
             return
         if isinstance(result, RequestError) and result.status == 503:
             self.future.set_result(None)
+        elif isinstance(result, BaseException):
+            self.future.set_result(failure(result))
         else:
-            is_error = isinstance(result, BaseException)
-            self.future.set_result(failure(result) if is_error else result)  # type: ignore[arg-type]
-
-    def finish_with(self, done: Future[Any]) -> None:
-        """Set what an operation of the worker has come to."""
-        self.finish(done.exception() or done.result())
+            self.future.set_result(result)
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """Return an error as Tinker's clients read it; its category says whose fault it is."""
+    """Return an error in Tinker's format, with the category `user` or `server`."""
     if isinstance(error, PeftkitError):
         return {"error": str(error), "category": "user" if error.exit_code == 2 else "server"}
     _LOG.error("an operation failed", exc_info=error)
@@ -105,139 +102,141 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 
 class Futures:
-    """All results, by id, and the bytes of the requests that wait.
+    """All pending results by id, and the total bytes of waiting requests.
 
-    An id begins with the name of this start of the server, so that those of earlier ones are known.
+    Ids begin with a random id of this server process; ids of earlier processes are recognized.
     """
 
     def __init__(self) -> None:
-        self._run, self._all = new_id("")[:8], dict[str, Pending]()
+        self._process, self._all = new_id("")[:8], dict[str, PendingResult]()
         self._done: OrderedDict[str, int] = OrderedDict()
-        self._kept = self._waiting = 0
+        self._result_bytes = self._waiting_bytes = 0
         self._lock = threading.Lock()
 
-    def new(self, owner: str) -> Pending:
-        """Return a result to come."""
-        pending = Pending(f"{self._run}-{new_id('')}", owner)
+    def new(self, owner: str) -> PendingResult:
+        """Return a new pending result."""
+        pending = PendingResult(f"{self._process}-{new_id('')}", owner)
         with self._lock:
             self._all[pending.id] = pending
         pending.future.add_done_callback(partial(self._keep, pending.id))
         return pending
 
-    def get(self, id: str, owner: str) -> Pending:
-        """Return a result to come.
+    def get(self, id: str, owner: str) -> PendingResult:
+        """Return a pending result.
 
         Raises:
-            RequestError: There is none, or it is another owner's; 410: it was lost in a restart.
+            RequestError: It does not exist, or has another owner. 410: a restart lost it.
         """
         pending = self._all.get(id)
         if pending is not None and pending.owner == owner:
             return pending
-        if "-" in id and not id.startswith(f"{self._run}-"):
-            raise RequestError("the server was restarted; this result is lost.", status=410)
-        raise RequestError(f"there is no request {id} here.", status=404)
+        if "-" in id and not id.startswith(f"{self._process}-"):
+            raise RequestError("the server restarted; this result is lost.", status=410)
+        raise RequestError(f"there is no request {id}.", status=404)
 
-    def forget(self, pending: Pending) -> None:
-        """Drop a result that nobody was told of."""
+    def forget(self, pending: PendingResult) -> None:
+        """Drop a result whose id was never returned to a client."""
         with self._lock:
             self._all.pop(pending.id, None)
 
     def _keep(self, id: str, future: Future[Result | None]) -> None:
+        """Count a completed result; drop the oldest ones beyond the limits."""
         result = future.result()
         with self._lock:
             if id in self._all:
                 self._done[id] = size = len(result) if isinstance(result, bytes) else 256
-                self._kept += size
+                self._result_bytes += size
             while len(self._done) > 1 and (
-                len(self._done) > MAX_KEPT or self._kept > MAX_KEPT_BYTES
+                len(self._done) > MAX_RESULTS or self._result_bytes > MAX_RESULT_BYTES
             ):
                 oldest, size = self._done.popitem(last=False)
-                self._kept -= size
+                self._result_bytes -= size
                 del self._all[oldest]
 
-    def wait(self, size: int, *, is_next: bool) -> None:
-        """Count the bytes of a request that waits.
+    def reserve(self, size: int, *, is_next: bool) -> None:
+        """Add the bytes of a waiting request.
 
         Args:
-            is_next: Others may wait for it: it is let in anyway.
+            is_next: Whether others may wait for it; it is accepted beyond the limit.
 
         Raises:
-            RequestError: Too much waits.
+            RequestError: The waiting requests have too many bytes.
         """
         with self._lock:
-            if self._waiting + size > MAX_WAITING_BYTES and self._waiting and not is_next:
+            total = self._waiting_bytes + size
+            if total > MAX_WAITING_BYTES and self._waiting_bytes and not is_next:
                 raise RequestError(
                     "too many requests wait.",
-                    found=f"{self._waiting:,} bytes of them.",
+                    found=f"They have {self._waiting_bytes:,} bytes.",
                     fix="Try again later.",
                     status=429,
                 )
-            self._waiting += size
+            self._waiting_bytes = total
 
-    def waited(self, size: int) -> None:
-        """Count a request that waits no more."""
+    def release(self, size: int) -> None:
+        """Subtract the bytes of a request that no longer waits."""
         with self._lock:
-            self._waiting -= size
+            self._waiting_bytes -= size
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One of a model's operations, and the bytes of its request."""
+    """An operation of a model, and the bytes of its request."""
 
-    pending: Pending
+    pending: PendingResult
     run: Run
     size: int
     since: float = field(default_factory=time.monotonic)
 
 
-class Order:
-    """The operations of one model, one after the other; the first has the number 0.
+class OperationQueue:
+    """The operations of one model, which run in the order of their numbers, from 0.
 
     Args:
-        call: `Worker.call`; it refuses nothing for the number of those that wait.
+        call: `Worker.call` without its queue limit.
     """
 
     def __init__(self, call: Callable[[Run], Future[Result]], futures: Futures) -> None:
         self._call, self._futures, self._next = call, futures, 0
-        self._held: dict[int, Operation] = {}
+        self._early: dict[int, Operation] = {}
         self._ready: deque[Operation] = deque()
-        self._known: Known[str] = Known()
+        self._replies: ReplyCache[str] = ReplyCache()
         self._is_busy = False
         self._closed: RequestError | None = None
         self._lock = threading.RLock()
 
     def submit(self, number: int, digest: str, owner: str, run: Run, size: int) -> str:
-        """Take an operation; return the id of its result: the earlier one's, if it is repeated.
+        """Queue an operation; return the id of its result. A retry returns the first id.
 
         Raises:
-            RequestError: 409: another operation had this number; 429: too much waits; 400: the
-                number is far from its turn; that of `close`.
+            RequestError: 409: another operation had this number; 429: too many bytes wait; 400:
+                the number is too far from the next one; after `close`, its error.
         """
         with self._lock:
             if self._closed is not None:
                 raise self._closed
-            if (known := self._known.reply(number, digest)) is not None:
-                return known
+            if (first_id := self._replies.get(number, digest)) is not None:
+                return first_id
             if not self._next - MAX_AHEAD < number < self._next + MAX_AHEAD:
                 raise RequestError(
                     f"operation {number} of this model is out of order.",
-                    found=f"The next one is {self._next}.",
+                    found=f"The next operation is {self._next}.",
                 )
-            self._futures.wait(size, is_next=number == self._next)
+            self._futures.reserve(size, is_next=number == self._next)
             operation = Operation(self._futures.new(owner), run, size)
             operation.pending.check = self.give_up_lost
-            self._known.keep(number, digest, operation.pending.id)
+            self._replies.put(number, digest, operation.pending.id)
             if number < self._next:
-                late = RequestError(f"operation {number} of this model came too late.")
+                late = RequestError(f"operation {number} of this model arrived too late.")
                 self._finish(operation, late)
             else:
-                self._held[number] = operation
+                self._early[number] = operation
                 self._advance()
             return operation.pending.id
 
     def _advance(self) -> None:
-        while self._next in self._held:
-            self._ready.append(self._held.pop(self._next))
+        while self._next in self._early:
+            self._ready.append(self._early.pop(self._next))
             self._next += 1
         while self._ready and not self._is_busy:
             operation, self._is_busy = self._ready.popleft(), True
@@ -256,30 +255,30 @@ class Order:
             self._advance()
 
     def _finish(self, operation: Operation, result: Result | BaseException) -> None:
-        self._futures.waited(operation.size)
+        self._futures.release(operation.size)
         operation.pending.finish(result)
 
     def give_up_lost(self) -> None:
-        """Fail what has waited too long for an operation that did not come."""
+        """Fail the operations that have waited `LOST_SECONDS` for a missing one."""
         with self._lock:
-            waits = [operation.since for operation in self._held.values()]
-            if not waits or time.monotonic() - min(waits) < LOST_SECONDS:
+            times = [operation.since for operation in self._early.values()]
+            if not times or time.monotonic() - min(times) < LOST_SECONDS:
                 return
             error = RequestError(
-                f"operation {self._next} of this model did not come.",
-                found=f"Those after it waited {LOST_SECONDS:g} seconds, in vain.",
+                f"operation {self._next} of this model did not arrive.",
+                found=f"Later operations waited {LOST_SECONDS:g} seconds for it.",
                 fix="Send operations with the numbers 1, 2, 3 ... without a gap.",
             )
-            self._next = max(self._held) + 1
-            self._fail_held(error)
+            self._next = max(self._early) + 1
+            self._fail_early(error)
 
     def close(self, error: RequestError) -> None:
-        """Take no more operations, and fail those that wait for others; those in turn go on."""
+        """Refuse new operations and fail early ones; operations that are ready still run."""
         with self._lock:
             self._closed = error
-            self._fail_held(error)
+            self._fail_early(error)
 
-    def _fail_held(self, error: RequestError) -> None:
-        held, self._held = self._held, {}
-        for operation in held.values():
+    def _fail_early(self, error: RequestError) -> None:
+        early, self._early = self._early, {}
+        for operation in early.values():
             self._finish(operation, error)

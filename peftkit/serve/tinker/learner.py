@@ -191,7 +191,7 @@ class Learner:
                 summed, *columns = task.losses(self.model, head, part, loss, settings)
                 if learns:
                     (summed * self.fitting.scale.factor).backward()
-            task.forget_layout()
+            task.layout.forget()
             sizes = [len(row.input_ids) for row in part]
             parts = (each.float().cpu().split(sizes) for each in columns)
             for row, log_probs, losses in zip(part, *parts, strict=True):
@@ -234,7 +234,7 @@ class Learner:
                 saved = saved_by(
                     lambda: self.task.losses(self.model, head, [row], loss, Settings())[0], blocks
                 )
-                self.task.forget_layout()
+                self.task.layout.forget()
             refresh_copies(tenant.layers)
             self._costs[key] = self.fitting.costs((saved, [row]))
         return self._costs[key]

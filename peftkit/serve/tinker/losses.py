@@ -1,17 +1,15 @@
-"""Tinker's losses: functions of each target's log-probability, added up over tokens and datums.
+"""Tinker's losses: functions of each target's log-probability, summed over tokens and datums.
 
-With x the log-probability of a target now, q that of its sampling, r = exp(x - q), A its advantage,
-w its weight (1 by default), and lo, hi the bounds of a ratio:
+With x the log-probability of a target by the current policy and q by the sampling policy,
+r = exp(x - q), A the advantage, w the weight (default 1), and lo, hi the bounds of a ratio:
 
     cross_entropy        -w x
     importance_sampling  -w r A
     ppo                  -w min(r A, clip(r, lo, hi) A)                 (arXiv:1707.06347)
     cispo                -w sg(clip(r, lo, hi)) x A                     (arXiv:2506.13585)
     dro                  -w (x A - beta/2 (x - q)^2)                    (arXiv:2405.19107)
-    gspo                 ppo with sg(s) exp(x - sg(x)) in the place of r, where s = exp(mean of
+    gspo                 ppo with r replaced by sg(s) exp(x - sg(x)), where s = exp(mean of
                          x - q over sequence_ratio_mask)                (arXiv:2507.18071)
-
-A loss is an entry of LOSSES.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from peftkit.errors import did_you_mean
 from peftkit.serve.requests import RequestError
 
 Inputs = Mapping[str, Tensor]
-"""A datum's `loss_fn_inputs`, and their names."""
+"""The tensors of a datum's `loss_fn_inputs`."""
 TARGETS = "target_tokens"
 
 
@@ -44,14 +42,14 @@ class Settings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss.
+    """A loss function.
 
     Attributes:
-        gain: Log-probabilities (n,) of the targets of datums, their inputs, and the settings, to
-            what is to grow, for each target. Among the inputs is `datum`, each target's.
-        needs: The inputs that it needs besides targets and weights; all have the targets' shape.
-        settings: The settings that it reads.
-        idle: The input that is zero where a target has no gradient; "": there is none.
+        gain: Function of the targets' log-probabilities (n,), the inputs and the settings; returns
+            the objective to maximize, for each target. The input `datum` has each target's index.
+        needs: Required inputs, except targets and weights; each has the targets' shape.
+        settings: Names of the settings that it reads.
+        idle: Input whose zeros mark targets without a gradient; "": no such input.
     """
 
     gain: Callable[[Tensor, Inputs, Settings], Tensor]
@@ -64,17 +62,17 @@ class Loss:
         return -inputs["weights"] * self.gain(log_probs, inputs, settings)
 
     def is_learnt(self, inputs: Inputs) -> Tensor:
-        """Return which targets have a gradient."""
-        learnt = torch.ones_like(inputs[TARGETS], dtype=torch.bool)
+        """Return which targets have a gradient, a mask of the targets' shape."""
+        has_gradient = torch.ones_like(inputs[TARGETS], dtype=torch.bool)
         for name in {"weights", self.idle} & inputs.keys():
-            learnt &= inputs[name] != 0
-        return learnt
+            has_gradient &= inputs[name] != 0
+        return has_gradient
 
     def check(self, inputs: Inputs, where: str) -> None:
-        """Check the inputs of a datum, targets among them.
+        """Validate the inputs of a datum, including its targets.
 
         Raises:
-            RequestError: One is missing, unknown, of another shape, or not finite.
+            RequestError: An input is missing, unknown, of another shape, or not finite.
         """
         missing = [name for name in (TARGETS, *self.needs) if name not in inputs]
         unknown = [name for name in inputs if name not in (TARGETS, "weights", *self.needs)]
@@ -90,10 +88,10 @@ class Loss:
         shape = inputs[TARGETS].shape
         for name, values in inputs.items():
             if values.shape != shape or not bool(values.isfinite().all()):
-                what = f"its shape is {list(values.shape)}, that of the targets {list(shape)}"
+                found = f"Its shape is {list(values.shape)}; the targets have {list(shape)}."
                 if values.shape == shape:
-                    what = "it has numbers that are not finite"
-                raise RequestError(f"{where}: {name} cannot be used.", found=f"{what}.")
+                    found = "It has values that are not finite."
+                raise RequestError(f"{where}: {name} is invalid.", found=found)
 
 
 def _ratio(log_probs: Tensor, inputs: Inputs) -> Tensor:
@@ -146,7 +144,7 @@ def loss_of(name: str) -> Loss:
     """Return a loss by Tinker's name.
 
     Raises:
-        RequestError: There is none here.
+        RequestError: The name is not in `LOSSES`.
     """
     if name in LOSSES:
         return LOSSES[name]
@@ -154,29 +152,29 @@ def loss_of(name: str) -> Loss:
     if name == "stable_reinforce":
         fix = 'Its formula is not public. Use loss_fn="importance_sampling".'
     raise RequestError(
-        f"there is no loss '{name[:40]}' here.", found=f"There are: {', '.join(LOSSES)}.", fix=fix
+        f"there is no loss '{name[:40]}'.", found=f"The losses are: {', '.join(LOSSES)}.", fix=fix
     )
 
 
-def settings_of(name: str, given: Mapping[str, float | str]) -> Settings:
+def settings_of(name: str, config: Mapping[str, float | str]) -> Settings:
     """Return the settings of a loss.
 
     Raises:
-        RequestError: One is unknown, no finite number, or out of order.
+        RequestError: A setting is unknown, not a finite number, or out of range.
     """
-    known = LOSSES[name].settings
-    for key, value in given.items():
-        is_number = isinstance(value, float) and abs(value) < 1e9  # of NaN it is not
-        if key not in known or not is_number:
+    names = LOSSES[name].settings
+    for key, value in config.items():
+        is_number = isinstance(value, float) and abs(value) < 1e9  # False for NaN
+        if key not in names or not is_number:
             raise RequestError(
                 f"the loss {name} cannot use {key[:40]} in loss_fn_config.",
-                found=f"It takes numbers for: {', '.join(known) or 'nothing'}.",
+                found=f"It takes numbers for: {', '.join(names) or 'nothing'}.",
             )
-    settings = Settings(**given)  # type: ignore[arg-type]
+    settings = Settings(**config)  # type: ignore[arg-type]
     if not 0 <= settings.clip_low_threshold <= settings.clip_high_threshold or settings.beta < 0:
         raise RequestError(
             f"the loss {name} cannot use this loss_fn_config.",
             found=f"{settings}",
-            fix="The thresholds are bounds of the ratio of two probabilities, such as 0.8 and 1.2.",
+            fix="The thresholds bound the ratio of two probabilities; use values such as 0.8, 1.2.",
         )
     return settings

@@ -1,7 +1,6 @@
-"""Tinker's datums as rows of a task: common beginnings once, no padding, in batches that fit.
+"""Tinker's datums as rows of a task: shared prefixes, padding-free batches.
 
-Shapes: N tokens of a datum, K targets of each; n tokens of all rows of a batch, H hidden size, V
-vocabulary.
+Shapes: N tokens of a datum, K targets per token; n tokens of a batch, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from peftkit.tasks.batches import OnDevice
 from peftkit.tasks.tokens import TokenTask
 
 MAX_DATUMS, MAX_TARGETS = 4096, 128
-"""Of a request, and K."""
+"""Most datums of a request, and most targets per token, K."""
 MAX_BYTES = 1 << 28
-"""Of a request's tensors: sparse ones are larger here than they are sent."""
+"""Most bytes of a request's tensors, after sparse tensors are made dense."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,8 @@ class Datum:
     """One row.
 
     Attributes:
-        inputs: Of the loss, each (N,) or (N, K); `target_tokens` follow the tokens.
-        source: Its name in errors.
+        inputs: Inputs of the loss, each (N,) or (N, K); `target_tokens` are shifted already.
+        source: Name of the row in errors.
     """
 
     input_ids: list[int]
@@ -49,31 +48,31 @@ class Datum:
 
     @classmethod
     def of(cls, ids: list[int]) -> Datum:
-        """Return a row whose targets are its own tokens."""
+        """Return a row whose targets equal its tokens."""
         return cls(ids, {TARGETS: torch.tensor(ids), "weights": torch.ones(len(ids))})
 
     @property
     def num_bytes(self) -> int:
-        """Memory of its tensors."""
+        """Bytes of its tensors."""
         return sum(tensor.nbytes for tensor in self.inputs.values())
 
     @property
     def num_targets(self) -> int:
-        """K; 0: one target for each token, without a dimension."""
+        """K; 0: the targets are one-dimensional."""
         targets = self.inputs[TARGETS]
         return targets.shape[1] if targets.dim() == 2 else 0
 
 
 def datums_of(messages: Sequence[Any], loss: Loss, model: Any) -> list[Datum]:
-    """Return the datums of a request.
+    """Return the validated datums of a request.
 
     Raises:
-        RequestError: There are too many or none; one has images, too many tokens, tokens that the
-            model does not have, or inputs that the loss cannot use.
+        RequestError: There are no datums or too many; or a datum has images, too many tokens,
+            tokens outside the vocabulary, or invalid loss inputs.
     """
     if not 0 < len(messages) <= MAX_DATUMS:
         raise RequestError(
-            f"the request has {len(messages):,} datums.", fix=f"Send 1 to {MAX_DATUMS:,} at once."
+            f"the request has {len(messages):,} datums.", fix=f"Send 1 to {MAX_DATUMS:,}."
         )
     rows: list[Datum] = []
     size = 0
@@ -81,7 +80,7 @@ def datums_of(messages: Sequence[Any], loss: Loss, model: Any) -> list[Datum]:
         rows.append(_datum_of(message, loss, model, f"datum {number}"))
         size += rows[-1].num_bytes
         if size > MAX_BYTES:
-            fix = "Send fewer datums, or fewer targets of each token."
+            fix = "Send fewer datums, or fewer targets per token."
             raise RequestError(f"the datums take more than {MAX_BYTES:,} bytes.", fix=fix)
     return rows
 
@@ -89,7 +88,7 @@ def datums_of(messages: Sequence[Any], loss: Loss, model: Any) -> list[Datum]:
 def _datum_of(message: Any, loss: Loss, model: Any, where: str) -> Datum:
     if any(not chunk.HasField("text") for chunk in message.chunks):
         raise RequestError(
-            f"{where} has a chunk that is no encoded text.", fix="Train on tokens alone here."
+            f"{where} has a chunk that is not encoded text.", fix="Send text tokens only."
         )
     parts = [numbers_of(chunk.text.tokens, torch.int32, where) for chunk in message.chunks]
     ids = torch.cat(parts).long() if parts else torch.empty(0, dtype=torch.long)
@@ -103,77 +102,74 @@ def _datum_of(message: Any, loss: Loss, model: Any, where: str) -> Datum:
     targets = inputs[TARGETS]
     if len(ids) != len(targets) or not len(ids) or targets.numel() > len(ids) * MAX_TARGETS:
         raise RequestError(
-            f"{where}: {TARGETS} are not those of its tokens.",
+            f"{where}: {TARGETS} do not match the tokens.",
             found=f"There are {len(ids):,} tokens, and targets of the shape {list(targets.shape)}.",
-            fix=f"Give each token one target, or up to {MAX_TARGETS}.",
+            fix=f"Send one target per token, or up to {MAX_TARGETS}.",
         )
     if targets.dim() == 2 and loss.needs:
         raise RequestError(
-            f"{where}: this loss takes one target for each token.",
-            fix='Several are for "cross_entropy".',
+            f"{where}: this loss takes one target per token.",
+            fix='Only "cross_entropy" takes several.',
         )
     check_tokens(torch.cat([ids, targets.flatten()]), model, where)
     limit = context_length(model)
     if limit is not None and len(ids) > limit:
         raise RequestError(
-            f"{where} has {len(ids):,} tokens.", found=f"The model reads at most {limit:,}."
+            f"{where} has {len(ids):,} tokens.", found=f"The model's context is {limit:,} tokens."
         )
     return Datum(ids.tolist(), inputs, where)
 
 
 def check_tokens(ids: Tensor, model: Any, where: str) -> None:
-    """Refuse tokens that the model does not have.
+    """Raise if a token is not in the model's vocabulary.
 
     Raises:
-        RequestError: There is one.
+        RequestError: A token is outside the vocabulary; the error names it.
     """
     size = vocabulary(model)
-    wrong = ids[(ids < 0) | (ids >= size)]
-    if len(wrong):
-        raise unknown_token(where, int(wrong[0]), size)
+    unknown = ids[(ids < 0) | (ids >= size)]
+    if len(unknown):
+        raise unknown_token(where, int(unknown[0]), size)
 
 
 class DatumTask(TokenTask):
-    """Datums of a model that is trained for a moment at a time.
+    """Task of datums, for models that train for one request at a time.
 
-    What is found out about the model is kept, so that training begins at once the next time.
+    It probes the model's attention once, and reuses the result in later `training` contexts.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any) -> None:
-        # a task of files has more: these rows come ready, from requests
+        # without TokenTask's data settings: requests contain encoded rows
         self.tokenizer = tokenizer
         self._limit = context_length(unwrapped(model))
-        self._known: TrainingAttention | None = None
+        self._probed_attention: TrainingAttention | None = None
         self._unpads: bool | None = None
         self.build(model)
 
-    @property
-    def head(self) -> Head | None:
-        """The base's head, without an adapter."""
-        return self._head
-
     @contextmanager
     def training(self, model: nn.Module, plan: ExecutionPlan | None = None) -> Iterator[None]:
-        how: dict[str, Any] = {"documents": self._unpads is not False, "previous": self._known}
-        with training_attention(model, plan, **how) as self._known:
+        attention = training_attention(
+            model, plan, documents=self._unpads is not False, previous=self._probed_attention
+        )
+        with attention as self._probed_attention:
             if self._unpads is None:
-                known = self._known
-                self._unpads = known is not None and can_unpad(model, known, share=True)
-            self._attention = self._known if self._unpads else None
+                probed = self._probed_attention
+                self._unpads = probed is not None and can_unpad(model, probed, share=True)
+            self.layout.attention = self._probed_attention if self._unpads else None
             try:
                 yield
             finally:
-                self._attention = None
+                self.layout.attention = None
 
     def collate(self, rows: Sequence[Datum]) -> dict[str, Tensor]:
-        """Return a batch: `target_index` has the place of each token."""
+        """Return a batch; its `target_index` holds the position of each token."""
         width = padded(*rows)
         if self._limit is not None:
             width = max(min(width, self._limit), max(len(row.input_ids) for row in rows))
-        ids, mask = padded_rows([row.input_ids for row in rows], self._pad_id, width)
+        ids, mask = padded_rows([row.input_ids for row in rows], self.pad_id, width)
         index = mask.flatten().nonzero().flatten()
         batch = {"input_ids": ids, "attention_mask": mask, "target_index": index}
-        return self.without_padding(batch)
+        return self.layout.unpadded(batch)
 
     def losses(
         self,
@@ -183,11 +179,13 @@ class DatumTask(TokenTask):
         loss: Loss,
         settings: Settings,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sum of losses; log-probabilities and losses of all targets, without gradients.
+        """Return the sum of losses, and the log-probabilities and losses of all targets.
+
+        The last two have the shape (n,) or (n, K), and no gradient.
 
         Args:
-            head: The model's, with its adapter; None: it cannot be had apart.
-            rows: Of one K; the last two are of the shape (n,) or (n, K).
+            head: The model's head with its adapter; None: the head is not separable.
+            rows: Rows with the same K.
         """
         device = unwrapped(model).device
         inputs = {
@@ -198,13 +196,13 @@ class DatumTask(TokenTask):
         inputs["datum"] = torch.arange(len(rows)).repeat_interleave(lengths).to(device)
         batch = OnDevice(self.collate(rows), device)
         targets, index = inputs[TARGETS], batch["target_index"]
-        with self.model_inputs(model, batch) as read:
+        with self.model_inputs(model, batch) as model_inputs:
             if head is None:
-                logits = target_logits(model, read, index)
+                logits = target_logits(model, model_inputs, index)
                 wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
                 log_probs = wide.gather(1, targets.view(len(targets), -1)).view(targets.shape)
             else:
-                hidden = target_rows(model, read, index)
+                hidden = target_rows(model, model_inputs, index)
                 if targets.dim() == 2:
                     values, log_probs = several_targets(head, hidden, targets, inputs["weights"])
                     return values.sum(), log_probs, -log_probs * inputs["weights"]
@@ -213,16 +211,16 @@ class DatumTask(TokenTask):
         return losses.sum(), log_probs.detach(), losses.detach()
 
 
-def _log_probs(head: Head, hidden: Tensor, targets: Tensor, is_learnt: Tensor) -> Tensor:
-    """Return log p(target) (n,); a gradient of what is not learnt is not computed."""
-    if not torch.is_grad_enabled() or bool(is_learnt.all()):
+def _log_probs(head: Head, hidden: Tensor, targets: Tensor, has_gradient: Tensor) -> Tensor:
+    """Return log p(target) (n,); only targets in `has_gradient` (n,) have a gradient."""
+    if not torch.is_grad_enabled() or bool(has_gradient.all()):
         return -head.losses(hidden, targets)
-    learnt, others = is_learnt.nonzero().flatten(), (~is_learnt).nonzero().flatten()
+    trained, others = has_gradient.nonzero().flatten(), (~has_gradient).nonzero().flatten()
     with torch.no_grad():
         rest = -head.losses(hidden[others], targets[others])
     out = torch.zeros(len(targets), dtype=rest.dtype, device=rest.device)
     out = out.index_copy(0, others, rest)
-    return out.index_copy(0, learnt, -head.losses(hidden[learnt], targets[learnt]))
+    return out.index_copy(0, trained, -head.losses(hidden[trained], targets[trained]))
 
 
 def several_targets(
@@ -230,7 +228,7 @@ def several_targets(
 ) -> tuple[Tensor, Tensor]:
     """Return -sum of w log p over the targets of each token (n,), and log p (n, K).
 
-    Only the first has a gradient. Each token's logits are made once.
+    Only the first has a gradient. The logits of a token are computed once for all its targets.
 
     Args:
         hidden: (n, H).
@@ -241,8 +239,8 @@ def several_targets(
 
     def measure(logits: Tensor, part: slice) -> Tensor:
         values = [
-            _of_part(*each)
-            for each in parts_of(logits, targets[part], weights[part], log_probs[part])
+            _values_of_chunk(*chunk)
+            for chunk in parts_of(logits, targets[part], weights[part], log_probs[part])
         ]
         return torch.cat(values)
 
@@ -253,8 +251,8 @@ def several_targets(
 
 
 @torch.no_grad()
-def _of_part(logits: Tensor, targets: Tensor, weights: Tensor, log_probs: Tensor) -> Tensor:
-    """Return values (C,); logits (C, V) become the gradient of their sum, `log_probs` is filled."""
+def _values_of_chunk(logits: Tensor, targets: Tensor, weights: Tensor, log_probs: Tensor) -> Tensor:
+    """Return values (C,); fill `log_probs`; replace logits (C, V) by the gradient of the sum."""
     wide = logits.to(log_probs.dtype).log_softmax(-1)
     log_probs.copy_(wide.gather(1, targets))
     gradient = wide.exp_().mul_(weights.sum(1, keepdim=True))

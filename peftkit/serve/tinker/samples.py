@@ -1,6 +1,6 @@
-"""Answers of samplers: tokens in, tokens with their log-probabilities out.
+"""Samplers: token ids in, token ids with log-probabilities out.
 
-Shapes: N tokens of a prompt, K likeliest tokens, n rows, H hidden size, V vocabulary.
+Shapes: N prompt tokens, K top tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,116 +13,116 @@ from torch import Tensor
 
 from peftkit.errors import PeftkitError
 from peftkit.forward.loss import Head, target_logits, target_rows
-from peftkit.inference.engine import Request as AnswerRequest
+from peftkit.inference.engine import Request as EngineRequest
 from peftkit.inference.sampling import Sampling, seed_of
 from peftkit.model.modes import evaluating
+from peftkit.serve.generation import Generation, Output, resolve_seed
 from peftkit.serve.requests import MAX_TOKENS, RequestError
-from peftkit.serve.tinker.bodies import Asked, Sample
-from peftkit.serve.tinker.futures import Futures, Known, Pending
+from peftkit.serve.tinker.bodies import RequestContext, Sample
+from peftkit.serve.tinker.futures import Futures, PendingResult, ReplyCache
 from peftkit.serve.tinker.learner import Learner
 from peftkit.serve.tinker.rows import check_tokens
 from peftkit.serve.tinker.weights import Weights
 from peftkit.serve.tinker.wire import LENGTH, MESSAGES, STOP, bytes_of, set_topk
 from peftkit.serve.tokens import vocabulary
 from peftkit.serve.training import Training
-from peftkit.serve.worker import Job, Piece, own_seed
 
 SAMPLER = "tinker.sampler"
 """Kind of the store's documents."""
 Reply = dict[str, Any]
 
-NOTHING = -99999.0
-"""Log-probability of a token that is none, as clients read it."""
+NO_TOKEN = -99999.0
+"""Log-probability of padding in Tinker's top-k lists."""
 ROWS = 512
-"""Tokens of a prompt whose logits are made at once."""
+"""Prompt tokens in one chunk of logits."""
 
 
-class Answers:
-    """The answers to one request, as they end.
+class Completions:
+    """The completions of one request; the last one to end completes the pending result.
 
     Attributes:
-        message: `Sampled`; the answers are added when all have ended.
+        message: `Sampled`; the completions are added when all have ended.
     """
 
-    def __init__(self, body: Sample, pending: Pending) -> None:
+    def __init__(self, body: Sample, pending: PendingResult) -> None:
         self._num_top, self._pending = body.topk_sample_logprobs, pending
         self.message = MESSAGES["Sampled"]()
-        self._parts: list[list[Piece]] = [[] for _ in range(body.num_samples)]
+        self._outputs: list[list[Output]] = [[] for _ in range(body.num_samples)]
 
-    def sender(self, index: int) -> Callable[[Piece | Exception], None]:
-        """Return what takes the pieces of an answer."""
+    def sender(self, index: int) -> Callable[[Output | Exception], None]:
+        """Return the callback that collects the outputs of a completion."""
 
-        def send(piece: Piece | Exception) -> None:
-            if isinstance(piece, Exception):
-                self._pending.finish(piece)
+        def send(output: Output | Exception) -> None:
+            if isinstance(output, Exception):
+                self._pending.finish(output)
                 return
-            self._parts[index].append(piece)
-            if all(of and of[-1].reason for of in self._parts):
-                self._pending.finish(self._whole())
+            self._outputs[index].append(output)
+            if all(outputs and outputs[-1].reason for outputs in self._outputs):
+                self._pending.finish(self._serialized())
 
         return send
 
-    def _whole(self) -> bytes:
-        for pieces in self._parts:
-            chosen = [one for piece in pieces for one in piece.chosen]
+    def _serialized(self) -> bytes:
+        for outputs in self._outputs:
+            chosen = [token for output in outputs for token in output.chosen]
             sequence = self.message.sequences.add(
-                stop_reason=STOP if pieces[-1].reason == "stop" else LENGTH,
-                tokens=bytes_of((one.token for one in chosen), torch.int32),
-                log_probs=bytes_of(one.log_prob for one in chosen),
+                stop_reason=STOP if outputs[-1].reason == "stop" else LENGTH,
+                tokens=bytes_of((token.token for token in chosen), torch.int32),
+                log_probs=bytes_of(token.log_prob for token in chosen),
             )
             if self._num_top:
-                top = torch.tensor([one.top[: self._num_top] for one in chosen])  # (N, K, 2)
-                set_topk(sequence.topk, top[..., 0], top[..., 1])
+                top = torch.tensor([token.top[: self._num_top] for token in chosen])
+                set_topk(sequence.topk, top[..., 0], top[..., 1])  # both (tokens, K)
         return bytes(self.message.SerializeToString())
 
 
 class Samplers:
-    """What answers are sampled from: the base, or saved weights."""
+    """The samplers of all clients; each samples from the base, or from saved weights."""
 
     def __init__(
         self, training: Training, weights: Weights, learner: Learner, futures: Futures
     ) -> None:
         self._training, self._store, self._weights = training, training.store, weights
         self._learner, self._futures = learner, futures
-        self._known: Known[Reply] = Known()
+        self._replies: ReplyCache[Reply] = ReplyCache()
 
     def add(self, session: str, number: int, owner: str, base_model: str, path: str | None) -> str:
-        """Make a sampler, or find it again; return its id.
+        """Create a sampler, unless a retry has created it; return its id.
 
         Args:
-            path: Of weights; None: the base.
+            path: Path of saved weights; None: the base.
 
         Raises:
-            RequestError: There is another one with this number.
+            RequestError: Another sampler has this number.
         """
         id = f"{session}:sample:{number}"
-        facts = {"sampler_id": id, "base_model": base_model, "model_path": path}
-        if self._store.get(SAMPLER, id) not in (None, facts):
-            raise RequestError(f"there is another sampler {id} already.", status=409)
-        self._store.put(SAMPLER, id, facts, owner=owner, parent=session)
+        sampler = {"sampler_id": id, "base_model": base_model, "model_path": path}
+        if self._store.get(SAMPLER, id) not in (None, sampler):
+            raise RequestError(f"another sampler has the id {id}.", status=409)
+        self._store.put(SAMPLER, id, sampler, owner=owner, parent=session)
         return id
 
     def get(self, owner: str, id: str) -> Reply:
-        """Say what a sampler is.
+        """Return a sampler's document.
 
         Raises:
-            RequestError: There is none.
+            RequestError: The sampler does not exist, or has another owner.
         """
-        facts = self._store.get(SAMPLER, id, owner)
-        if facts is None:
+        sampler = self._store.get(SAMPLER, id, owner)
+        if sampler is None:
             raise RequestError(f"there is no sampler {id[:80]}.", status=404)
-        return facts
+        return sampler
 
-    def sample(self, body: Sample, asked: Asked) -> Reply:
-        """Have answers sampled."""
+    def sample(self, body: Sample, context: RequestContext) -> Reply:
+        """Start to sample; return the id of the pending result."""
         key, adapter = (body.sampling_session_id, body.seq_id), None
-        path = self.get(asked.owner, body.sampling_session_id)["model_path"]
-        if (reply := self._known.reply(key, asked.digest)) is not None:
+        path = self.get(context.owner, body.sampling_session_id)["model_path"]
+        if (reply := self._replies.get(key, context.digest)) is not None:
             return reply
         if path is not None:
-            self._weights.get(path, asked.owner)
-            adapter = self._training.models.inner(path, asked.owner)
-        pending = self._futures.new(asked.owner)
+            self._weights.get(path, context.owner)
+            adapter = self._training.models.inner(path, context.owner)
+        pending = self._futures.new(context.owner)
         try:
             self._submit(body, adapter, pending)
         except PeftkitError as error:
@@ -132,60 +132,64 @@ class Samplers:
             pending.finish(error)
         names = [f"{pending.id}:{number}" for number in range(body.num_samples)]
         reply = {"request_id": pending.id, "sample_sequence_ids": names}
-        self._known.keep(key, asked.digest, reply)
+        self._replies.put(key, context.digest, reply)
         return reply
 
-    def _submit(self, body: Sample, adapter: str | None, pending: Pending) -> None:
-        """Have a request answered; the result is a message `Sampled`."""
+    def _submit(self, body: Sample, adapter: str | None, pending: PendingResult) -> None:
+        """Submit a request's completions; the pending result becomes a message `Sampled`."""
         worker, bank, models = self._training.worker, self._training.bank, self._training.models
-        answers = Answers(body, pending)
-        jobs = _jobs(self._training, body, adapter, answers)
+        completions = Completions(body, pending)
+        generations = _generations(self._training, body, adapter, completions)
 
         def cancel() -> None:
             pending.finish(RequestError("the request was cancelled."))
-            for job in jobs:
-                job.cancel()
+            for generation in generations:
+                generation.cancel()
 
-        def scored() -> None:
+        def score_prompt() -> None:
             models.load(adapter)
             with bank.returned(), bank.use(adapter), evaluating(bank.base.model):
-                _score(bank.base.model, self._learner.head(), body, answers.message)
+                _score(bank.base.model, self._learner.head(), body, completions.message)
 
         pending.cancel = cancel
         is_scored = body.prompt_logprobs or body.topk_prompt_logprobs
-        worker.submit(jobs, scored if is_scored else None)
+        worker.submit(generations, score_prompt if is_scored else None)
 
 
-def _jobs(training: Training, body: Sample, adapter: str | None, answers: Answers) -> list[Job]:
+def _generations(
+    training: Training, body: Sample, adapter: str | None, completions: Completions
+) -> list[Generation]:
     worker, model = training.worker, training.bank.base.model
     settings, ids = body.sampling_params, body.prompt.ids
     check_tokens(torch.tensor(ids, dtype=torch.long), model, "the prompt")
     if max(body.topk_sample_logprobs, body.topk_prompt_logprobs) > vocabulary(model):
-        raise RequestError(f"the base has {vocabulary(model)} tokens.", fix="Ask for fewer top k.")
+        raise RequestError(
+            f"the vocabulary has {vocabulary(model)} tokens.", fix="Request fewer top tokens."
+        )
     if body.num_samples > worker.max_waiting:
         raise RequestError(
-            f"the request asks for {body.num_samples} answers.",
-            fix=f"Ask for 1 to {worker.max_waiting} at once.",
+            f"the request is for {body.num_samples} completions.",
+            fix=f"Request 1 to {worker.max_waiting}.",
         )
     sampling = Sampling(
         max_new_tokens=worker.room_for(ids, settings.max_tokens or MAX_TOKENS),
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=max(settings.top_k, 0),
-        seed=own_seed(settings.seed),
+        seed=resolve_seed(settings.seed),
         top_logprobs=body.topk_sample_logprobs,
     )
     stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop
-    ends = None if stop is None else frozenset(one for one in stop if isinstance(one, int))
-    texts = tuple(one for one in stop or () if isinstance(one, str))
-    if texts and ends is not None:  # special tokens have no text of their own
+    ends = None if stop is None else frozenset(end for end in stop if isinstance(end, int))
+    texts = tuple(end for end in stop or () if isinstance(end, str))
+    if texts and ends is not None:  # decoding removes special tokens from the text
         added = training.bank.base.tokenizer.get_added_vocab()
         ends |= {added[text] for text in texts if text in added}
     seeds = [seed_of(sampling, number) for number in range(body.num_samples)]
     return [
-        Job(
-            AnswerRequest(ids, sampling, seed, adapter, log_probs=True, ends=ends),
-            answers.sender(number),
+        Generation(
+            EngineRequest(ids, sampling, seed, adapter, log_probs=True, ends=ends),
+            completions.sender(number),
             texts,
             keeps_end=True,
         )
@@ -194,34 +198,35 @@ def _jobs(training: Training, body: Sample, adapter: str | None, answers: Answer
 
 
 def _score(model: Any, head: Head | None, body: Sample, message: Any) -> None:
-    """Compute the log-probabilities of a prompt's tokens, in the thread that has the model."""
+    """Add the log-probabilities of a prompt's tokens to a message, in the worker's thread."""
     ids, k = torch.tensor(body.prompt.ids), body.topk_prompt_logprobs
     first = max(1, len(ids) - (body.prompt_logprobs_last_n or len(ids)))
-    own = [torch.full((first,), torch.nan)]
-    likeliest, theirs = [torch.zeros(first, k)], [torch.full((first, k), NOTHING)]
+    prompt_log_probs = [torch.full((first,), torch.nan)]
+    top_ids, top_log_probs = [torch.zeros(first, k)], [torch.full((first, k), NO_TOKEN)]
     for logits, targets in _logits(model, head, ids, first):
         log_probs = logits.float().log_softmax(-1)
-        own.append(log_probs.gather(1, targets.to(log_probs.device)[:, None])[:, 0].cpu())
+        targets = targets.to(log_probs.device)
+        prompt_log_probs.append(log_probs.gather(1, targets[:, None])[:, 0].cpu())
         if k:
             top = log_probs.topk(k)
-            likeliest.append(top.indices.cpu())
-            theirs.append(top.values.cpu())
+            top_ids.append(top.indices.cpu())
+            top_log_probs.append(top.values.cpu())
     if body.prompt_logprobs:
-        message.prompt_log_probs = bytes_of(torch.cat(own))
+        message.prompt_log_probs = bytes_of(torch.cat(prompt_log_probs))
     if k:
-        set_topk(message.topk_prompt, torch.cat(likeliest), torch.cat(theirs))
+        set_topk(message.topk_prompt, torch.cat(top_ids), torch.cat(top_log_probs))
 
 
 def _logits(
     model: Any, head: Head | None, ids: Tensor, first: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield logits (n, V) and the tokens that follow, from a token on."""
+    """Yield chunks of logits (n, V) and of their next tokens (n,), from token `first`."""
     if first >= len(ids):
         return
-    places = torch.arange(first - 1, len(ids) - 1, device=model.device)
+    positions = torch.arange(first - 1, len(ids) - 1, device=model.device)
     inputs = {"input_ids": ids[None].to(model.device), "use_cache": False}
     if head is None:
-        parts: Iterator[Tensor] = iter(target_logits(model, inputs, places).split(ROWS))
+        chunks: Iterator[Tensor] = iter(target_logits(model, inputs, positions).split(ROWS))
     else:
-        parts = map(head, target_rows(model, inputs, places).split(ROWS))
-    yield from zip(parts, ids[first:].split(ROWS), strict=True)
+        chunks = map(head, target_rows(model, inputs, positions).split(ROWS))
+    yield from zip(chunks, ids[first:].split(ROWS), strict=True)

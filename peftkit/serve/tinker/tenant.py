@@ -1,4 +1,4 @@
-"""A model that is trained: an adapter beside the base, its gradients, its optimizer."""
+"""A model in training: an adapter of the shared base, its gradients and its optimizer."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from peftkit.serve.tinker.bodies import Adam
 from peftkit.train.optim import complete_gradients, load_optimizer_state, optimizer_state
 
 LATER = 3
-"""Tensors of a parameter's size that training makes: a gradient and the optimizer's two."""
+"""Tensors per parameter that training allocates: a gradient and two of the optimizer."""
 VALUE, GRADIENT, OPTIMIZER = "value/", "gradient/", "optimizer/"
-"""Prefixes of tensors of a tenant that is on the disk."""
+"""Prefixes of the tensors of an offloaded tenant."""
 
 
 class Tenant:
-    """A model that is trained.
+    """A model in training.
 
     Attributes:
-        adapter: Its modules are on the base only while it is seated.
-        parameters: By name, in the order of the model.
-        layers: The adapter's modules.
-        optimizer: None before the first step.
+        adapter: Adapter, whose modules are on the base only during the tenant's operations.
+        parameters: Parameters by name, in the order of the model.
+        layers: Modules of the adapter.
+        optimizer: AdamW; None before the first step.
     """
 
     def __init__(self, adapter: Adapter) -> None:
@@ -43,28 +43,28 @@ class Tenant:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of its parameters."""
+        """Bytes of its parameters."""
         return sum(p.nbytes for p in self.parameters.values())
 
     @property
     def num_later(self) -> int:
-        """Bytes that training makes and that are not there yet."""
-        made = sum(p.grad is not None for p in self.parameters.values()) / len(self.parameters)
-        return int(self.num_bytes * (LATER - made - 2 * (self.optimizer is not None)))
+        """Bytes that training has yet to allocate: gradients and optimizer state."""
+        parameters = self.parameters.values()
+        has_gradient = sum(p.grad is not None for p in parameters) / len(parameters)
+        return int(self.num_bytes * (LATER - has_gradient - 2 * (self.optimizer is not None)))
 
     def take_gradients(self) -> list[Tensor | None]:
-        """Return the gradients, and have none."""
-        taken = [p.grad for p in self.parameters.values()]
-        self.set_gradients([None] * len(taken))
-        return taken
+        """Return the gradients, and clear them."""
+        gradients = [p.grad for p in self.parameters.values()]
+        self.set_gradients([None] * len(gradients))
+        return gradients
 
     def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Have these gradients."""
         for parameter, gradient in zip(self.parameters.values(), gradients, strict=True):
             parameter.grad = gradient
 
     def add_gradients(self, others: Sequence[Tensor | None], factor: float) -> None:
-        """Multiply the gradients by a factor, and add others to them."""
+        """Multiply the gradients by a factor, then add others."""
         for parameter, other in zip(self.parameters.values(), others, strict=True):
             if parameter.grad is None:
                 parameter.grad = other
@@ -75,23 +75,23 @@ class Tenant:
                 parameter.grad.add_(other)
 
     def step(self, settings: Adam) -> float:
-        """Change the parameters by the gradients, and forget these; return the gradients' norm.
+        """Take an AdamW step and clear the gradients; return the norm of the gradients.
 
         Raises:
-            RequestError: A gradient is not finite; it is forgotten, and nothing else is changed.
+            RequestError: A gradient is not finite; gradients are cleared, weights unchanged.
         """
         norm = torch.nn.utils.get_total_norm(complete_gradients(self.parameters))
         if not math.isfinite(norm.item()):
             self.take_gradients()
             raise RequestError(
                 "the step was not taken: its gradient is not finite.",
-                found="The weights are unchanged; the gradient was dropped.",
-                fix="Look at the losses and advantages of the rows since the last step.",
+                found="The weights are unchanged; the gradient was cleared.",
+                fix="Check the losses and advantages of the rows since the last step.",
             )
-        optimizer, most = self._with_optimizer(), settings.grad_clip_norm
-        self.optimizer_tensors()  # makes its state: where memory runs out, nothing is clipped yet
-        if most > 0:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), most, norm)
+        optimizer, max_norm = self._with_optimizer(), settings.grad_clip_norm
+        self.optimizer_tensors()  # allocates the state before clipping: it may run out of memory
+        if max_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
         optimizer.param_groups[0].update(
             lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2),
@@ -109,34 +109,34 @@ class Tenant:
         return self.optimizer
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """Return the optimizer's state by name; nothing before the first step."""
+        """Return the tensors of the optimizer's state; empty before the first step."""
         if self.optimizer is None:
             return {}
         return optimizer_state(self.optimizer, self.parameters)[0]
 
     def load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `optimizer_tensors` returned.
+        """Load the tensors of `optimizer_tensors`.
 
         Raises:
-            CheckpointError: It is of other parameters.
+            CheckpointError: The tensors do not match the parameters.
         """
         if tensors:
             load_optimizer_state(self._with_optimizer(), self.parameters, tensors, {})
 
     def emptied(self) -> dict[str, Tensor]:
-        """Return all its tensors by name, and have none: `fill` is to follow."""
+        """Return all tensors with prefixed names, and free them in the tenant, until `fill`."""
         tensors = {OPTIMIZER + name: tensor for name, tensor in self.optimizer_tensors().items()}
         gradients = zip(self.parameters, self.take_gradients(), strict=True)
-        tensors |= {GRADIENT + name: each for name, each in gradients if each is not None}
+        tensors |= {GRADIENT + name: grad for name, grad in gradients if grad is not None}
         self.optimizer = None
-        ungroup_modules(self.layers)  # groups hold copies
+        ungroup_modules(self.layers)  # groups hold copies of the parameters
         for name, parameter in self.parameters.items():
             tensors[VALUE + name] = parameter.data
             parameter.data = parameter.data.new_empty(0)
         return tensors
 
     def fill(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        """Have the tensors that `emptied` returned."""
+        """Restore the tensors that `emptied` returned."""
         for name, parameter in self.parameters.items():
             parameter.data = tensors[VALUE + name].to(device)
             gradient = tensors.get(GRADIENT + name)

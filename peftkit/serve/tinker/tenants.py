@@ -1,6 +1,6 @@
-"""The models that are trained: a bounded number in memory, the others on the disk until needed.
+"""The models in training: a limited number in memory, the others offloaded to the disk.
 
-All of it runs in the thread that has the base.
+All methods run in the worker's thread.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from peftkit.tasks.tokens import CausalLMConfig
 T = TypeVar("T")
 
 ALPHA = 32
-"""Of every adapter, whatever its rank: Tinker's."""
-MAX_HERE = 16
-"""Tenants in memory."""
+"""LoRA alpha of every adapter, for all ranks, as on Tinker's service."""
+MAX_LOADED = 16
+"""Most tenants in memory."""
 OPTIMIZER_FILE = "optimizer.safetensors"
-"""Beside the adapter's files."""
+"""Optimizer state in the adapter's folder."""
 
 
 class Tenants:
@@ -47,40 +47,40 @@ class Tenants:
     def __init__(self, training: Training) -> None:
         base = training.bank.base
         self.learner = Learner(base)
-        self._here: OrderedDict[str, Tenant] = OrderedDict()
-        self._away: dict[str, Tenant] = {}
+        self._loaded: OrderedDict[str, Tenant] = OrderedDict()
+        self._offloaded: dict[str, Tenant] = {}
         self._folder = training.folder / "tinker" / "away"
-        shutil.rmtree(self._folder, ignore_errors=True)  # of models that ended with the server
+        shutil.rmtree(self._folder, ignore_errors=True)  # models do not survive a restart
         self._folder.mkdir(parents=True)
-        where = {"model", "revision", "new_tokens", "store", "placement"}
+        excluded = {"model", "revision", "new_tokens", "store", "placement"}
         self._provenance = Provenance(
             base=base.name,
             hub_id=base.hub_id,
             revision=base.revision,
             fingerprint=base.fingerprint,
             trunk=base.trunk or None,
-            loading=training.options.base.model_dump(mode="json", exclude=where),
+            loading=training.options.base.model_dump(mode="json", exclude=excluded),
             prompt_style=default_style(base.tokenizer),
             task=CausalLMConfig().saved(),
         )
 
     def add(self, id: str, config: Lora, *, fresh: bool) -> None:
-        """Make a tenant; `fresh`: see `Learner.new`.
+        """Create a tenant; `fresh`: see `Learner.new`.
 
         Raises:
-            TargetError: Its adapter does not suit the base.
+            TargetError: The base does not support its adapter.
         """
         method = LoRA(rank=config.rank, alpha=ALPHA, targets=self._targets(config))
         seed = config.seed or 0
-        self._here[id] = self._with_room(lambda: self.learner.new(method, seed, fresh=fresh))
-        self._make_room(id, self._here[id].num_later)
+        self._loaded[id] = self._with_room(lambda: self.learner.new(method, seed, fresh=fresh))
+        self._make_room(id, self._loaded[id].num_later)
 
     def _targets(self, config: Lora) -> tuple[str, ...]:
-        """Return the groups of layers that a client asks for and the base has."""
+        """Return the requested groups of layers that the base has."""
         present = {role for place in find_places(self.learner.model) for role in place.roles}
-        asked = ["attention"] * config.train_attn + ["ffn", "experts"] * config.train_mlp
-        asked += ["head"] * config.train_unembed
-        targets = tuple(name for name in asked if present & {*roles.GROUPS.get(name, (name,))})
+        groups = ["attention"] * config.train_attn + ["ffn", "experts"] * config.train_mlp
+        groups += ["head"] * config.train_unembed
+        targets = tuple(name for name in groups if present & {*roles.GROUPS.get(name, (name,))})
         if not targets:
             raise RequestError(
                 "the model has nothing to train.",
@@ -89,17 +89,17 @@ class Tenants:
         return targets
 
     def run(self, id: str, work: Callable[[Tenant], T]) -> T:
-        """Return what some work makes of a tenant, which comes back from the disk if it is there.
+        """Return the result of a function of a tenant; load the tenant if it is offloaded.
 
         Raises:
-            RequestError: There is none of this id.
+            RequestError: There is no tenant with this id.
         """
         return self._with_room(lambda: work(self._get(id)), but=id)
 
     def drop(self, id: str) -> None:
-        """Forget a tenant."""
-        self._here.pop(id, None)
-        if self._away.pop(id, None) is not None:
+        """Remove a tenant, if it exists."""
+        self._loaded.pop(id, None)
+        if self._offloaded.pop(id, None) is not None:
             self._path(id).unlink(missing_ok=True)
         release_memory()
 
@@ -107,49 +107,49 @@ class Tenants:
         return self._folder / f"{id.replace(':', '.')}.safetensors"
 
     def _get(self, id: str) -> Tenant:
-        if id in self._away:
+        if id in self._offloaded:
             path = self._path(id)
             self._make_room(id, path.stat().st_size)
-            self._fill(self._away[id], read_tensors(path))
-            self._here[id] = self._away.pop(id)
+            self._fill(self._offloaded[id], read_tensors(path))
+            self._loaded[id] = self._offloaded.pop(id)
             path.unlink()
-        if id not in self._here:
-            raise RequestError("the model was not made, or has been unloaded.")
-        self._here.move_to_end(id)
-        return self._here[id]
+        if id not in self._loaded:
+            raise RequestError("the model was not created, or is unloaded.")
+        self._loaded.move_to_end(id)
+        return self._loaded[id]
 
     def _with_room(self, work: Callable[[], T], but: str = "") -> T:
-        """Return what some work makes; where memory runs out, others leave it."""
+        """Return the result of a function; if memory runs out, offload other tenants and retry."""
         while True:
             try:
                 return work()
             except Exception as error:
-                others = [id for id in self._here if id != but]
+                others = [id for id in self._loaded if id != but]
                 is_short = isinstance(error, DoesNotFit) or is_out_of_memory(error)
                 if not (others and is_short):
                     raise
             release_memory()
-            self._send_away(others[0])
+            self._offload(others[0])
 
     def _make_room(self, but: str, num_bytes: int) -> None:
-        """Send tenants away, those first that have been idle for longest."""
-        for id in [id for id in self._here if id != but]:
+        """Offload tenants, least recently used first, until `num_bytes` are free."""
+        for id in [id for id in self._loaded if id != but]:
             free = free_now(self.learner.model.device)
-            if len(self._here) <= MAX_HERE and (free.memory is None or num_bytes < free.usable):
+            if len(self._loaded) <= MAX_LOADED and (free.memory is None or num_bytes < free.usable):
                 return
-            self._send_away(id)
+            self._offload(id)
 
-    def _send_away(self, id: str) -> None:
+    def _offload(self, id: str) -> None:
         """Write a tenant to the disk, and free its memory."""
-        tensors = self._here[id].emptied()
+        tensors = self._loaded[id].emptied()
         try:
             specs = specs_of(tensors)
             stream = (tensors[spec.name].cpu() for spec in specs)
             write_tensor_stream(self._path(id), specs, stream)
         except BaseException:
-            self._fill(self._here[id], tensors)
+            self._fill(self._loaded[id], tensors)
             raise
-        self._away[id] = self._here.pop(id)
+        self._offloaded[id] = self._loaded.pop(id)
 
     def _fill(self, tenant: Tenant, tensors: Mapping[str, Tensor]) -> None:
         tenant.fill(tensors, self.learner.model.device)
@@ -157,7 +157,7 @@ class Tenants:
             group_modules(self.learner.model)
 
     def save(self, id: str, folder: Path, *, with_optimizer: bool) -> None:
-        """Write a tenant's adapter, as PEFT reads it, and the state of its optimizer.
+        """Write a tenant's adapter in PEFT's format, and the state of its optimizer.
 
         Raises:
             RunError: A weight is not finite, or the disk is full.
@@ -173,10 +173,10 @@ class Tenants:
         self.run(id, write)
 
     def load(self, id: str, folder: Path, *, with_optimizer: bool) -> None:
-        """Give a tenant the values of a folder.
+        """Load an adapter folder into a tenant.
 
         Raises:
-            AdapterError: They are of another rank, or of other layers.
+            AdapterError: The folder's adapter has another rank or other layers.
         """
 
         def read(tenant: Tenant) -> None:

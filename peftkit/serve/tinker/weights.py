@@ -1,4 +1,4 @@
-"""Saved weights: PEFT folders with names of the server's own, and what is known of each."""
+"""Saved weights: PEFT folders under generated names, and their metadata."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from peftkit.serve.training import Training
 KIND = "tinker.weights"
 TYPES = {"weights": "training", "sampler_weights": "sampler"}
 MAX_UNNAMED = 16
-"""Weights without a name that stay of one model; the oldest go."""
+"""Most unnamed weights of one model; the oldest are deleted first."""
 
 
 class Weights:
@@ -27,12 +27,12 @@ class Weights:
         self._store, self._models = training.store, training.models
         self._folder = training.folder / "tinker" / "weights"
         self._folder.mkdir(parents=True, exist_ok=True)
-        for one in self._store.all(KIND):
-            if one["is_unnamed"]:  # their samplers ended with the server
-                self._remove(one)
-        known = {one["folder"] for one in self._store.all(KIND)}
+        for saved in self._store.all(KIND):
+            if saved["is_unnamed"]:  # their samplers do not survive a restart
+                self._remove(saved)
+        complete = {saved["folder"] for saved in self._store.all(KIND)}
         for folder in self._folder.iterdir():
-            if folder.name not in known:  # a save did not end
+            if folder.name not in complete:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def save(
@@ -40,24 +40,25 @@ class Weights:
         path: str,
         owner: str,
         write: Callable[[Path], None],
-        facts: dict[str, Any],
+        metadata: dict[str, Any],
         *,
         ttl: int | None,
         overwrite: bool = False,
         is_unnamed: bool = False,
     ) -> None:
-        """Write weights.
+        """Save weights and publish them as a model.
 
         Args:
-            write: Writes them into a folder.
-            facts: What is to be known of them besides.
+            write: Writes the adapter into a folder.
+            metadata: Fields of their document: the base, the adapter's settings, the client's.
+            ttl: Seconds until they expire; None: never.
 
         Raises:
-            RequestError: The path is taken.
+            RequestError: The path exists, and `overwrite` is False.
         """
-        before = self.find(path, owner)
-        if before is not None and not overwrite:
-            raise RequestError(f"there are weights {path} already.", fix="Take another name.")
+        previous = self.find(path, owner)
+        if previous is not None and not overwrite:
+            raise RequestError(f"the weights {path} exist already.", fix="Use another name.")
         folder, now = self._folder / new_id("weights-"), time.time()
         try:
             write(folder)
@@ -66,7 +67,7 @@ class Weights:
             raise
         model_id, use, name = path.removeprefix("tinker://").split("/")
         body = {
-            **facts,
+            **metadata,
             "path": path,
             "model_id": model_id,
             "use": use,
@@ -80,13 +81,13 @@ class Weights:
         with self._store.transaction():
             self._store.put(KIND, path, body, owner=owner, parent=model_id)
             self._models.publish(path, folder, owner, expires=body["expires"])
-        if before is not None:
-            shutil.rmtree(self._folder / before["folder"], ignore_errors=True)
+        if previous is not None:
+            shutil.rmtree(self._folder / previous["folder"], ignore_errors=True)
         if is_unnamed:
             self.drop_unnamed(owner, model_id, keep=MAX_UNNAMED)
 
     def find(self, path: str, owner: str) -> dict[str, Any] | None:
-        """Return what is known of weights; None: there are none, or they are another owner's."""
+        """Return a document; None: the weights do not exist, or have another owner."""
         saved = self._store.get(KIND, path, owner)
         if saved is not None and saved["expires"] is not None and saved["expires"] < time.time():
             self._remove(saved)
@@ -94,37 +95,37 @@ class Weights:
         return saved
 
     def get(self, path: str, owner: str, *, with_optimizer: bool = False) -> dict[str, Any]:
-        """Return what is known of weights.
+        """Return the document of weights.
 
         Raises:
-            RequestError: The path is none, or there are no such weights, or none with an optimizer.
+            RequestError: The path is invalid, or the weights do not exist, or have no optimizer
+                state.
         """
         if PATH.fullmatch(path) is None:
             raise RequestError(
-                f"{path[:80]!r} is no path of weights.", fix="Give tinker://MODEL/weights/NAME."
+                f"{path[:80]!r} is not a path of weights.", fix="Use tinker://MODEL/weights/NAME."
             )
         saved = self.find(path, owner)
         if saved is None:
             raise RequestError(f"there are no weights {path}.", status=404)
         if with_optimizer and saved["use"] != "weights":
             raise RequestError(
-                f"there is no optimizer with {path}.",
+                f"{path} has no optimizer state.",
                 found="Weights for samplers are saved without an optimizer.",
-                fix="Load what save_state(NAME) saved, or these without an optimizer.",
+                fix="Load weights of save_state(NAME), or load these without the optimizer.",
             )
         return saved
 
     def folder(self, saved: dict[str, Any]) -> Path:
-        """Return the folder of weights."""
         return self._folder / saved["folder"]
 
     def all(self, owner: str, model_id: str | None = None) -> list[dict[str, Any]]:
-        """Return what is known of all weights of an owner, or of a model; the oldest first."""
-        saved = sorted(self._store.all(KIND, owner, model_id), key=lambda one: one["time"])
-        return [one for one in saved if self.find(one["path"], owner) is not None]
+        """Return the documents of all weights of an owner, or of a model, oldest first."""
+        documents = sorted(self._store.all(KIND, owner, model_id), key=lambda saved: saved["time"])
+        return [saved for saved in documents if self.find(saved["path"], owner) is not None]
 
     def delete(self, path: str, owner: str) -> None:
-        """Remove weights.
+        """Delete weights.
 
         Raises:
             RequestError: As `get`.
@@ -132,36 +133,36 @@ class Weights:
         self._remove(self.get(path, owner))
 
     def drop_unnamed(self, owner: str, model_id: str, *, keep: int = 0) -> None:
-        """Remove the weights of a model that have no name, but for the newest ones."""
-        unnamed = [one for one in self.all(owner, model_id) if one["is_unnamed"]]
-        for one in unnamed[: max(len(unnamed) - keep, 0)]:
-            self._remove(one)
+        """Delete the unnamed weights of a model, except the newest `keep`."""
+        unnamed = [saved for saved in self.all(owner, model_id) if saved["is_unnamed"]]
+        for saved in unnamed[: max(len(unnamed) - keep, 0)]:
+            self._remove(saved)
 
-    def _remove(self, one: dict[str, Any]) -> None:
+    def _remove(self, saved: dict[str, Any]) -> None:
         with self._store.transaction():
-            self._store.delete(KIND, one["path"])
-            self._models.withdraw(one["path"])
-        shutil.rmtree(self._folder / one["folder"], ignore_errors=True)
+            self._store.delete(KIND, saved["path"])
+            self._models.withdraw(saved["path"])
+        shutil.rmtree(self._folder / saved["folder"], ignore_errors=True)
 
 
-def described(one: dict[str, Any]) -> dict[str, Any]:
-    """Return weights as clients list them."""
+def described(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return weights as an entry of Tinker's checkpoint lists."""
     return {
-        "checkpoint_id": f"{one['use']}/{one['name']}",
-        "checkpoint_type": TYPES[one["use"]],
-        "time": iso(one["time"]),
-        "tinker_path": one["path"],
-        "size_bytes": one["size"],
-        "user_metadata": texts(one["metadata"]),
-        "expires_at": None if one["expires"] is None else iso(one["expires"]),
+        "checkpoint_id": f"{saved['use']}/{saved['name']}",
+        "checkpoint_type": TYPES[saved["use"]],
+        "time": iso(saved["time"]),
+        "tinker_path": saved["path"],
+        "size_bytes": saved["size"],
+        "user_metadata": texts(saved["metadata"]),
+        "expires_at": None if saved["expires"] is None else iso(saved["expires"]),
     }
 
 
 def iso(seconds: float) -> str:
-    """Return a time as clients read it."""
+    """Return a time in ISO 8601, UTC."""
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
 
 
 def texts(metadata: dict[str, Any]) -> dict[str, str]:
-    """Return metadata as clients read it."""
+    """Return metadata with all values as texts."""
     return {str(key): str(value) for key, value in metadata.items()}

@@ -1,7 +1,8 @@
-"""What clients ask of a job, field by field. Source: OpenAI's API reference, fine-tuning."""
+"""Request bodies of fine-tuning jobs. Source: OpenAI's API reference, fine-tuning."""
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Annotated, Any, Literal
 
@@ -19,14 +20,14 @@ class _Strict(BaseModel):
 
 
 class Hyperparameters(_Strict):
-    """Of supervised jobs; "auto" and null: as the rows suggest."""
+    """Hyperparameters of supervised jobs; "auto" and null: defaults by number of rows."""
 
     n_epochs: Auto | Annotated[int, Field(ge=1, le=50)] | None = None
     batch_size: Auto | Annotated[int, Field(ge=1, le=256)] | None = None
     learning_rate_multiplier: Auto | Annotated[float, Field(gt=0, le=1e4)] | None = None
 
     def set(self) -> dict[str, Any]:
-        """Return those that are numbers."""
+        """Return the hyperparameters that the client set."""
         return {name: value for name, value in self if value not in (None, "auto")}
 
 
@@ -38,7 +39,7 @@ class _OfReinforcement(Hyperparameters):
     compute_multiplier: Auto | Annotated[float, Field(ge=0.25, le=10)] | None = None
     eval_interval: Auto | Count | None = None
     eval_samples: Auto | Annotated[int, Field(ge=1, le=1)] | None = None
-    """Evaluations answer each row once, greedily."""
+    """An evaluation generates one greedy completion for each row."""
     reasoning_effort: Literal["default"] | None = None
 
 
@@ -65,18 +66,18 @@ class _Method(_Strict):
     reinforcement: _Reinforcement | None = None
 
     @model_validator(mode="after")
-    def _has_its_own_section(self) -> _Method:
-        given = self.model_fields_set - {"type"}
-        if others := sorted(name for name in given - {self.type} if getattr(self, name)):
-            raise ValueError(f"the type is {self.type}, and there is a section {others[0]}")
+    def _has_only_its_section(self) -> _Method:
+        names = self.model_fields_set - {"type", self.type}
+        if others := sorted(name for name in names if getattr(self, name)):
+            raise ValueError(f"the type is {self.type}, but the section {others[0]} is set")
         if self.type == "reinforcement" and self.reinforcement is None:
-            raise ValueError("reinforcement needs a grader")
+            raise ValueError("reinforcement requires a grader")
         return self
 
 
 class _Wandb(_Strict):
     project: Literal["peftkit"]
-    """Where the runs of this server are logged."""
+    """The wandb project of the server's runs."""
 
 
 class _Integration(_Strict):
@@ -85,23 +86,23 @@ class _Integration(_Strict):
 
 
 class JobBody(_Strict):
-    """A job to create."""
+    """The body that creates a job."""
 
     model: Text
     training_file: Text
     validation_file: Text | None = None
     method: _Method | None = None
     hyperparameters: Hyperparameters | None = None
-    """As clients sent them before there were methods."""
+    """Deprecated by OpenAI in favor of `method`."""
     suffix: Annotated[str, Field(max_length=64)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     metadata: Annotated[dict[_Key, _Value], Field(max_length=16)] | None = None
     integrations: Annotated[list[_Integration], Field(max_length=4)] | None = None
 
     @model_validator(mode="after")
-    def _has_them_in_one_place(self) -> JobBody:
+    def _has_one_set_of_hyperparameters(self) -> JobBody:
         if self.hyperparameters and self.method:
-            raise ValueError("hyperparameters stand in the method, or without one beside it")
+            raise ValueError("hyperparameters belong to the method if there is one")
         return self
 
     @property
@@ -110,26 +111,35 @@ class JobBody(_Strict):
         return self.method.type if self.method else "supervised"
 
     @property
-    def given(self) -> Hyperparameters:
-        """The hyperparameters, wherever they are."""
+    def all_hyperparameters(self) -> Hyperparameters:
+        """The hyperparameters, from the method or the deprecated field."""
         section = getattr(self.method, self.kind) if self.method else None
         return (section and section.hyperparameters) or self.hyperparameters or Hyperparameters()
 
     @property
     def grader(self) -> dict[str, Any] | None:
-        """The grader as the client wrote it; None: the method has none."""
+        """The client's grader; None: the method has none."""
         section = self.method.reinforcement if self.method else None
         return section.grader if section else None
 
+    def model_name(self, id: str) -> str:
+        """Return the public name of the model that the job with an id trains."""
+        base = self.model.split(":")[1] if self.model.startswith("ft:") else self.model
+        base = base.rstrip("/").rpartition("/")[2] or "base"
+        base, suffix = (re.sub(r"[^\w.-]", "-", text) for text in (base, self.suffix or ""))
+        return f"ft:{base}:local:{suffix}:{id[-8:]}"
+
     def as_job(self, id: str, seed: int) -> dict[str, Any]:
-        """Return the job as clients see it at first.
+        """Return the new job as clients receive it.
 
         Args:
-            seed: Where none was asked for.
+            seed: Used if the client set none.
         """
-        given = self.given.model_dump(exclude={"reasoning_effort"})
-        usual = {name: "auto" if value is None else value for name, value in given.items()}
-        section = {"hyperparameters": usual, **({"grader": self.grader} if self.grader else {})}
+        values = self.all_hyperparameters.model_dump(exclude={"reasoning_effort"})
+        hyperparameters = {name: "auto" if v is None else v for name, v in values.items()}
+        section: dict[str, Any] = {"hyperparameters": hyperparameters}
+        if self.grader:
+            section["grader"] = self.grader
         return {
             "object": "fine_tuning.job",
             "id": id,
@@ -142,25 +152,25 @@ class JobBody(_Strict):
             "status": "validating_files",
             "validation_file": self.validation_file,
             "training_file": self.training_file,
-            "hyperparameters": usual,
+            "hyperparameters": hyperparameters,
             "trained_tokens": None,
             "error": None,
             "seed": seed if self.seed is None else self.seed,
             "estimated_finish": None,
-            "integrations": [one.model_dump() for one in self.integrations or ()],
+            "integrations": [each.model_dump() for each in self.integrations or ()],
             "metadata": self.metadata,
             "method": {"type": self.kind, self.kind: section},
         }
 
 
 class GraderBody(_Strict):
-    """A grader to look at."""
+    """A grader to validate."""
 
     grader: dict[str, Any]
 
 
 class GraderRun(GraderBody):
-    """A grader to try on an answer."""
+    """A grader to run on one answer."""
 
     model_sample: str
     item: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What the store has of a job: its document, its events, its checkpoints."""
+"""Documents of fine-tuning jobs in the store: jobs, their events, their checkpoints."""
 
 from __future__ import annotations
 
@@ -10,16 +10,30 @@ from typing import Any, Literal
 from peftkit.serve.store import Store, new_id
 
 JOB, CHECKPOINT = "job", "checkpoint"
-"""Kinds of documents. A job's has `told`, what clients see; `asked`, its request; `name`, that of
-the model that it makes; and `base`, the one that it was made over."""
+"""Kinds of documents. Fields: `response`, the object that clients receive; of a job further
+`request`, its body; `name`, the name of its model; and `base`, the base it trains over."""
 ENDED = ("succeeded", "failed", "cancelled")
 
 Level = Literal["info", "warn", "error"]
 
 
+def rename_old_fields(store: Store) -> None:
+    """Rename the fields `told` and `asked` of documents by older servers."""
+    with store.transaction():
+        for kind in (JOB, CHECKPOINT):
+            for body in store.all(kind):
+                if "told" in body:
+                    response = body["response"] = body.pop("told")
+                    if kind == JOB:
+                        body["request"] = body.pop("asked")
+                    owner = store.owner(kind, response["id"])
+                    parent = response.get("fine_tuning_job_id", "")
+                    store.put(kind, response["id"], body, owner=owner, parent=parent)
+
+
 @contextmanager
 def changing(store: Store, id: str) -> Iterator[dict[str, Any]]:
-    """Yield a job's document, which is written when the context ends, with all else in it."""
+    """Yield a job's document and write it at the end; the context is one transaction."""
     with store.transaction():
         job = store.get(JOB, id)
         assert job is not None
@@ -27,10 +41,10 @@ def changing(store: Store, id: str) -> Iterator[dict[str, Any]]:
         store.put(JOB, id, job, owner=store.owner(JOB, id))
 
 
-def tell(
+def add_event(
     store: Store, id: str, text: str, level: Level = "info", data: Mapping[str, Any] | None = None
 ) -> None:
-    """Add an event to a job's, in one line."""
+    """Append an event to a job's journal; its message is one line."""
     event = {
         "object": "fine_tuning.job.event",
         "id": new_id("ftevent-"),
@@ -43,7 +57,7 @@ def tell(
     store.append(id, event)
 
 
-def tell_once(store: Store, id: str, text: str) -> None:
-    """Warn of what a run says each time that it goes on."""
+def add_warning_once(store: Store, id: str, text: str) -> None:
+    """Add a warning unless the job has it already; a resumed run repeats its notices."""
     if " ".join(text.split()) not in (event["message"] for event in store.entries(id)):
-        tell(store, id, text, "warn")
+        add_event(store, id, text, "warn")

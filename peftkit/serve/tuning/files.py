@@ -1,4 +1,4 @@
-"""Files of clients: rows to train on, and the results of jobs."""
+"""Clients' files: uploaded rows, and the results of jobs."""
 
 from __future__ import annotations
 
@@ -22,34 +22,33 @@ from peftkit.serve.tuning.pages import Page
 
 KIND, PURPOSE, RESULTS = "file", "fine-tune", "fine-tune-results"
 MAX_UPLOAD = 512 << 20
-"""Bytes of an uploaded file."""
+"""Most bytes of an uploaded file."""
 MAX_FILES = 1000
-"""Files of one owner."""
+"""Most files of one owner."""
 
 
 class Files:
-    """The files of a server, in a folder under names that it gives them itself."""
+    """The files of a server, in a folder; a file's name is its id."""
 
     def __init__(self, training: Training) -> None:
         self._store, self.folder = training.store, training.folder.resolve() / "files"
         self.folder.mkdir(exist_ok=True)
 
     def tidy(self) -> None:
-        """Remove what uploads left that a killed server did not finish."""
-        known = {one["id"] for one in self._store.all(KIND)}
+        """Remove incomplete uploads of a killed server."""
+        ids = {file["id"] for file in self._store.all(KIND)}
         for path in self.folder.iterdir():
-            if path.stem not in known:
+            if path.stem not in ids:
                 path.unlink()
 
     def path(self, id: str) -> Path:
-        """Return where a file's bytes are."""
         return self.folder / f"{id}.jsonl"
 
     def get(self, id: str, owner: str, param: str | None = None) -> dict[str, Any]:
-        """Return what clients see of a file.
+        """Return a file's document, as clients receive it.
 
         Raises:
-            RequestError: There is none, or it is another owner's.
+            RequestError: The file does not exist, or has another owner.
         """
         file = self._store.get(KIND, id, owner)
         if file is None:
@@ -78,14 +77,14 @@ class Files:
         self._store.put(KIND, id, body, owner=owner)
         return body
 
-    # What clients ask for.
+    # HTTP handlers.
 
     async def upload(self, request: Request) -> Response:
         owner = request.state.owner
         if len(await asyncio.to_thread(self._store.all, KIND, owner)) >= MAX_FILES:
-            raise RequestError(f"there are {MAX_FILES} files already.", fix="Delete some.")
+            raise RequestError(f"there are {MAX_FILES} files already.", fix="Delete a file first.")
         id = new_id("file-")
-        with _full_disk_told(), ExitStack() as stack:
+        with _report_full_disk(), ExitStack() as stack:
             file = stack.enter_context(replacing(self.path(id), MAX_UPLOAD))
             try:
                 form = Form(request.headers.get("content-type", ""), file, MAX_UPLOAD)
@@ -93,22 +92,22 @@ class Files:
                     form.feed(chunk)
                 form.close()
             except ClientDisconnect:
-                raise RequestError("the upload was cut short.") from None
+                raise RequestError("the client disconnected during the upload.") from None
             except FormError as error:
                 status = 413 if error.is_too_long else 400
                 raise RequestError(
                     error.problem, found=error.found, status=status, param=error.part
                 ) from None
             _check_fields(form.fields)
-            await asyncio.to_thread(stack.close)  # it waits for the disk
-        facts = form.num_bytes, form.filename or "", PURPOSE, owner
-        return JSONResponse(await asyncio.to_thread(self._put, id, *facts))
+            await asyncio.to_thread(stack.close)  # syncs the file to the disk
+        file_fields = form.num_bytes, form.filename or "", PURPOSE, owner
+        return JSONResponse(await asyncio.to_thread(self._put, id, *file_fields))
 
     def listed(self, request: Request) -> Response:
-        page = Page.of(request, most=10_000, usual=10_000)
+        page = Page.of(request, max_limit=10_000, default=10_000)
         purpose = request.query_params.get("purpose")
         files = self._store.all(KIND, request.state.owner)
-        files = [one for one in files if purpose in (None, one["purpose"])]
+        files = [file for file in files if purpose in (None, file["purpose"])]
         if request.query_params.get("order", "desc") != "asc":
             files.reverse()
         return page.response(files)
@@ -122,10 +121,10 @@ class Files:
 
     def delete(self, request: Request) -> Response:
         id = self.get(request.path_params["id"], request.state.owner)["id"]
-        for job in self._store.all(JOB, request.state.owner):
-            told = job["told"]
-            if id in (told["training_file"], told["validation_file"]) and not told["finished_at"]:
-                text = f"the file is in use by the job {told['id']}."
+        for document in self._store.all(JOB, request.state.owner):
+            job = document["response"]
+            if id in (job["training_file"], job["validation_file"]) and not job["finished_at"]:
+                text = f"the file is in use by the job {job['id']}."
                 raise RequestError(text, fix="Cancel the job first.", code="file_in_use")
         self._store.delete(KIND, id)
         self.path(id).unlink(missing_ok=True)
@@ -133,8 +132,8 @@ class Files:
 
 
 @contextmanager
-def _full_disk_told() -> Iterator[None]:
-    """Tell a client of a full disk, and not where it is."""
+def _report_full_disk() -> Iterator[None]:
+    """Report a full disk to the client, without the server's paths."""
     try:
         yield
     except Exception as problem:
@@ -145,11 +144,12 @@ def _full_disk_told() -> Iterator[None]:
 
 
 def _check_fields(fields: dict[str, str]) -> None:
-    """Refuse purposes and fields that this server has not."""
+    """Refuse unsupported purposes and fields."""
     purpose = fields.pop("purpose", "")
     if purpose != PURPOSE:
-        text, fix = f"the purpose '{purpose[:40]}' is not known here.", f"Upload with {PURPOSE}."
-        raise RequestError(text, fix=fix, param="purpose")
+        text = f"the purpose '{purpose[:40]}' is not supported."
+        raise RequestError(text, fix=f"Use the purpose {PURPOSE}.", param="purpose")
     for name in fields:
-        text, fix = "the field is not known here.", "Files stay until they are deleted."
-        raise RequestError(text, fix=fix, param=name[:80])
+        raise RequestError(
+            "the field is not supported.", fix="Files do not expire.", param=name[:80]
+        )

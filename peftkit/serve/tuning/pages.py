@@ -1,4 +1,4 @@
-"""Lists as clients get them, page by page, and requests as they come."""
+"""Pagination of lists, and request bodies in JSON."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Page(NamedTuple):
-    """Which part of a list a client asks for.
+    """The requested page of a list.
 
     Attributes:
-        after: Id of the last one that it has.
+        after: Id of the last item of the previous page.
     """
 
     limit: int
     after: str | None
 
     @classmethod
-    def of(cls, request: Request, *, most: int = 100, usual: int = 20) -> Page:
+    def of(cls, request: Request, *, max_limit: int = 100, default: int = 20) -> Page:
         """Return the page of a request.
 
         Raises:
-            RequestError: The limit is none.
+            RequestError: The limit is not a number from 1 to `max_limit`.
         """
-        given = request.query_params.get("limit", str(usual))
-        is_short = given.isascii() and given.isdigit() and len(given) < 10
-        if not (is_short and 1 <= int(given) <= most):
-            raise RequestError(f"limit is a number from 1 to {most:,}.", param="limit")
-        return cls(int(given), request.query_params.get("after"))
+        limit = request.query_params.get("limit", str(default))
+        is_number = limit.isascii() and limit.isdigit() and len(limit) < 10
+        if not (is_number and 1 <= int(limit) <= max_limit):
+            raise RequestError(f"limit must be a number from 1 to {max_limit:,}.", param="limit")
+        return cls(int(limit), request.query_params.get("after"))
 
     def response(self, items: Sequence[dict[str, Any]]) -> Response:
-        """Return a page of documents with ids, in their order.
+        """Return the page of a list of documents, in the list's order.
 
         Raises:
-            RequestError: There is no document to begin after.
+            RequestError: `after` is not in the list.
         """
-        ids = [one["id"] for one in items]
+        ids = [item["id"] for item in items]
         if self.after is not None and self.after not in ids:
             raise RequestError(f"there is no '{self.after[:80]}' in this list.", param="after")
         start = 0 if self.after is None else ids.index(self.after) + 1
-        shown = items[start : start + self.limit]
-        ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
-        more = start + self.limit < len(items)
-        return JSONResponse({"object": "list", "data": shown, "has_more": more, **ends})
+        data = items[start : start + self.limit]
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+        has_more = start + self.limit < len(items)
+        return JSONResponse({"object": "list", "data": data, "has_more": has_more, **ends})
 
 
 async def body_of(request: Request, kind: type[M]) -> M:
-    """Return the fields of a request.
+    """Return the validated body of a request.
 
     Raises:
-        RequestError: They are too long, or as `read_body`.
+        RequestError: The body is too long, or as `read_body`.
     """
     try:
         data = await bounded_body(request, MAX_BODY)
     except ClientDisconnect:
-        raise RequestError("the request was cut short.") from None
+        raise RequestError("the client disconnected before the end of its request.") from None
     return await asyncio.to_thread(read_body, data, kind)

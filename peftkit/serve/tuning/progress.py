@@ -1,4 +1,4 @@
-"""A run as the events and checkpoints of its job, and its figures as a table."""
+"""Progress of a job's run: its events, its checkpoints, and its metrics as CSV."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ from peftkit.formats.folders import CONFIG, NOTES, TENSORS
 from peftkit.report.history import History, read_history
 from peftkit.serve.store import new_id
 from peftkit.serve.training import Training
-from peftkit.serve.tuning.documents import CHECKPOINT, JOB, changing, tell, tell_once
+from peftkit.serve.tuning.documents import CHECKPOINT, JOB, add_event, add_warning_once, changing
 from peftkit.serve.tuning.rows import public
 
-KEPT = 3
-"""Checkpoints of a job that can be chatted with: the newest, at ends of epochs."""
-SHOWN_STEPS = 10
-"""Steps of a run that the terminal shows, about."""
+MAX_CHECKPOINTS = 3
+"""Most checkpoints of a job that are served as models: the newest ones, at ends of epochs."""
+PRINTED_STEPS = 10
+"""Approximate number of steps of a run that the server prints."""
 TURNS = (StepDone, EvalDone, Saved, RolledOut, Progress)
-"""Events at which nothing is under way: others have their turn."""
+"""Events between two steps: the worker may serve other requests here."""
 
 
 class JobProgress:
-    """Tells of a job's run, lets others have their turn, and stops it where a client wants that.
+    """Listener of a job's run: it records events and stops the run if a client requests that.
 
     Args:
-        folder: Of the run.
-        give_way: Lets others have their turn.
+        folder: Folder of the run.
+        yield_model: Serves waiting requests, then returns.
     """
 
     def __init__(
-        self, training: Training, id: str, folder: Path, give_way: Callable[[], None]
+        self, training: Training, id: str, folder: Path, yield_model: Callable[[], None]
     ) -> None:
         self._training, self._store, self._id = training, training.store, id
-        self._folder, self._give_way = folder, give_way
+        self._folder, self._yield_model = folder, yield_model
         job = training.store.get(JOB, id)
         assert job is not None
         self._name, self._owner = job["name"], training.store.owner(JOB, id)
-        self._epochs: int = job["told"]["hyperparameters"]["n_epochs"]
-        self._evaluates = job["told"]["validation_file"] is not None
+        self._epochs: int = job["response"]["hyperparameters"]["n_epochs"]
+        self._evaluates = job["response"]["validation_file"] is not None
         self._step: StepDone | None = None
         self._num_steps = 1
 
     def on_event(self, event: Event) -> None:
-        """Hear an event of the run."""
+        """Handle an event of the run."""
         if isinstance(event, StepDone):
             self.flush()
             self._step = event
-            if not self._evaluates:  # else the validation loss of the step may come next
+            if not self._evaluates:  # with evaluation, the validation loss may follow
                 self.flush()
             job = self._store.get(JOB, self._id)
-            if job is None or job["told"]["status"] != "running":
+            if job is None or job["response"]["status"] != "running":
                 stop_here()
         elif isinstance(event, EvalDone):
             self.flush(event.metrics)
@@ -74,56 +74,59 @@ class JobProgress:
             self._start(event)
         elif isinstance(event, Saved) and event.kind == "checkpoint":
             self.flush()
-            self._keep(int(event.path.name.rpartition("-")[2]))
+            self._publish_checkpoint(int(event.path.name.rpartition("-")[2]))
         elif isinstance(event, Notice):
-            tell_once(self._store, self._id, public(event.text, self._training.folder.resolve()))
+            add_warning_once(
+                self._store, self._id, public(event.text, self._training.folder.resolve())
+            )
         elif isinstance(event, Table) and event.source:
-            self._count(event)
+            self._warn_of_rows(event)
         if isinstance(event, TURNS):
-            self._give_way()
+            self._yield_model()
 
     def flush(self, valid: Mapping[str, float] | None = None) -> None:
-        """Tell of the last step, with the figures of an evaluation after it."""
+        """Record the last step, with the metrics of an evaluation after it."""
         step, self._step = self._step, None
         if step is None:
             return
-        figures = {f"train_{name}": value for name, value in step.figures.items()}
-        figures |= {f"valid_{name}": value for name, value in (valid or {}).items()}
-        figures = {"train_loss": step.loss, **figures}
-        data = {name: float(value) for name, value in figures.items() if math.isfinite(value)}
-        words = f"Step {step.step}/{step.num_steps}: training loss={step.loss:.2f}"
-        shown = {"validation loss": "valid_loss", "reward": "train_reward"}
-        words += "".join(f", {k}={data[name]:.2f}" for k, name in shown.items() if name in data)
-        facts = {"step": step.step, "total_steps": step.num_steps, **data}
+        metrics = {f"train_{name}": value for name, value in step.figures.items()}
+        metrics |= {f"valid_{name}": value for name, value in (valid or {}).items()}
+        metrics = {"train_loss": step.loss, **metrics}
+        data = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        text = f"Step {step.step}/{step.num_steps}: training loss={step.loss:.2f}"
+        labels = {"validation loss": "valid_loss", "reward": "train_reward"}
+        text += "".join(f", {k}={data[name]:.2f}" for k, name in labels.items() if name in data)
+        data = {"step": step.step, "total_steps": step.num_steps, **data}
         with changing(self._store, self._id) as job:
-            tell(self._store, self._id, words, data=facts)
-            if job["told"]["status"] == "running":
-                job["told"]["estimated_finish"] = int(time.time() + step.seconds_left)
-        if step.step % math.ceil(step.num_steps / SHOWN_STEPS) == 0:
-            self._training.say(f"{self._id}: {words}")
+            add_event(self._store, self._id, text, data=data)
+            if job["response"]["status"] == "running":
+                job["response"]["estimated_finish"] = int(time.time() + step.seconds_left)
+        if step.step % math.ceil(step.num_steps / PRINTED_STEPS) == 0:
+            self._training.log(f"{self._id}: {text}")
 
     def _start(self, event: RunStarted) -> None:
         self._num_steps, start = event.num_steps, event.start_step
-        words = f"goes on after step {start}" if start else "started"
-        tell(self._store, self._id, f"Fine-tuning job {words}")
-        self._training.say(f"{self._id}: {words}, {event.num_steps} steps, {event.device}")
+        text = f"resumed after step {start}" if start else "started"
+        add_event(self._store, self._id, f"Fine-tuning job {text}")
+        self._training.log(f"{self._id}: {text}, {event.num_steps} steps, {event.device}")
         if start:
-            self._keep(start)  # the last server may have ended before it did
+            self._publish_checkpoint(start)  # a killed server may not have published it
 
-    def _count(self, table: Table) -> None:
-        """Warn of rows that are not learnt from as they are."""
+    def _warn_of_rows(self, table: Table) -> None:
+        """Warn of truncated and dropped rows."""
         cut, dropped = (table.counts.get(name, 0) for name in ("num_cut", "num_dropped"))
         if cut or dropped:
-            text = f"{cut} rows of {Path(table.source).stem} are longer than the model reads and "
-            tell_once(self._store, self._id, f"{text}were cut; {dropped} have nothing to learn.")
+            text = (
+                f"{cut} rows of {Path(table.source).stem} exceed the model's context and were "
+                f"truncated; {dropped} rows without target tokens were dropped."
+            )
+            add_warning_once(self._store, self._id, text)
 
-    # Checkpoints.
-
-    def _keep(self, step: int) -> None:
-        """Make a checkpoint of the run a model, where it is the first after an epoch's end."""
+    def _publish_checkpoint(self, step: int) -> None:
+        """Publish a checkpoint of the run as a model, if it is the first after an epoch's end."""
         epoch = step * self._epochs // self._num_steps
-        known = self._store.all(CHECKPOINT, parent=self._id)
-        if not 0 < epoch < self._epochs or any(one["epoch"] >= epoch for one in known):
+        published = self._store.all(CHECKPOINT, parent=self._id)
+        if not 0 < epoch < self._epochs or any(each["epoch"] >= epoch for each in published):
             return
         folder = self._folder / "kept" / f"step-{step}"
         folder.parent.mkdir(exist_ok=True)
@@ -132,13 +135,13 @@ class JobProgress:
                 shutil.copyfile(self._folder / "checkpoints" / f"step-{step}" / name, new / name)
         with self._store.transaction():
             self.publish(f"{self._name}:ckpt-step-{step}", folder, step, read_history(self._folder))
-        self.forget_old()
+        self.delete_old_checkpoints()
 
     def publish(self, model: str, folder: Path, step: int, history: History) -> None:
-        """Publish an adapter that a step has made, as a checkpoint of the job."""
+        """Publish the adapter of a step as a model and a checkpoint of the job."""
         id, valid = new_id("ftckpt_"), history.curves["eval/loss"].get(step)
         losses = {"train_loss": history.curves["loss"].get(step), "valid_loss": valid}
-        told = {
+        response = {
             "object": "fine_tuning.job.checkpoint",
             "id": id,
             "created_at": int(time.time()),
@@ -147,23 +150,23 @@ class JobProgress:
             "step_number": step,
             "metrics": {"step": step, **losses, "full_valid_loss": valid},
         }
-        body = {"told": told, "epoch": step * self._epochs // self._num_steps}
+        body = {"response": response, "epoch": step * self._epochs // self._num_steps}
         self._training.models.publish(model, folder, self._owner)
         self._store.put(CHECKPOINT, id, body, owner=self._owner, parent=self._id)
-        tell(self._store, self._id, f"Checkpoint created at step {step}")
+        add_event(self._store, self._id, f"Checkpoint created at step {step}")
 
-    def forget_old(self) -> None:
-        """Delete checkpoints but the newest."""
-        for old in self._store.all(CHECKPOINT, parent=self._id)[:-KEPT]:
-            told = old["told"]
+    def delete_old_checkpoints(self) -> None:
+        """Delete all checkpoints but the newest `MAX_CHECKPOINTS`."""
+        for body in self._store.all(CHECKPOINT, parent=self._id)[:-MAX_CHECKPOINTS]:
+            old = body["response"]
             with self._store.transaction():
-                self._training.models.withdraw(told["fine_tuned_model_checkpoint"])
-                self._store.delete(CHECKPOINT, told["id"])
-            shutil.rmtree(self._folder / "kept" / f"step-{told['step_number']}", ignore_errors=True)
+                self._training.models.withdraw(old["fine_tuned_model_checkpoint"])
+                self._store.delete(CHECKPOINT, old["id"])
+            shutil.rmtree(self._folder / "kept" / f"step-{old['step_number']}", ignore_errors=True)
 
 
 def results(history: History) -> bytes:
-    """Return a run's figures as CSV, in base64, as clients expect it."""
+    """Return a run's metrics as CSV, in base64 as OpenAI's clients expect it."""
     names = ("loss", "train/accuracy", "eval/loss", "eval/accuracy")
     columns = [history.curves[name] for name in names]
     lines = ["step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy"]

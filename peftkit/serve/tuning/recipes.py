@@ -1,4 +1,4 @@
-"""A job as a recipe: what `peftkit train` would run to the same end."""
+"""The recipe of a job, with which `peftkit train` gives the same result."""
 
 from __future__ import annotations
 
@@ -20,62 +20,65 @@ from peftkit.serve.tuning.bodies import JobBody
 from peftkit.tasks.rewards.graders import AnyGrader, Grader
 
 REWARDS_RATE = 1e-5
-"""Learning rate of the ready-made recipe `grpo`."""
+"""Learning rate of the built-in recipe `grpo`."""
 PROMPTS, ANSWERS, ANSWER_TOKENS = 8, 8, 256
-"""Prompts of a step, answers to each, and the most tokens of an answer, of the recipe `grpo`."""
+"""Prompts per step, completions per prompt and their maximum tokens in the recipe `grpo`."""
 SAVE_STEPS = 100
-"""Steps between checkpoints, at most."""
+"""Most steps between checkpoints."""
 
 
 class GraderBox(Config):
-    """A grader by itself, to check it."""
+    """A config with a grader only, to validate it."""
 
     grader: AnyGrader
 
 
-def grader_of(told: Mapping[str, Any], training: Training, folder: Path) -> Grader:
-    """Return a client's grader as recipes have it.
+def grader_of(fields: Mapping[str, Any], training: Training, folder: Path) -> Grader:
+    """Return a client's grader in the format of recipes.
 
     Args:
-        folder: Gets the sources of its functions, where the operator lets them run.
+        folder: Where the sources of python graders are written, if the server allows them.
 
     Raises:
-        RequestError: It is none, asks another model than the base, or would run code.
+        RequestError: The grader is invalid, names a model other than the base, or has code that
+            the server does not allow.
     """
+    settings = {"grader": _grader_settings(fields, training, folder)}
     try:
-        return from_dict(GraderBox, {"grader": _own(told, training, folder)}, "the grader").grader
+        return from_dict(GraderBox, settings, "the grader").grader
     except ConfigError as error:
         raise RequestError(
             error.problem, found=error.found, fix=error.fix, param="grader"
         ) from None
 
 
-def _own(told: Mapping[str, Any], training: Training, folder: Path) -> dict[str, Any]:
-    own = {name: value for name, value in told.items() if value is not None}
-    kind, parts, settings = own.get("type"), own.get("graders"), own.get("sampling_params")
-    if kind == "multi" and isinstance(parts, Mapping):
-        parts = [*parts.items()]
-        own["graders"] = {
-            name: _own(part, training, folder / str(number)) if isinstance(part, Mapping) else part
-            for number, (name, part) in enumerate(parts)
+def _grader_settings(fields: Mapping[str, Any], training: Training, folder: Path) -> dict[str, Any]:
+    settings = {name: value for name, value in fields.items() if value is not None}
+    kind, graders = settings.get("type"), settings.get("graders")
+    if kind == "multi" and isinstance(graders, Mapping):
+        settings["graders"] = {
+            name: _grader_settings(grader, training, folder / str(number))
+            if isinstance(grader, Mapping)
+            else grader
+            for number, (name, grader) in enumerate(graders.items())
         }
     if kind == "score_model":
-        if isinstance(own.get("model"), str) and training.is_base(own["model"]):
-            own["model"] = "base"
-        if isinstance(settings, Mapping):
-            own["sampling_params"] = {n: v for n, v in settings.items() if v is not None}
+        if settings.get("model") in training.models.base_names:
+            settings["model"] = "base"
+        if isinstance(sampling := settings.get("sampling_params"), Mapping):
+            settings["sampling_params"] = {n: v for n, v in sampling.items() if v is not None}
     if kind == "python":
-        own.pop("image_tag", None)
-        own["source"] = _source(own.get("source"), training, folder)
-    return own
+        settings.pop("image_tag", None)
+        settings["source"] = _write_source(settings.get("source"), training, folder)
+    return settings
 
 
-def _source(text: Any, training: Training, folder: Path) -> str:
-    """Write the source of a function to a file; return its name, as recipes have it."""
+def _write_source(text: Any, training: Training, folder: Path) -> str:
+    """Write a grader's source to a file; return the reference of recipes, FILE:grade."""
     if not training.options.allow_code:
         raise RequestError(
-            "this server runs no code of clients, such as graders of the type python.",
-            fix="Its operator may allow it: peftkit serve --run-graders.",
+            "this server does not run clients' code, such as graders of the type python.",
+            fix="The operator can allow it: peftkit serve --run-graders.",
             status=403,
             code="code_not_allowed",
             param="grader",
@@ -83,15 +86,16 @@ def _source(text: Any, training: Training, folder: Path) -> str:
     try:
         ast.parse(text)
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as problem:
-        text = f"the source of a grader is no Python: {problem}"
-        raise RequestError(text, param="grader") from None
+        raise RequestError(
+            f"the source of a grader is not valid Python: {problem}", param="grader"
+        ) from None
     folder.mkdir(parents=True, exist_ok=True)
     write_text(text, folder / "grader.py")
     return f"{folder / 'grader.py'}:grade"
 
 
 def recipe_of(
-    asked: JobBody,
+    body: JobBody,
     seed: int,
     grader: Grader | None,
     training: Training,
@@ -101,76 +105,76 @@ def recipe_of(
     start: Path | None,
     out: Path,
 ) -> tuple[Recipe, dict[str, Any]]:
-    """Return a job's recipe, and its hyperparameters as numbers.
+    """Return a job's recipe, and its hyperparameters with "auto" resolved.
 
     Args:
-        files: Rows to train on, and to evaluate on.
-        start: The adapter to go on from; None: a new one.
-        out: The folder of the run.
+        files: Training and validation rows.
+        start: Adapter to start from; None: a new adapter.
+        out: Folder of the run.
 
     Raises:
-        ConfigError: The settings do not go together.
+        ConfigError: The settings conflict.
     """
     width = getattr(training.bank.base.model.config.get_text_config(), "hidden_size", None)
-    batches = (PROMPTS,) if asked.kind == "reinforcement" else BATCHES
-    usual = defaults_for(num_rows, width=width, batches=batches)
-    numbers = _numbers(asked, usual)
-    steps = math.ceil(num_rows / numbers["batch_size"])
-    every = math.ceil(steps / math.ceil(steps / SAVE_STEPS))
-    rates = {"dpo": PREFERENCE_RATE * usual.learning_rate, "reinforcement": REWARDS_RATE}
-    rate = rates.get(asked.kind, usual.learning_rate) * numbers["learning_rate_multiplier"]
+    batches = (PROMPTS,) if body.kind == "reinforcement" else BATCHES
+    defaults = defaults_for(num_rows, width=width, batches=batches)
+    hyperparameters = _resolved(body, defaults)
+    steps = math.ceil(num_rows / hyperparameters["batch_size"])
+    save_every = math.ceil(steps / math.ceil(steps / SAVE_STEPS))
+    rates = {"dpo": PREFERENCE_RATE * defaults.learning_rate, "reinforcement": REWARDS_RATE}
+    rate = rates.get(body.kind, defaults.learning_rate)
     limit = context_length(training.bank.base.model)
     data = {"train": str(files[0]), "eval": str(files[1]) if files[1] else None}
-    method = {"type": "lora", "rank": usual.rank, "alpha": usual.alpha, "targets": "all-linear"}
+    lora = {"rank": defaults.rank, "alpha": defaults.alpha, "targets": "all-linear"}
     settings = {
-        "task": _task(asked.kind, numbers, grader, limit),
+        "task": _task(body.kind, hyperparameters, grader, limit),
         "base": training.options.base.model_dump(),
-        "method": {"start_from": str(start)} if start else method,
+        "method": {"start_from": str(start)} if start else {"type": "lora", **lora},
         "data": {
             **data,
             **({"max_length": None} if limit else {}),
-            **({"packing": False} if asked.kind == "supervised" else {}),
+            **({"packing": False} if body.kind == "supervised" else {}),
         },
         "train": {
             "output_dir": str(out),
-            "epochs": float(numbers["n_epochs"]),
-            "batch_size": numbers["batch_size"],
-            "learning_rate": rate,
-            "schedule": "constant" if asked.kind == "reinforcement" else "cosine",
+            "epochs": float(hyperparameters["n_epochs"]),
+            "batch_size": hyperparameters["batch_size"],
+            "learning_rate": rate * hyperparameters["learning_rate_multiplier"],
+            "schedule": "constant" if body.kind == "reinforcement" else "cosine",
             "seed": seed,
-            "save_every": every,
-            "eval_every": numbers.get("eval_interval", every),
-            "log_to": ["wandb"] if asked.integrations else [],
+            "save_every": save_every,
+            "eval_every": hyperparameters.get("eval_interval", save_every),
+            "log_to": ["wandb"] if body.integrations else [],
         },
     }
-    return from_dict(Recipe, settings, "the job"), numbers
+    return from_dict(Recipe, settings, "the job"), hyperparameters
 
 
-def _numbers(asked: JobBody, usual: Defaults) -> dict[str, Any]:
-    """Return the hyperparameters, "auto" as a number."""
+def _resolved(body: JobBody, defaults: Defaults) -> dict[str, Any]:
+    """Return the hyperparameters with "auto" replaced by defaults."""
     auto: dict[str, Any] = {
-        "n_epochs": usual.epochs,
-        "batch_size": usual.batch_size,
+        "n_epochs": defaults.epochs,
+        "batch_size": defaults.batch_size,
         "learning_rate_multiplier": 1.0,
     }
-    if asked.kind == "dpo":
+    if body.kind == "dpo":
         auto["beta"] = 0.1
-    if asked.kind == "reinforcement":
+    if body.kind == "reinforcement":
         auto |= {"compute_multiplier": 1.0, "eval_samples": 1, "reasoning_effort": "default"}
-    return auto | asked.given.set()
+    return auto | body.all_hyperparameters.set()
 
 
 def _task(
-    kind: str, numbers: Mapping[str, Any], grader: Grader | None, limit: int | None
+    kind: str, hyperparameters: Mapping[str, Any], grader: Grader | None, limit: int | None
 ) -> dict[str, Any]:
     if kind == "supervised":
         return {"type": "causal_lm"}
     if kind == "dpo":
-        return {"type": "preference", "loss": "dpo", "beta": float(numbers["beta"])}
+        return {"type": "preference", "loss": "dpo", "beta": float(hyperparameters["beta"])}
     assert grader is not None
     return {
         "type": "grpo",
         "rewards": [{"use": "grader", "grader": grader.model_dump(mode="json")}],
-        "answers": max(2, round(ANSWERS * numbers["compute_multiplier"])),
+        "answers": max(2, round(ANSWERS * hyperparameters["compute_multiplier"])),
         "max_new_tokens": min(ANSWER_TOKENS, (limit or 2 * ANSWER_TOKENS) // 2),
     }

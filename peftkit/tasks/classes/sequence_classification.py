@@ -39,6 +39,7 @@ from peftkit.tasks.classes.labels import (
     value_of,
     values_in,
 )
+from peftkit.tasks.config import Predicts
 from peftkit.tasks.metrics import class_metrics, multi_label_metrics, number_metrics
 from peftkit.tasks.texts import (
     Classifier,
@@ -109,6 +110,17 @@ class LabelledEncoder(TextsEncoder):
         numbers = {number_of(label, self.numbers) for label in labels}
         return tuple(float(number in numbers) for number in range(len(self.numbers)))
 
+    def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
+        values, labels = rows.values("target"), self.numbers
+        if self._problem == "regression":
+            return [("numbers", f"{values.min():g} to {values.max():g}")]
+        if self._problem == "multi_label":
+            counts = values.view(-1, len(labels)).sum(0).long()
+        else:
+            counts = values.long().bincount(minlength=len(labels))
+        pairs = zip(labels, counts.tolist(), strict=True)
+        return [("rows per label", ", ".join(f"{name} {count:,}" for name, count in pairs))]
+
 
 class SequenceClassification(Classifier, TextTask):
     """Classification of texts, or regression on them.
@@ -116,8 +128,6 @@ class SequenceClassification(Classifier, TextTask):
     Args:
         model: With a classification head; its config names the labels and the problem.
     """
-
-    row_encoder: LabelledEncoder
 
     def build(self, model: nn.Module) -> None:
         super().build(model)
@@ -131,18 +141,8 @@ class SequenceClassification(Classifier, TextTask):
             )
         self.labels = labels_of(settings)
         self.problem = _problem(settings, len(self.labels))
-        self.row_encoder = LabelledEncoder(self.texts, self.config, self.labels, self.problem)
-
-    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
-        values = rows.values("target")
-        if self.problem == "regression":
-            return [("numbers", f"{values.min():g} to {values.max():g}")]
-        if self.problem == "multi_label":
-            counts = values.view(-1, len(self.labels)).sum(0).long()
-        else:
-            counts = values.long().bincount(minlength=len(self.labels))
-        pairs = zip(self.labels, counts.tolist(), strict=True)
-        return [("rows per label", ", ".join(f"{name} {count:,}" for name, count in pairs))]
+        self.encoder = LabelledEncoder(self.texts, self.config, self.labels, self.problem)
+        self.rows.encoder = self.encoder
 
     def collate(self, rows: Sequence[LabelledRow]) -> dict[str, Tensor]:
         """Return a batch of tokens, and targets: (B,), or (B, L) for several labels a row."""
@@ -216,7 +216,7 @@ class SequenceClassification(Classifier, TextTask):
         self, model: nn.Module, records: Sequence[Record], on_event: Listener = ignore
     ) -> list[dict[str, Any]]:
         """Return the probabilities, or the value, of each row as `prediction`."""
-        pairs = (texts for texts, _ in values_in(records, self.row_encoder.texts_of))
+        pairs = (texts for texts, _ in values_in(records, self.encoder.texts_of))
         texts = [text if pair is None else (text, pair) for text, pair in pairs]
         predictions = self._by_label(self.predict(model, texts, on_event))
         return [{"prediction": prediction} for prediction in predictions]
@@ -235,6 +235,7 @@ class SequenceClassificationConfig(ClassifierConfig):
     task_type: ClassVar[str] = "SEQ_CLS"
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     task: ClassVar[Callable[..., Task]] = SequenceClassification
+    predicts: ClassVar[frozenset[Predicts]] = frozenset({"texts", "rows"})
     command: ClassVar[str] = "peftkit predict {folder} --text TEXT"
 
     type: Literal["sequence_classification"] = "sequence_classification"

@@ -84,6 +84,16 @@ class TaggedEncoder(TextsEncoder):
         }
         return TaggedRow(**joined_texts([text]), **fields, source=record.source), names
 
+    def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
+        return [
+            ("words", f"{rows.counts['words']:,}"),
+            ("words without a token", f"{rows.counts['words'] - rows.counts['tagged']:,}"),
+        ]
+
+    def check(self, rows: StoredRows) -> None:
+        if not rows.counts["tagged"]:
+            raise DataError(f"Cannot use {rows.where}.", found="No row has a word with a tag.")
+
 
 class TokenClassification(Classifier, TextTask):
     """Classification of the words of a text.
@@ -106,18 +116,7 @@ class TokenClassification(Classifier, TextTask):
             )
         super().build(model)
         self.labels = labels_of(unwrapped(model).config)
-        self.row_encoder = TaggedEncoder(self.texts, self.config, self.labels)
-
-    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
-        return [
-            ("words", f"{rows.counts['words']:,}"),
-            ("words without a token", f"{rows.counts['words'] - rows.counts['tagged']:,}"),
-        ]
-
-    def check(self, rows: StoredRows) -> None:
-        super().check(rows)
-        if not rows.counts["tagged"]:
-            raise DataError(f"Cannot use {rows.where}.", found="No row has a word with a tag.")
+        self.rows.encoder = TaggedEncoder(self.texts, self.config, self.labels)
 
     def collate(self, rows: Sequence[TaggedRow]) -> dict[str, Tensor]:
         """Return a batch of tokens, and of the tagged words (n,): target_index, targets."""

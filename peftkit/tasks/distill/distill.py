@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 from peftkit.data.generation import stop_ids
 from peftkit.data.pack import Row
-from peftkit.data.rows.columns import StoredRows, row_digest
+from peftkit.data.rows.columns import row_digest
 from peftkit.errors import AdapterError, ConfigError
 from peftkit.events import Listener, Notice, ScoredAnswer, ignore
 from peftkit.execution.plan import compute_dtype
 from peftkit.execution.signals import Interrupted
+from peftkit.figures import size
 from peftkit.forward.loss import find_head, target_logits, target_rows, unwrapped
 from peftkit.inference.generate import ModelSampler, SampledAnswer
 from peftkit.kernels.device import free_bytes
@@ -39,7 +40,7 @@ from peftkit.model.modes import evaluating
 from peftkit.model.places import unwrap_adapter
 from peftkit.model.side_adapter import SideAdapter
 from peftkit.settings import CHAT
-from peftkit.tasks.base import Run
+from peftkit.tasks.base import mean_loss, over_batches
 from peftkit.tasks.distill.rows import Distilled, DistillEncoder, TeacherPrompt, read_prompt
 from peftkit.tasks.distill.teacher import (
     Answers,
@@ -49,8 +50,10 @@ from peftkit.tasks.distill.teacher import (
     teacher_answers,
 )
 from peftkit.tasks.documents import Rollout, RolloutTask
+from peftkit.tasks.metrics import exact_match
 from peftkit.tasks.rows import exact_length
-from peftkit.tasks.tokens import AnswerConfig, share_equal
+from peftkit.tasks.run_hooks import TrainingRun
+from peftkit.tasks.tokens import AnswerConfig
 
 TEACHER = "teacher_"
 """Prefix of a batch's names for the teacher's documents."""
@@ -72,24 +75,24 @@ class Distill(RolloutTask):
 
     metric_names = ("same_token",)
     """Share of answer tokens at which both have the same most likely token."""
-    row_encoder: DistillEncoder
 
     def build(self, model: nn.Module) -> None:
         _check_head(model)
         super().build(model)
-        config, self.data = self.config, self.data.without_packing()
+        config, loader = self.config, self.rows
+        loader.data = loader.data.without_packing()
         file = config.teacher.prompt
         self.makes_rows = config.answers == "student"
-        self.row_encoder = DistillEncoder(
+        self.encoder = loader.encoder = DistillEncoder(
             self.tokenizer,
-            self.template,
-            self.data,
+            loader.template,
+            loader.data,
             read_prompt(file) if file else TeacherPrompt(),
-            max_length=self.max_length,
+            max_length=loader.max_length,
             limit=exact_length(model, self.tokenizer, None),
             room=None if config.answers == "data" else config.max_new_tokens,
         )
-        self.stops = stop_ids(self.tokenizer, self.row_encoder.style)
+        self.stops = stop_ids(self.tokenizer, self.encoder.style)
         self._student = model
         self._adapter: SideAdapter | None = None
         self._other: OtherModel | None = None
@@ -104,12 +107,6 @@ class Distill(RolloutTask):
         loss = f"{DIVERGENCES[self.config.kind]}, {of_tokens['loss']}"
         when = f"computed {'in each step' if each else 'before the first step'}"
         return {**of_tokens, "loss": loss, "teacher": when}
-
-    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
-        kept = max(len(rows), 1)
-        teacher, student = (rows.counts[f"{who}_prompts"] / kept for who in ("teacher", "student"))
-        averages = f"{teacher:,.0f}, {student:,.0f}: {teacher - student:,.0f} saved per request"
-        return [("tokens of a prompt, teacher's and student's", averages)]
 
     # The teacher.
 
@@ -127,7 +124,7 @@ class Distill(RolloutTask):
     @property
     def identity(self) -> Mapping[str, Any]:
         """The weights of a teacher that is not the base; a teacher model is loaded for it."""
-        self._load_teacher(self._on_event)
+        self._load_teacher(self.rows.on_event)
         if self._other is not None:
             return {"teacher": self._other.fingerprint}
         return {"teacher": self._adapter.key} if self._adapter else {}
@@ -136,7 +133,7 @@ class Distill(RolloutTask):
         """Load the teacher model, if there is one."""
         if self.config.teacher.model and self._other is None:
             name, bare = self.config.teacher.model, unwrapped(self._student)
-            self._other = other_model(name, bare, self.tokenizer, self._head, say)
+            self._other = other_model(name, bare, self.tokenizer, self.head, say)
 
     @contextmanager
     def _as_teacher(self, model: nn.Module) -> Iterator[None]:
@@ -145,7 +142,7 @@ class Distill(RolloutTask):
         with evaluating(model), state:
             yield
 
-    def setup(self, run: Run) -> None:
+    def setup(self, run: TrainingRun) -> None:
         """Have the teacher answer the rows, and store its hidden states before the head.
 
         Where the student answers, these are the eval rows alone.
@@ -160,19 +157,19 @@ class Distill(RolloutTask):
         rows = run.eval_rows if self.makes_rows else run.all_rows
         if self.config.answers != "data" and len(rows):
             self._ask(rows, run)
-        if self._head is not None and run.world.world_size == 1 and len(rows):
+        if self.head is not None and run.world.world_size == 1 and len(rows):
             self._find_hidden(rows, run)
 
-    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
         is_trained = self.makes_rows and torch.is_grad_enabled()
         return self.answered_step(rows, run) if is_trained else [rows]
 
-    def _ask(self, rows: Sequence[Distilled], run: Run) -> None:
+    def _ask(self, rows: Sequence[Distilled], run: TrainingRun) -> None:
         model, longest = run.model, self.config.max_new_tokens
         sampler = self.sampler(model)
 
         def answer(prompts: Sequence[Sequence[int]]) -> list[SampledAnswer]:
-            self.forget_layout()
+            self.layout.forget()
             options = {"max_new_tokens": longest, "stops": self.stops}
             if self._other is not None:
                 answers = sampler.answers(prompts, None, **options, model=self._other.model)
@@ -191,8 +188,8 @@ class Distill(RolloutTask):
         if row.num_targets:
             return row
         answer = self._answers.get(row.teacher_ids)
-        ids = answer.ids if answer is not None else (self._pad_id,) * self.config.max_new_tokens
-        return row.answered(ids[: self.max_length - row.lengths[0]])
+        ids = answer.ids if answer is not None else (self.pad_id,) * self.config.max_new_tokens
+        return row.answered(ids[: self.rows.max_length - row.lengths[0]])
 
     def roll_out(
         self, prompts: Sequence[Distilled], seeds: Sequence[int] | None, sampler: ModelSampler
@@ -202,7 +199,7 @@ class Distill(RolloutTask):
         sampled = self.sample(ids, seeds, sampler)
         rows, answers = [], []
         for row, (one,) in zip(prompts, sampled, strict=True):
-            rows.append(row.answered(one.ids[: self.max_length - row.lengths[0]]))
+            rows.append(row.answered(one.ids[: self.rows.max_length - row.lengths[0]]))
             prompt = self.text(row.documents[0].input_ids, special=False)
             text = self.text(one.ids, special=False)
             answers.append(ScoredAnswer(prompt, text, NAN, {}, NAN, one.is_cut, row.source))
@@ -215,7 +212,7 @@ class Distill(RolloutTask):
 
     # The loss.
 
-    def _find_hidden(self, rows: Sequence[Distilled], run: Run) -> None:
+    def _find_hidden(self, rows: Sequence[Distilled], run: TrainingRun) -> None:
         """Store the teacher's hidden states before the head, where memory has room."""
         model = run.model
         bare = unwrapped(model)
@@ -225,13 +222,13 @@ class Distill(RolloutTask):
         dtype: torch.dtype = compute_dtype(bare) if other is None else compute_dtype(other.model)
         needed, free = shape[0] * shape[1] * dtype.itemsize, free_bytes()
         if free is not None and needed > SHARE * free:
-            sizes = f"they take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+            sizes = f"they take {size(needed)}, {size(free)} are free"
             run.say(Notice(f"The teacher's hidden states are computed in each step: {sizes}."))
             return
         hidden, places, start = torch.empty(shape, dtype=dtype), {}, 0
         compute, text = partial(self.teacher_hidden, model), "Running the teacher"
         with run.world.autocast():
-            for part, _, computed in self.over_batches(model, rows, text, run.say, compute):
+            for part, _, computed in over_batches(self, model, rows, text, run.say, compute):
                 if run.stop.signum:
                     raise Interrupted(run.stop.signum, "stopped before the first step.")
                 hidden[start : start + len(computed)] = computed
@@ -277,18 +274,18 @@ class Distill(RolloutTask):
         """Return the summed divergence, and the number of tokens at which both agree."""
         teacher = self.teacher_hidden(model, batch)  # first: recomputed blocks need the last layout
         student = self._before_head(model, batch)
-        if self._head is None:
+        if self.head is None:
             values = reference_divergence(student.float(), teacher.float(), self.config.divergence)
             same = student.argmax(-1) == teacher.argmax(-1)
         else:
             values, same = chunked_divergence(
                 student,
                 teacher,
-                self._head,
+                self.head,
                 self.config.divergence,
                 teacher_head=None if self._other is None else self._other.head,
-                vocab_size=self._head.vocab_size,
-                chunk_bytes=self._head.chunk_bytes,
+                vocab_size=self.head.vocab_size,
+                chunk_bytes=self.head.chunk_bytes,
             )
         return torch.stack([values.sum(), same.sum().to(values)])
 
@@ -297,10 +294,10 @@ class Distill(RolloutTask):
     ) -> dict[str, float]:
         """Return the loss, same_token, and the prompt tokens that the student saves."""
         saved = sum(len(row.teacher_ids) - row.lengths[0] for row in rows) / len(rows)
-        return {**self.mean_loss(model, rows, on_event)[0], "tokens_saved": saved}
+        return {**mean_loss(self, model, rows, on_event)[0], "tokens_saved": saved}
 
-    def prompted(self, row: Distilled) -> list[Row]:
-        return super().prompted(self.answered(row).documents[0])
+    def prompts(self, row: Distilled) -> Sequence[Row]:
+        return super().prompts(self.answered(row).documents[0])
 
     def answer_metrics(
         self, pairs: Sequence[tuple[str, str]], rows: Sequence[Distilled]
@@ -310,8 +307,8 @@ class Distill(RolloutTask):
         with_own = [
             (answer, row.reference) for (answer, _), row in ours if row.reference is not None
         ]
-        exact = {"exact_match": share_equal(with_own)} if with_own else {}
-        return {**exact, "agreement": share_equal(pairs)}
+        exact = {"exact_match": exact_match(with_own)} if with_own else {}
+        return {**exact, "agreement": exact_match(pairs)}
 
     def spans(self, row: Any) -> list[tuple[str, str]]:
         student, teacher = row.documents
@@ -319,7 +316,7 @@ class Distill(RolloutTask):
         return [*super().spans(student), ("the teacher reads", "".join(prompt))]
 
     def _before_head(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        compute = target_logits if self._head is None else target_rows
+        compute = target_logits if self.head is None else target_rows
         with self.model_inputs(model, batch) as inputs:
             return compute(model, inputs, batch["target_index"])
 

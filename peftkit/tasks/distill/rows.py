@@ -24,8 +24,9 @@ from peftkit.data.generation import prompt_ids
 from peftkit.data.messages import Message, WrongField, parse_messages
 from peftkit.data.pack import IGNORE, Row
 from peftkit.data.prompts import PromptExample, read_prompts
-from peftkit.data.records import Record
-from peftkit.data.rows.encoder import Dropped, EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.records import Dropped, Record
+from peftkit.data.rows.columns import StoredRows
+from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
 from peftkit.data.style import Style
 from peftkit.errors import DataError, neighbours
 from peftkit.settings import DataConfig
@@ -220,6 +221,12 @@ class DistillEncoder(RowEncoder):
                     counts[f"{who}_prompts"] += length - targets
         agreed = {"format": str(parsed.format), "style": self.style.kind}
         return EncodedRows(rows, agreed, counts, parsed.unused, shared_system(asked))
+
+    def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
+        kept = max(len(rows), 1)
+        teacher, student = (rows.counts[f"{who}_prompts"] / kept for who in ("teacher", "student"))
+        averages = f"{teacher:,.0f}, {student:,.0f}: {teacher - student:,.0f} saved per request"
+        return [("tokens of a prompt, teacher's and student's", averages)]
 
     def _row(self, asked: PromptExample, counts: Counter[str]) -> Distilled | Dropped:
         student, teacher = (

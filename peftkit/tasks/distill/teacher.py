@@ -20,9 +20,9 @@ from peftkit.events import Listener, Notice, Progress, Stage, Table
 from peftkit.execution.signals import Interrupted
 from peftkit.forward.loss import Head, accepted, head_of, target_rows
 from peftkit.inference.generate import SampledAnswer
-from peftkit.tasks.base import Run
 from peftkit.tasks.distill.rows import Distilled
-from peftkit.tasks.metrics import rouge_l
+from peftkit.tasks.metrics import exact_match, rouge_l
+from peftkit.tasks.run_hooks import TrainingRun
 
 
 class TeacherConfig(Config):
@@ -130,7 +130,7 @@ def teacher_answers(
     answer: Callable[[Sequence[Sequence[int]]], list[SampledAnswer]],
     text: Callable[[Sequence[int]], str],
     longest: int,
-    run: Run,
+    run: TrainingRun,
 ) -> Answers:
     """Return the teacher's answers to rows: those of the run's folder, and others generated now.
 
@@ -178,7 +178,7 @@ def _on_all(
     prompts: Sequence[tuple[int, ...]],
     answer: Callable[[Sequence[Sequence[int]]], list[SampledAnswer]],
     longest: int,
-    run: Run,
+    run: TrainingRun,
 ) -> list[SampledAnswer]:
     """Have each process answer some prompts; return all answers on all of them."""
     world = run.world
@@ -198,7 +198,7 @@ def _report(
     rows: Sequence[Distilled],
     answers: Answers,
     text: Callable[[Sequence[int]], str],
-    run: Run,
+    run: TrainingRun,
 ) -> None:
     """Report the teacher's answers, compared with those of the rows where they have any."""
     answered = [(row, text(answers[row.teacher_ids].ids)) for row in rows]
@@ -212,7 +212,7 @@ def _report(
     lines = [("answers", f"{len(answered):,}"), ("cut at task.max_new_tokens", f"{cut:,}")]
     pairs = [(answer, row.reference) for row, answer in answered if row.reference is not None]
     if pairs:
-        exact = sum(answer.strip() == reference.strip() for answer, reference in pairs)
+        exact = round(exact_match(pairs) * len(pairs))
         likeness = sum(rouge_l(*pair) for pair in pairs) / len(pairs)
         lines.append(("exactly the row's own", f"{exact:,} of {len(pairs):,}"))
         lines.append(("ROUGE-L to the row's own", f"{likeness:.3f}"))

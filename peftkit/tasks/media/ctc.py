@@ -31,7 +31,7 @@ from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.forward.loss import accepted, in_dtype_of, unwrapped
 from peftkit.settings import DataConfig
-from peftkit.tasks.base import Task
+from peftkit.tasks.base import Task, over_batches
 from peftkit.tasks.classes.labels import text_of, values_in
 from peftkit.tasks.media.speech import (
     LENGTHS,
@@ -61,7 +61,7 @@ class CTC(SpeechTask):
     """
 
     def build(self, model: nn.Module) -> None:
-        Audio.require()
+        Audio.require("jiwer")  # of error rates
         config, bare = self.config, unwrapped(model)
         self.hearing = Hearing(model, self.processor, config.max_seconds)
         if not self.hearing.is_exact:
@@ -73,7 +73,7 @@ class CTC(SpeechTask):
         if config.tokens:
             self.tokenizer = tokenizer_of(config.tokens)
         self._blank = int(bare.config.pad_token_id)
-        self.row_encoder = SpeechEncoder(
+        self.rows.encoder = SpeechEncoder(
             self.hearing,
             (config.audio, config.text),
             self._labels,
@@ -131,7 +131,7 @@ class CTC(SpeechTask):
         loss, number = 0.0, 0
         seen, transcripts = list[SpeechRow](), list[str]()
         compute = partial(self.logits, model)
-        batches = self.over_batches(model, rows, "Transcribing", on_event, compute)
+        batches = over_batches(self, model, rows, "Transcribing", on_event, compute)
         for part, batch, logits in batches:
             loss += float(self._loss(logits, batch))
             number += self.num_targets(batch)
@@ -203,7 +203,7 @@ class CTCConfig(SpeechConfig):
     """Longest clip in seconds, longer ones are dropped; null: 30."""
 
     def resolve(self, data: DataConfig) -> CTCConfig:
-        Audio.require()
+        Audio.require("jiwer")  # of error rates
         if self.tokens or self.vocabulary == "base":
             return self
         used = set[str]()

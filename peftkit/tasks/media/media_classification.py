@@ -28,6 +28,7 @@ from peftkit.settings import DataConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.batches import BATCH_SIZE, equal_parts
 from peftkit.tasks.classes.labels import RecordEncoder, label_of, number_of, sorted_names, values_in
+from peftkit.tasks.config import Predicts
 from peftkit.tasks.media.speech import Hearing, medium_in, metadata_or_self
 from peftkit.tasks.metrics import class_metrics
 from peftkit.tasks.texts import Classifier, ClassifierConfig
@@ -86,6 +87,14 @@ class ClassifiedEncoder(RecordEncoder):
     def row(self, parsed: tuple[Media, int]) -> Any:
         return self._row_of(*parsed)
 
+    def file_of(self, where: str) -> str:
+        return metadata_or_self(where)
+
+    def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
+        counts = rows.values("label").bincount(minlength=len(self._numbers)).tolist()
+        each = zip(self._numbers, counts, strict=True)
+        return [(name, f"{count:,}") for name, count in each]
+
     def medium(self, record: Record, where: str) -> Media:
         """Return the image or audio clip of a record."""
         return self._medium_in(record, where)[0]
@@ -99,7 +108,7 @@ class ClassifiedEncoder(RecordEncoder):
 class ClassifiedMedia(Classifier):
     """Cross entropy over the labels of media, from class folders or data sets."""
 
-    row_encoder: ClassifiedEncoder
+    encoder: ClassifiedEncoder
 
     def build(self, model: nn.Module) -> None:
         self.config.media.require()
@@ -109,14 +118,6 @@ class ClassifiedMedia(Classifier):
     @abstractmethod
     def inputs(self, media: Sequence[Any]) -> dict[str, Tensor]:
         """Return what the model reads of media."""
-
-    def encode(self, where: str) -> StoredRows:
-        return super().encode(metadata_or_self(where))
-
-    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
-        counts = rows.values("label").bincount(minlength=len(self.labels)).tolist()
-        each = zip(self.labels, counts, strict=True)
-        return [(name, f"{count:,}") for name, count in each]
 
     def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         """Return what the model reads, and targets (B,)."""
@@ -138,7 +139,7 @@ class ClassifiedMedia(Classifier):
         predictions, device = list[dict[str, Any]](), next(model.parameters()).device
         for part in equal_parts(records, BATCH_SIZE):
             on_event(Progress(self.progress, len(predictions), len(records)))
-            media = [self.row_encoder.medium(one, one.source.rpartition(":")[0]) for one in part]
+            media = [self.encoder.medium(one, one.source.rpartition(":")[0]) for one in part]
             batch = {name: tensor.to(device) for name, tensor in self.inputs(media).items()}
             for values in self.logits(model, batch).softmax(-1).tolist():
                 pairs = sorted(zip(self.labels, values, strict=True), key=lambda pair: -pair[1])
@@ -154,6 +155,7 @@ class ClassifiedMediaConfig(ClassifierConfig):
     field_setting: ClassVar[str]
     """The setting that names the field with the medium."""
     task_type: ClassVar[None] = None
+    predicts: ClassVar[frozenset[Predicts]] = frozenset({"rows"})
     data_fields: ClassVar[frozenset[str]] = frozenset()
     command: ClassVar[str] = "peftkit predict {folder} --data FILE"
 
@@ -256,7 +258,8 @@ class ImageClassification(ClassifiedMedia):
             media.decode(mode)
             return ImageRow(media, label, media.source)
 
-        self.row_encoder = ClassifiedEncoder(ImageRow, self.config, self.labels, row_of, mode)
+        self.encoder = ClassifiedEncoder(ImageRow, self.config, self.labels, row_of, mode)
+        self.rows.encoder = self.encoder
 
     def inputs(self, media: Sequence[Picture]) -> dict[str, Tensor]:
         """Return pixel_values (B, C, H, W)."""
@@ -324,7 +327,8 @@ class AudioClassification(ClassifiedMedia):
                 raise media.error(f"It is short: {hearing.duration(number)}.", "Remove it.")
             return ClipRow(media, number, positions, label, media.source)
 
-        self.row_encoder = ClassifiedEncoder(ClipRow, self.config, self.labels, row_of, hearing.key)
+        self.encoder = ClassifiedEncoder(ClipRow, self.config, self.labels, row_of, hearing.key)
+        self.rows.encoder = self.encoder
 
     def inputs(self, media: Sequence[Audio]) -> dict[str, Tensor]:
         return self.hearing.inputs(media)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -20,11 +21,16 @@ from peftkit.data.media.files import KINDS, Audio, Limits, Media, MediaClass, Pi
 from peftkit.data.media.processor import MediaProcessor, media_id
 from peftkit.data.media.text import MediaEncoder, MediaRow
 from peftkit.data.pack import IGNORE, collate
-from peftkit.data.rows.columns import StoredRows
 from peftkit.errors import BaseError
+from peftkit.events import Sample
+from peftkit.execution.out_of_memory import NO_ROOM
+from peftkit.forward.batch_layout import BatchLayout
 from peftkit.forward.loss import unwrapped
 from peftkit.forward.probes import check_causal_answer
+from peftkit.model.blocks import is_sharded
 from peftkit.settings import CHAT, DataConfig
+from peftkit.tasks.batches import batches_that_fit, equal_parts
+from peftkit.tasks.completions import CompletingTask, OnCount, longest_answer
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.rows import exact_length
 from peftkit.tasks.tokens import TokenTask
@@ -35,7 +41,19 @@ VIDEO_FRAMES = 16
 """Frames of a video where the recipe sets no number."""
 
 
-class MediaText(TokenTask):
+@dataclass(frozen=True, slots=True)
+class MediaPrompt:
+    """A prompt with media.
+
+    Attributes:
+        text: With the processor's mark for each medium, as from `MediaEncoder.prompt`.
+    """
+
+    text: str
+    media: tuple[Media, ...] = ()
+
+
+class MediaText(CompletingTask, TokenTask):
     """A loss over the assistant's tokens in conversations with media.
 
     Raises:
@@ -43,13 +61,14 @@ class MediaText(TokenTask):
         DataError: A chat template or a length that cannot be used.
     """
 
-    is_padded: ClassVar[bool] = True  # media lie in the rows
-
     def build(self, model: nn.Module) -> None:
-        config = self.config = self.config.resolve(self.data)
+        rows = self.rows
+        config = self.config = self.config.resolve(rows.data)
         _check_model(model, config.media)
         super().build(model)
-        self.max_length = exact_length(model, self.tokenizer, self.data.max_length)
+        self.layout = BatchLayout(padded=True)  # rows hold media
+        rows.max_length = exact_length(model, self.tokenizer, rows.data.max_length)
+        rows.check_first = self._check_causal
         self._model, self._is_checked = model, False
         settings = unwrapped(model).config
         patch = getattr(getattr(settings, "vision_config", None), "patch_size", 14)
@@ -58,12 +77,12 @@ class MediaText(TokenTask):
         media_processor = MediaProcessor(
             self.processor, settings, config.media, limits, patch_size=patch
         )
-        self.encoder = self.row_encoder = MediaEncoder(
+        self.encoder = rows.encoder = MediaEncoder(
             media_processor,
             config.media,
-            self.template,
-            self.data.format,
-            max_length=self.max_length,
+            rows.template,
+            rows.data.format,
+            max_length=rows.max_length,
         )
 
     @property
@@ -71,18 +90,6 @@ class MediaText(TokenTask):
         """How logits are computed, and that rows with media are padded."""
         rows = f"padded, each with its {self.config.media.kind}s (no packing or sharing)"
         return {**super().paths, "rows": rows}
-
-    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
-        shown = {f"rows without {self.config.media.kind}s": "without"}
-        for kind in KINDS:
-            if rows.counts[f"{kind.kind}s"]:
-                names = (f"{kind.kind}s", f"tokens of {kind.kind}s")
-                shown |= dict(zip(names, names, strict=True))
-        return [(name, f"{rows.counts[count]:,}") for name, count in shown.items()]
-
-    def check(self, rows: StoredRows) -> None:
-        super().check(rows)
-        self._check_causal(rows[0])
 
     def bucket_key(self, row: MediaRow) -> str:
         return self.kind_of(row.media)
@@ -106,7 +113,7 @@ class MediaText(TokenTask):
 
     def collate(self, rows: Sequence[MediaRow]) -> dict[str, Tensor]:
         """Return a batch, padded on the right, with the processor's inputs of media."""
-        batch = collate(rows, self._pad_id, self.max_length)
+        batch = collate(rows, self.pad_id, self.rows.max_length)
         kept = ("input_ids", "attention_mask", "target_index", "targets")
         made = self.encoder.inputs(rows, batch["input_ids"].shape[1])
         return {name: batch[name] for name in kept} | made
@@ -125,9 +132,88 @@ class MediaText(TokenTask):
         """Return a row's text in segments, "learnt" or "" before each, media as their sizes."""
         return row.segments(self.encoder.media_processor.media_ids, self.text)
 
-    def prompt_row(self, text: str, where: str) -> MediaRow:
-        """Return a prompt as a row without an answer."""
-        return self.encoder.prompt_row(text, self.prompt_style, where)
+    def answers(
+        self,
+        model: Any,
+        rows: Sequence[MediaRow],
+        *,
+        max_new_tokens: int | None = None,
+        batch_size: int | None = None,
+        on_answer: OnCount | None = None,
+        on_fewer: OnCount | None = None,
+    ) -> list[Sample]:
+        from peftkit.inference.generate import decoded
+
+        completions = self.complete(
+            model,
+            [MediaPrompt(row.prompt, row.media) for row in rows],
+            max_new_tokens=max_new_tokens or longest_answer(rows),
+            on_answer=on_answer,
+            on_fewer=on_fewer,
+        )
+        return [
+            Sample(
+                row.prompt.strip(),
+                decoded(self.tokenizer, ids),
+                self.reference_text(row),
+                row.source,
+            )
+            for row, ids in zip(rows, completions, strict=True)
+        ]
+
+    def complete(
+        self,
+        model: Any,
+        prompts: Sequence[MediaPrompt],
+        *,
+        batch_size: int = 8,
+        on_answer: OnCount | None = None,
+        on_fewer: OnCount | None = None,
+        **settings: Any,
+    ) -> list[list[int]]:
+        """Return the token ids that follow each prompt; arguments as in `generate_ids`."""
+        from peftkit.inference.engine import Completion, Request, log_fewer
+        from peftkit.inference.open_engine import PlainEngine
+        from peftkit.inference.sampling import Sampling, seed_of
+
+        sampling = Sampling(**settings, stops=self.encoder.stop_ids(self.rows.prompt_style))
+        answers: dict[int, list[int]] = {}
+        groups: dict[str, list[int]] = {}
+        for index, prompt in enumerate(prompts):
+            groups.setdefault(self.kind_of(prompt.media), []).append(index)
+        with PlainEngine(model, self.tokenizer) as engine:
+
+            def answered(part: Sequence[int]) -> list[Completion]:
+                inputs = self.generation_inputs(model, [prompts[index] for index in part])
+                rows = [
+                    engine.completion(Request(ids, sampling, seed_of(sampling, index)))
+                    for index, ids in zip(part, inputs["input_ids"].tolist(), strict=True)
+                ]
+                engine.answer(rows, inputs)
+                return rows
+
+            for group in groups.values():
+                for part, rows, _ in batches_that_fit(
+                    group,
+                    batch_size,
+                    equal_parts,
+                    answered,
+                    fix=NO_ROOM,
+                    on_fewer=on_fewer or log_fewer,
+                    is_shared=is_sharded(model),
+                ):
+                    answers |= {index: row.ids for index, row in zip(part, rows, strict=True)}
+                    if on_answer is not None:
+                        on_answer(len(answers))
+        return [answers[index] for index in range(len(prompts))]
+
+    def generation_inputs(self, model: Any, prompts: Sequence[MediaPrompt]) -> dict[str, Tensor]:
+        """Return the model's inputs for prompts, padded on the left."""
+        texts, media = [prompt.text for prompt in prompts], [prompt.media for prompt in prompts]
+        return self.inputs(model, self.encoder.generation_inputs(texts, media))
+
+    def prompt_row(self, model: nn.Module, text: str, where: str) -> MediaRow:
+        return self.encoder.prompt_row(text, self.rows.prompt_style, where)
 
     def _check_causal(self, row: MediaRow) -> None:
         """Check once that the model is causal in its answers."""
@@ -183,6 +269,7 @@ class MediaTextConfig(TaskConfig):
     processor: ClassVar[Processor] = "multimodal"
     generates: ClassVar[bool] = True
     writes_text: ClassVar[bool] = True
+    evaluates_answers: ClassVar[bool] = True
     data_fields: ClassVar[frozenset[str]] = frozenset(
         {"format", "max_length", "max_pixels", "video_frames", *CHAT, "max_dropped"}
     )
@@ -194,6 +281,10 @@ class MediaTextConfig(TaskConfig):
     """data.max_pixels of the training, stored with the adapter."""
     video_frames: Annotated[int, Field(ge=1)] | None = None
     """data.video_frames of the training, stored with the adapter."""
+
+    @property
+    def prompt_media(self) -> str:
+        return self.media.kind
 
     def resolve(self, data: DataConfig) -> MediaTextConfig:
         self.media.require()

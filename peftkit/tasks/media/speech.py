@@ -19,16 +19,15 @@ from torch import Tensor, nn
 from peftkit.base.purpose import Processor
 from peftkit.data.media.files import Audio, LongAudio, Media, MediaClass, SilentAudio, media_of
 from peftkit.data.messages import WrongField, text_of
-from peftkit.data.records import Record
+from peftkit.data.records import Dropped, Record
 from peftkit.data.rows.columns import StoredRows
-from peftkit.data.rows.encoder import Dropped
 from peftkit.errors import BaseError, DataError
 from peftkit.files.strict_json import shown
 from peftkit.forward.loss import in_dtype_of, unwrapped
 from peftkit.settings import DataConfig
 from peftkit.tasks.base import Task
 from peftkit.tasks.classes.labels import RecordEncoder, field_of
-from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.config import Predicts, TaskConfig
 
 INPUTS = ("input_values", "input_features")
 """Names of audio inputs in transformers."""
@@ -270,6 +269,12 @@ class SpeechEncoder(RecordEncoder):
     def key(self, where: str) -> object:
         return (str(Path(where).absolute().parent), self._key)
 
+    def file_of(self, where: str) -> str:
+        return metadata_or_self(where)
+
+    def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
+        return [("minutes of audio", f"{rows.counts['milliseconds'] / 60_000:,.1f}")]
+
     def parse(self, record: Record, where: str) -> tuple[Utterance, Sequence[str]]:
         return utterance(record, self._names, where)
 
@@ -363,14 +368,7 @@ class SpeechTask(Task):
         BaseError: The processor has no feature extractor.
     """
 
-    row_encoder: SpeechEncoder
     hearing: Hearing
-
-    def encode(self, where: str) -> StoredRows:
-        return super().encode(metadata_or_self(where))
-
-    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
-        return [("minutes of audio", f"{rows.counts['milliseconds'] / 60_000:,.1f}")]
 
 
 class SpeechConfig(TaskConfig):
@@ -380,6 +378,7 @@ class SpeechConfig(TaskConfig):
     processor: ClassVar[Processor] = "audio"
     command: ClassVar[str] = "peftkit generate {folder} --audio FILE"
     measures_before: ClassVar[bool] = True
+    predicts: ClassVar[frozenset[Predicts]] = frozenset({"audio"})
     data_fields: ClassVar[frozenset[str]] = frozenset({"max_dropped"})
 
     audio: str = "audio"
@@ -388,5 +387,5 @@ class SpeechConfig(TaskConfig):
     """Field with its transcript."""
 
     def resolve(self, data: DataConfig) -> TaskConfig:
-        Audio.require()
+        Audio.require("jiwer")  # of error rates
         return self

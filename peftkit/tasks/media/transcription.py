@@ -50,7 +50,7 @@ class Transcription(SpeechTask, EncoderDecoder):
     """
 
     def build(self, model: nn.Module) -> None:
-        Audio.require()
+        Audio.require("jiwer")  # of error rates
         config = self.config
         self.hearing = Hearing(model, self.processor, config.max_seconds)
         self.example = self.hearing.example()
@@ -65,7 +65,7 @@ class Transcription(SpeechTask, EncoderDecoder):
         limits = (getattr(unwrapped(model).config, name, None) for name in names)
         self.max_target = next((int(limit) for limit in limits if limit), MAX_TARGET)
         self.max_positions = self.max_target
-        self.row_encoder = SpeechEncoder(
+        self.rows.encoder = SpeechEncoder(
             self.hearing,
             (config.audio, config.text),
             self._labels.of,
@@ -103,7 +103,7 @@ class Transcription(SpeechTask, EncoderDecoder):
     ) -> dict[str, float]:
         """Return loss and perplexity, and `transcript_metrics` of greedy answers."""
         losses = super().metrics(model, rows, on_event=on_event)
-        transcripts = self.answers(model, rows, on_event=on_event)
+        transcripts = self.texts(model, rows, on_event=on_event)
         normalizer = normalizer_of(self.tokenizer, self.config.language)
         return {**losses, **transcript_metrics(rows, transcripts, normalizer, on_event)}
 
@@ -115,10 +115,10 @@ class Transcription(SpeechTask, EncoderDecoder):
     def decoder_prefix(self, row: SpeechRow) -> tuple[int, ...]:
         return (self._start, *row.labels[: row.num_prefix])
 
-    def shown(self, row: SpeechRow) -> str:
+    def prompt_text(self, row: SpeechRow) -> str:
         return f"{row.source}, {row.num_samples / self.hearing.rate:.2f} s"
 
-    def reference(self, row: SpeechRow) -> str:
+    def reference_text(self, row: SpeechRow) -> str:
         return row.text
 
     def answer_metrics(
@@ -139,7 +139,7 @@ class Transcription(SpeechTask, EncoderDecoder):
             SpeechRow(clip, 0, 0, labels, num_prefix, len(labels), "", clip.source)
             for clip in clips
         ]
-        return self.answers(model, rows)
+        return self.texts(model, rows)
 
 
 class DecoderLabels:

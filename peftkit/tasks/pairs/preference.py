@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from peftkit.data.encode import shared_system
 from peftkit.data.pack import IGNORE, Row, cut_document
 from peftkit.data.preferences import Pair, Verdict, check_both_labels, read_pairs_of, read_verdicts
-from peftkit.data.records import Record
+from peftkit.data.records import Dropped, Record
 from peftkit.data.row_text import labelled_segments
 from peftkit.data.rows.columns import StoredRows
-from peftkit.data.rows.encoder import Dropped, EncodedRows
+from peftkit.data.rows.encoder import EncodedRows
 from peftkit.data.rows.lazy import LazyRows
 from peftkit.errors import ConfigError
 from peftkit.events import Listener, ignore
 from peftkit.settings import CHAT, DataConfig
-from peftkit.tasks.base import Run
+from peftkit.tasks.base import over_batches
 from peftkit.tasks.documents import DocumentTask
 from peftkit.tasks.pairs.preference_losses import (
     DEFAULTS,
@@ -48,6 +48,7 @@ from peftkit.tasks.pairs.preference_rows import (
     answer_start,
     compared,
 )
+from peftkit.tasks.run_hooks import TrainingRun
 from peftkit.tasks.tokens import AnswerConfig
 from peftkit.tasks.whole_step import INDEX, WholeStepTask
 
@@ -59,19 +60,20 @@ class Preference(DocumentTask):
 
     def build(self, model: nn.Module) -> None:
         super().build(model)
-        self.row_encoder = self.encoder_type(self.tokenizer, self.template, self.max_length)
+        rows = self.rows
+        rows.encoder = self.encoder_type(self.tokenizer, rows.template, rows.max_length)
         self._values = ReferenceValues(self._batch, self.log_probs)
 
     @property
     def paths(self) -> dict[str, str]:
-        chunks = "answer rows alone" + ", in chunks" * (self._head is not None)
-        rows = "one row for both, the prompt once" if self._attention else "two rows"
+        chunks = "answer rows alone" + ", in chunks" * (self.head is not None)
+        rows = "one row for both, the prompt once" if self.layout.attention else "two rows"
         reference = "computed before training" if self.config.needs_reference else "none"
-        others = {"attention": self._attention.kernel} if self._attention else {}
+        others = {"attention": self.layout.attention.kernel} if self.layout.attention else {}
         loss = f"{self.config.loss}, {chunks}"
         return {**others, "loss": loss, "pairs": rows, "reference": reference}
 
-    def setup(self, run: Run) -> None:
+    def setup(self, run: TrainingRun) -> None:
         if self.config.needs_reference:
             self._values.find(self.reference, run)
 
@@ -111,9 +113,9 @@ class Preference(DocumentTask):
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         return batch["cut"].numel()
 
-    def prompted(self, row: Compared) -> list[Row]:
+    def prompts(self, row: Compared) -> Sequence[Row]:
         """Return the chosen answer; an unwanted answer is no reference."""
-        return [] if row.wanted is False else super().prompted(row.documents[0])
+        return [] if row.wanted is False else super().prompts(row.documents[0])
 
     def _spans(self, row: Compared, names: Sequence[str]) -> list[tuple[str, str]]:
         pairs = zip(row.documents, names, strict=False)
@@ -157,6 +159,9 @@ class ComparedEncoder(AnswerEncoder):
         shared = shared_system(pair.chosen for pair in pairs if isinstance(pair, Pair))
         return EncodedRows(rows, agreed, counts, unused, shared)
 
+    def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
+        return [("tokens common to both answers, once more", f"{rows.counts['common']:,}")]
+
 
 class PreferencePairs(Preference):
     """A loss of the two answers of each pair."""
@@ -167,10 +172,6 @@ class PreferencePairs(Preference):
     )
 
     encoder_type: ClassVar[type[AnswerEncoder]] = ComparedEncoder
-
-    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
-        common = f"{rows.counts['common']:,}"
-        return [*super().counts(rows), ("tokens common to both answers, once more", common)]
 
     def _batch(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
         if self.config.loss != "orpo":
@@ -257,6 +258,15 @@ class JudgedEncoder(AnswerEncoder):
         shared = shared_system(verdict.example for verdict in verdicts)
         return EncodedRows(rows, agreed, counts, unused, shared)
 
+    def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
+        return [("wanted, unwanted", f"{rows.counts['wanted']:,}, {rows.counts['unwanted']:,}")]
+
+    def check(self, rows: StoredRows) -> None:
+        check_both_labels(rows.where, rows.counts["wanted"], rows.counts["unwanted"])
+
+    def prepare(self, rows: LazyRows) -> LazyRows:
+        return WithOtherAnswers(rows, rows.values("start"), self.max_length)
+
 
 class WithOtherAnswers(LazyRows):
     """Judged answers, each with its prompt before the answer of the row before it.
@@ -292,20 +302,9 @@ class KTO(WholeStepTask, Preference):
     _measured: Tensor | None = None
     """Gains of all rows that are measured; None: the step's, or those of a batch."""
 
-    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
-        wanted = f"{rows.counts['wanted']:,}, {rows.counts['unwanted']:,}"
-        return [("wanted, unwanted", wanted), *super().counts(rows)]
-
-    def check(self, rows: StoredRows) -> None:
-        check_both_labels(rows.where, rows.counts["wanted"], rows.counts["unwanted"])
-        super().check(rows)
-
-    def prepare_rows(self, rows: LazyRows) -> LazyRows:
-        return WithOtherAnswers(rows, rows.values("start"), self.max_length)
-
     @property
     def paths(self) -> dict[str, str]:
-        rows = "without padding, common beginnings once" if self._attention else "padded"
+        rows = "without padding, common beginnings once" if self.layout.attention else "padded"
         others = {name: how for name, how in super().paths.items() if name != "pairs"}
         return {**others, "rows": rows}
 
@@ -373,7 +372,7 @@ class KTO(WholeStepTask, Preference):
         """Return the loss and its metrics; z is the mean over all rows, as in evaluations."""
         self._step, gain = None, partial(self.row_values, model)
         text = "Finding the reference point"
-        gains = [part for *_, part in self.over_batches(model, rows, text, on_event, gain)]
+        gains = [part for *_, part in over_batches(self, model, rows, text, on_event, gain)]
         self._measured = torch.cat(gains)
         try:
             return super().metrics(model, rows, on_event=on_event)
@@ -403,6 +402,7 @@ class PreferenceConfig(AnswerConfig):
     """Preferences: pairs of a better and a worse answer, or answers that are wanted or not."""
 
     num_texts: ClassVar[int] = 2
+    scores_documents: ClassVar[bool] = True
     data_fields: ClassVar[frozenset[str]] = frozenset({"max_length", *CHAT, "max_dropped"})
 
     type: Literal["preference"] = "preference"

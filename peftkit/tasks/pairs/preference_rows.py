@@ -25,8 +25,8 @@ from peftkit.execution.parallel import Part
 from peftkit.execution.signals import Interrupted
 from peftkit.files.tensors import read_tensors, write_tensors
 from peftkit.model.modes import evaluating
-from peftkit.tasks.base import Reference, Run
 from peftkit.tasks.batches import batches_that_fit, equal_parts
+from peftkit.tasks.run_hooks import Reference, TrainingRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class ReferenceValues:
         with evaluating(model), reference.state():
             return self._values(model, batch)
 
-    def find(self, reference: Reference, run: Run) -> None:
+    def find(self, reference: Reference, run: TrainingRun) -> None:
         """Find the values of all rows of a run: in the run's file, else computed now.
 
         Raises:
@@ -219,7 +219,7 @@ class ReferenceValues:
             )
         self._reference, self._keys, self._table = reference.key, keys, values
 
-    def _missing(self, reference: Reference, rows: View, run: Run) -> Tensor:
+    def _missing(self, reference: Reference, rows: View, run: TrainingRun) -> Tensor:
         """Return (rows, 3): values, and 1 where computed, from all processes."""
         model, world = run.model, run.world
         order = tokens_of_each(rows).sort(descending=True, stable=True).indices
@@ -277,7 +277,7 @@ def _read_values(path: Path, keys: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(is_stored[:, None], stored[order][places].float(), 0.0), is_stored
 
 
-def _write_values(path: Path, keys: Tensor, values: Tensor, run: Run) -> None:
+def _write_values(path: Path, keys: Tensor, values: Tensor, run: TrainingRun) -> None:
     """Write values; a failure costs the file, not the run."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,12 +23,12 @@ from peftkit.data.encode import Encoder
 from peftkit.data.examples import Completion, Conversation, Example, Instruction, Text
 from peftkit.data.format import parse
 from peftkit.data.preferences import NOTHING_TO_COMPARE, PAIRS, SIDES, read_pair
-from peftkit.data.records import Record
-from peftkit.data.rows.encoder import Dropped, EncodedRows
+from peftkit.data.records import Dropped, Record
+from peftkit.data.rows.encoder import EncodedRows
 from peftkit.events import Listener, ignore
 from peftkit.settings import CHAT
 from peftkit.tasks.base import Task
-from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.config import Predicts, TaskConfig
 from peftkit.tasks.texts import (
     Encoded,
     Texts,
@@ -114,11 +114,10 @@ class Reward(TextTask):
 
     metric_names = ("accuracy", "margin", "reward_chosen", "reward_rejected")
 
-    row_encoder: RewardEncoder
-
     def build(self, model: nn.Module) -> None:
         super().build(model)
-        self.row_encoder = RewardEncoder(self.texts, self.config, self.template)
+        self.encoder = RewardEncoder(self.texts, self.config, self.rows.template)
+        self.rows.encoder = self.encoder
 
     @property
     def paths(self) -> dict[str, str]:
@@ -154,7 +153,7 @@ class Reward(TextTask):
         self, model: nn.Module, examples: Sequence[Example], on_event: Listener = ignore
     ) -> list[float]:
         """Return the reward of each example; long ones are cut."""
-        documents = [self.row_encoder.encoded(example) for example in examples]
+        documents = [self.encoder.encoded(example) for example in examples]
         return self.for_each(model, documents, self.values, "Scoring", on_event)
 
     def predict_rows(
@@ -173,7 +172,7 @@ class Reward(TextTask):
     def _example(self, text: str | tuple[str, str]) -> Example:
         if isinstance(text, str):
             return Text(text, "the text")
-        if self._style is not None and self._style.kind != "plain":
+        if self.rows.style is not None and self.rows.style.kind != "plain":
             return Instruction(text[0], "", text[1], "the text")
         return Completion(text[0], text[1], "the text")
 
@@ -186,6 +185,7 @@ class RewardConfig(TaskConfig):
     task: ClassVar[Callable[..., Task]] = Reward
     command: ClassVar[str] = "peftkit predict {folder} --data FILE --out scored.jsonl"
     num_texts: ClassVar[int] = 2
+    predicts: ClassVar[frozenset[Predicts]] = frozenset({"texts", "rows"})
     data_fields: ClassVar[frozenset[str]] = frozenset({"max_length", *CHAT, "max_dropped"})
 
     type: Literal["reward"] = "reward"

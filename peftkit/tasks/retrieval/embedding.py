@@ -32,9 +32,9 @@ from peftkit.errors import BaseError, DataError
 from peftkit.events import Listener, ignore
 from peftkit.files.disk import write_json, write_text
 from peftkit.forward.loss import accepted, unwrapped
-from peftkit.tasks.base import Task
+from peftkit.tasks.base import Task, over_batches
 from peftkit.tasks.classes.labels import values_in
-from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.config import Predicts, TaskConfig
 from peftkit.tasks.texts import TextsEncoder, TextsRow, TextTask, joined_texts
 from peftkit.tasks.whole_step import INDEX, WholeStepTask
 
@@ -88,6 +88,9 @@ class EmbeddingEncoder(TextsEncoder):
         row = EmbeddingRow(**joined_texts(encoded), names=names, source=record.source)
         return row, (config.anchor, config.positive, config.negatives)
 
+    def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
+        return [("negatives per row", rows.agreed["number of negatives"])]
+
 
 def _name(text: str) -> tuple[int, int]:
     number = int.from_bytes(hashlib.sha256(text.strip().encode()).digest()[:6], "big")
@@ -106,16 +109,13 @@ class Embedding(WholeStepTask, TextTask):
 
     def build(self, model: nn.Module) -> None:
         super().build(model)
-        self.row_encoder = EmbeddingEncoder(self.texts, self.config)
+        self.rows.encoder = EmbeddingEncoder(self.texts, self.config)
         settings = (self.config.pooling, self.config.normalize)
         self.pooled: Pooled = pooling_of(unwrapped(model), *settings)
 
     @property
     def paths(self) -> dict[str, str]:
         return {"pooling": self.pooled.mode + ", normalized" * self.pooled.normalize}
-
-    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
-        return [("negatives per row", rows.agreed["number of negatives"])]
 
     def row_batch(self, rows: Sequence[EmbeddingRow]) -> dict[str, Tensor]:
         """Return a batch of tokens (B * m, T), and names (B, m, 2)."""
@@ -201,7 +201,8 @@ class Embedding(WholeStepTask, TextTask):
         """Return the loss among all rows, recall@k and MRR of each positive among all texts."""
         self._step, values = None, partial(self.row_values, model)
         computed = [
-            part.cpu() for *_, part in self.over_batches(model, rows, "Embedding", on_event, values)
+            part.cpu()
+            for *_, part in over_batches(self, model, rows, "Embedding", on_event, values)
         ]
         table, num_texts = torch.cat(computed), len(rows[0].lengths)
         vectors, names = _apart(table, num_texts)
@@ -267,6 +268,7 @@ class EmbeddingConfig(TaskConfig):
     task: ClassVar[Callable[..., Task]] = Embedding
     command: ClassVar[str] = "peftkit predict {folder} --data FILE --out vectors.jsonl"
     num_texts: ClassVar[int] = 2
+    predicts: ClassVar[frozenset[Predicts]] = frozenset({"rows"})
     data_fields: ClassVar[frozenset[str]] = frozenset({"max_length"})
 
     type: Literal["embedding"] = "embedding"

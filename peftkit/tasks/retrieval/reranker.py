@@ -32,9 +32,9 @@ from peftkit.data.records import Record
 from peftkit.data.rows.columns import StoredRows
 from peftkit.errors import ConfigError, DataError
 from peftkit.events import Listener, ignore
-from peftkit.tasks.base import Task
+from peftkit.tasks.base import Task, over_batches
 from peftkit.tasks.classes.labels import values_in
-from peftkit.tasks.config import TaskConfig
+from peftkit.tasks.config import Predicts, TaskConfig
 from peftkit.tasks.metrics import ranking_metrics
 from peftkit.tasks.texts import (
     Encoded,
@@ -114,6 +114,9 @@ class RerankEncoder(TextsEncoder):
             raise WrongField(config.score, f"{len(relevances)} scores of {len(texts)} texts")
         return texts, relevances, (config.text, config.score)
 
+    def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
+        return [("texts", f"{rows.counts['texts']:,}")]
+
     def encode(self, query: str, text: str) -> Encoded:
         """Return the tokens of a query and a text, which is cut where both are too long."""
         if not self.config.template:
@@ -146,14 +149,9 @@ class Reranker(TextTask):
         model: With a head of one value.
     """
 
-    row_encoder: RerankEncoder
-
     def build(self, model: nn.Module) -> None:
         super().build(model)
-        self.row_encoder = RerankEncoder(self.texts, self.config)
-
-    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
-        return [("texts", f"{rows.counts['texts']:,}")]
+        self.encoder = self.rows.encoder = RerankEncoder(self.texts, self.config)
 
     def collate(self, rows: Sequence[RerankRow]) -> dict[str, Tensor]:
         """Return a batch of tokens (n, T), relevances (n,), and the row of each text (n,)."""
@@ -201,7 +199,7 @@ class Reranker(TextTask):
         loss, targets = 0.0, 0
         ranked: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         compute = partial(self.scores, model)
-        for part, batch, scores in self.over_batches(model, rows, "Ranking", on_event, compute):
+        for part, batch, scores in over_batches(self, model, rows, "Ranking", on_event, compute):
             loss += float(self._loss(scores, batch["relevance"], batch["owner"]))
             targets += self.num_targets(batch)
             left = iter(scores.tolist())
@@ -213,7 +211,7 @@ class Reranker(TextTask):
         self, model: nn.Module, pairs: Sequence[tuple[str, str]], on_event: Listener = ignore
     ) -> list[float]:
         """Return the probability that each text answers its query."""
-        encoded = [self.row_encoder.encode(*pair) for pair in pairs]
+        encoded = [self.encoder.encode(*pair) for pair in pairs]
 
         def probabilities(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
             return self.scores(model, batch).sigmoid()
@@ -267,6 +265,7 @@ class RerankerConfig(TaskConfig):
     command: ClassVar[str] = "peftkit predict {folder} --data FILE --out ranked.jsonl"
     measures_before: ClassVar[bool] = True
     num_texts: ClassVar[int] = 2
+    predicts: ClassVar[frozenset[Predicts]] = frozenset({"texts", "rows"})
     data_fields: ClassVar[frozenset[str]] = frozenset({"max_length"})
 
     type: Literal["reranker"] = "reranker"

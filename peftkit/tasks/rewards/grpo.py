@@ -1,4 +1,4 @@
-"""GRPO: the model answers a prompt several times, and is trained on the advantages of its answers.
+"""GRPO: trains on groups of completions of each prompt, weighted by their advantages.
 
 A row is a prompt with a group of its answers. They are in one micro-batch, with the prompt once
 where the model can share prefixes.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -25,18 +25,18 @@ from peftkit.data.generation import prompt_ids, stop_ids
 from peftkit.data.messages import Message
 from peftkit.data.pack import IGNORE, Row, padded_rows
 from peftkit.data.prompts import PromptExample, read_prompts
-from peftkit.data.records import Record
-from peftkit.data.rows.encoder import Dropped, EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.records import Dropped, Record
+from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
 from peftkit.data.style import Style
-from peftkit.errors import AdapterError, ConfigError
-from peftkit.events import Listener, ScoredAnswer, ignore
+from peftkit.errors import AdapterError, ConfigError, PeftkitError
+from peftkit.events import Listener, Notice, ScoredAnswer, Stage, ignore
 from peftkit.forward.loss import accepted, target_rows, unwrapped
 from peftkit.inference.generate import ModelSampler, SampledAnswer, answers_to
-from peftkit.model.modes import adapters_off
+from peftkit.model.modes import adapters_off, evaluating
 from peftkit.model.side_adapter import SideAdapter
 from peftkit.settings import CHAT
-from peftkit.tasks.base import Run
 from peftkit.tasks.documents import Rollout, RolloutTask
+from peftkit.tasks.metrics import exact_match
 from peftkit.tasks.rewards.grpo_losses import (
     CLIP,
     OF_TOKENS,
@@ -47,6 +47,7 @@ from peftkit.tasks.rewards.grpo_losses import (
 )
 from peftkit.tasks.rewards.grpo_tools import Dialogue, Tools, figures
 from peftkit.tasks.rewards.reward_functions import Rewards, RewardTerm
+from peftkit.tasks.run_hooks import TrainingRun
 from peftkit.tasks.tokens import AnswerConfig
 from peftkit.tasks.user_code import PATTERN, UserCode, source_hashes
 
@@ -55,7 +56,7 @@ SCORED = 16
 
 
 class GRPO(RolloutTask):
-    """Answers in groups, weighted by how much better than their group they are."""
+    """Policy-gradient losses over groups of completions, weighted by group-relative advantages."""
 
     why_nothing: ClassVar[str] = (
         "the answers to each prompt all had the same reward, so none was better than another. Look "
@@ -70,34 +71,34 @@ class GRPO(RolloutTask):
         kl = ("kl",) if config.kl else ()
         self.metric_names = ("entropy", "clipped_low", "clipped_high", *kl)
         self.needs_log_probs = config.updates > 1 or config.kl > 0
-        if self._style is None:
-            is_chat = Encoder(tokenizer, self.template).has_template
-            self._style = Style("chat", self.template) if is_chat else Style("plain")
+        rows = self.rows
+        if rows.style is None:
+            is_chat = Encoder(tokenizer, rows.template).has_template
+            rows.style = Style("chat", rows.template) if is_chat else Style("plain")
+        rows.encoder = PromptEncoder(tokenizer, rows.style, self._max_prompt, self._schemas)
         self._rewards: Rewards | None = None
         self._code = UserCode()
         self._adapters: dict[str, SideAdapter] = {}
-        self.stops = stop_ids(tokenizer, self._style)
+        self.stops = stop_ids(tokenizer, rows.style)
 
-    @cached_property
-    def row_encoder(self) -> PromptEncoder:  # type: ignore[override]
-        """Made where rows are encoded, since prompts show the tools: opening runs no code."""
-        schemas = self._tools.schemas if self._tools is not None else ()
-        return PromptEncoder(self.tokenizer, self.prompt_style, self._max_prompt, schemas)
+    def _schemas(self) -> Sequence[Mapping[str, Any]]:
+        """Return the tools of prompts; called when rows are encoded, since opening runs no code."""
+        return self._tools.schemas if self._tools is not None else ()
 
     @cached_property
     def _tools(self) -> Tools | None:
         if not self.config.has_tools:
             return None
         most = self._max_prompt
-        return Tools(self.tokenizer, self.prompt_style, self.config, self._code, most)
+        return Tools(self.tokenizer, self.rows.prompt_style, self.config, self._code, most)
 
     @property
     def _max_prompt(self) -> int:
-        return self.max_length - self.config.max_new_tokens
+        return self.rows.max_length - self.config.max_new_tokens
 
     @property
     def paths(self) -> dict[str, str]:
-        rows = "the prompt once" if self._attention else "each with its prompt"
+        rows = "the prompt once" if self.layout.attention else "each with its prompt"
         return {"loss": f"{self.config.loss}, answer rows alone, in chunks", "answers": rows}
 
     @property
@@ -127,12 +128,57 @@ class GRPO(RolloutTask):
     def metrics(
         self, model: nn.Module, rows: Sequence[Any], *, on_event: Listener = ignore
     ) -> dict[str, float]:
-        """Return nothing: a run's evaluations and `peftkit eval` have rewards of answers."""
+        """Return nothing: `evaluate` and `completion_metrics` return the rewards of completions."""
         return {}
+
+    def completion_metrics(
+        self,
+        model: nn.Module,
+        rows: Sequence[Any],
+        *,
+        run_code: bool = False,
+        on_event: Listener = ignore,
+    ) -> dict[str, float]:
+        """Return the mean rewards of greedy completions, and their exact match with the rows.
+
+        The weighted sum is left out if one of the rewards is not available.
+        """
+        rows = [*rows]
+        terms = [term for term in self.terms if self._is_available(model, term, on_event)]
+        if functions := [term.use for term in terms if term.is_function and not run_code]:
+            text = "Reward functions are called only with --run-rewards; left out:"
+            on_event(Notice(f"{text} {', '.join(functions)}."))
+            terms = [term for term in terms if not term.is_function]
+        self.use_rewards(model, terms)
+        on_event(Stage(f"Answering {len(rows)} prompts"))
+        with evaluating(model):
+            rollout = self.roll_out(rows, None, self.sampler(model))
+        left_out = {"taught", "reward_std"}  # metrics of groups of completions
+        if not terms or len(terms) < len(self.terms):
+            left_out.add("reward")
+        means = {name: value for name, value in rollout.metrics.items() if name not in left_out}
+        pairs = [
+            (one.completion, row.reference)
+            for one, row in zip(rollout.answers, rows, strict=True)
+            if row.reference is not None
+        ]
+        return means | ({"exact_match": exact_match(pairs)} if pairs else {})
+
+    def _is_available(self, model: nn.Module, term: RewardTerm, on_event: Listener) -> bool:
+        """Load what a built-in reward reads; emit a notice if that fails."""
+        if term.adapter is not None:
+            return term.adapter in self._adapters
+        if not term.is_function:
+            try:
+                self.use_rewards(model, [term])
+            except PeftkitError as error:
+                on_event(Notice(f"The reward {term.use} is left out: {error}"))
+                return False
+        return True
 
     # Answers and their rewards.
 
-    def setup(self, run: Run) -> None:
+    def setup(self, run: TrainingRun) -> None:
         """Load the reward functions: here, so that opening an adapter runs no code."""
         self.check_answers(run)
         if not self.terms:
@@ -160,7 +206,7 @@ class GRPO(RolloutTask):
         settings: Mapping[str, Any],
     ) -> list[str]:
         """Return what the base, with the policy's adapter off, answers to conversations."""
-        self.forget_layout()
+        self.layout.forget()
         with adapters_off(model):
             return answers_to(unwrapped(model), self.tokenizer, prompts, **settings)
 
@@ -171,9 +217,9 @@ class GRPO(RolloutTask):
 
         Prompts and answers are formatted as in its training.
         """
-        self.forget_layout()
+        self.layout.forget()
         adapter = self._adapters[folder]
-        style = adapter.style or self.prompt_style
+        style = adapter.style or self.rows.prompt_style
         encoder = Encoder(self.tokenizer, style.chat_template)
         documents = [
             encoder.encode(_example(prompt, text, style)).input_ids
@@ -184,7 +230,7 @@ class GRPO(RolloutTask):
         with adapter.on(model):
             for start in range(0, len(order), SCORED):
                 part = order[start : start + SCORED]
-                ids, mask = padded_rows([documents[n] for n in part], self._pad_id)
+                ids, mask = padded_rows([documents[n] for n in part], self.pad_id)
                 last = torch.arange(len(part)) * ids.shape[1] + mask.sum(1) - 1
                 device = unwrapped(model).device
                 inputs = accepted(model, {"input_ids": ids.to(device), "use_cache": False})
@@ -193,10 +239,10 @@ class GRPO(RolloutTask):
                     scores[n] = value
         return scores
 
-    def before_step(self, rows: Sequence[Any], run: Run) -> Sequence[Sequence[Any]]:
+    def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
         return self.answered_step(rows, run)
 
-    def evaluate(self, rows: Sequence[Any], run: Run) -> dict[str, float]:
+    def evaluate(self, rows: Sequence[Any], run: TrainingRun) -> dict[str, float]:
         return self.greedy_metrics(rows, run)
 
     def stop_reason(self, figures: Mapping[str, float]) -> str:
@@ -214,14 +260,14 @@ class GRPO(RolloutTask):
         pairs = [(p, one) for p, group in zip(prompts, sampled, strict=True) for one in group]
         texts = [self.text(one.ids, special=bool(dialogues)) for _, one in pairs]
         totals, parts = self._judged([prompt for prompt, _ in pairs], texts, dialogues)
-        worth, groups, start = [], [], 0
+        all_advantages, groups, start = [], [], 0
         for prompt, group in zip(prompts, sampled, strict=True):
-            mine = totals[start : start + len(group)]
+            rewards = totals[start : start + len(group)]
             start += len(group)
-            better = advantages(self.config.loss, mine, self.config.normalises)
-            worth += better or [0.0] * len(group)
-            if better is not None:
-                groups += self._group(prompt, group, better)
+            of_group = advantages(self.config.loss, rewards, self.config.normalises)
+            all_advantages += of_group or [0.0] * len(group)
+            if of_group is not None:
+                groups += self._group(prompt, group, of_group)
         answers = tuple(
             ScoredAnswer(
                 prompt=self.text(prompt.input_ids, special=False),
@@ -233,11 +279,10 @@ class GRPO(RolloutTask):
                 source=prompt.source,
             )
             for n, ((prompt, one), text, total, advantage) in enumerate(
-                zip(pairs, texts, totals, worth, strict=True)
+                zip(pairs, texts, totals, all_advantages, strict=True)
             )
         )
-        taught = len(groups) / max(len(prompts), 1)
-        means = self._means(answers, pairs, taught)
+        means = self._means(answers, pairs, len(groups) / max(len(prompts), 1))
         return Rollout(groups, means | (figures(dialogues) if self._tools else {}), answers)
 
     def _sampled(
@@ -247,7 +292,7 @@ class GRPO(RolloutTask):
         if self._tools is None:
             ids = [prompt.input_ids for prompt in prompts]
             return prompts, self.sample(ids, seeds, sampler, self.config.answers), []
-        self.forget_layout()
+        self.layout.forget()
         number = 1 if seeds is None else self.config.answers
         groups = self._tools.sample(prompts, seeds, sampler, number)
         pairs = zip(prompts, groups, strict=True)
@@ -256,19 +301,19 @@ class GRPO(RolloutTask):
         return prompts, [group.answers for group in groups], every
 
     def _group(
-        self, prompt: Prompt, group: Sequence[SampledAnswer], better: Sequence[float]
+        self, prompt: Prompt, group: Sequence[SampledAnswer], values: Sequence[float]
     ) -> list[Group]:
         """Return the answers of a group to train on: cut ones only count in its mean."""
         kept = [
             (one.ids, advantage, one.learnt or (True,) * len(one.ids))
-            for one, advantage in zip(group, better, strict=True)
+            for one, advantage in zip(group, values, strict=True)
             if not (one.is_cut and self.config.mask_cut)
         ]
         if not any(advantage for _, advantage, _ in kept):
             return []
-        ids, worth, learnt = zip(*kept, strict=True)
+        ids, kept_values, learnt = zip(*kept, strict=True)
         masks = None if self._tools is None else learnt
-        return [Group(prompt.input_ids, ids, worth, prompt.source, masks)]
+        return [Group(prompt.input_ids, ids, kept_values, prompt.source, masks)]
 
     def _judged(
         self, prompts: Sequence[Prompt], texts: Sequence[str], dialogues: Sequence[Dialogue]
@@ -298,7 +343,7 @@ class GRPO(RolloutTask):
         self,
         answers: Sequence[ScoredAnswer],
         pairs: Sequence[tuple[Prompt, SampledAnswer]],
-        taught: float,
+        share_with_signal: float,
     ) -> dict[str, float]:
         rewards = torch.tensor([one.reward for one in answers])
         lengths = [one.num_learnt for _, one in pairs]
@@ -309,7 +354,7 @@ class GRPO(RolloutTask):
             means[f"reward_{name}"] = _mean(torch.tensor([one.parts[name] for one in answers]))
         return {
             **means,
-            "taught": taught,
+            "taught": share_with_signal,
             "cut": sum(one.is_cut for _, one in pairs) / number,
             "length": sum(lengths) / number,
         }
@@ -321,7 +366,7 @@ class GRPO(RolloutTask):
         if isinstance(row, Group):
             return row
         number = self.config.answers
-        longest = (self._pad_id,) * self.config.max_new_tokens
+        longest = (self.pad_id,) * self.config.max_new_tokens
         return Group(row.input_ids, (longest,) * number, (0.0,) * number, row.source)
 
     def num_positions(self, rows: Sequence[Prompt | Group]) -> int:
@@ -330,22 +375,22 @@ class GRPO(RolloutTask):
         return self.positions(lengths, sum(len(g.prompt) * (len(g.answers) - 1) for g in groups))
 
     def collate(self, rows: Sequence[Prompt | Group]) -> dict[str, Tensor]:
-        """Return a batch of all answers, with `worth` (D,), their advantages."""
+        """Return a batch of all answers, and their `advantages` (D,)."""
         groups = [self._as_group(row) for row in rows]
         batch = super().collate([document for group in groups for document in group.documents])
-        worth = torch.tensor([value for group in groups for value in group.advantages])
-        batch_with_worth = {**batch, "worth": worth}
+        values = torch.tensor([value for group in groups for value in group.advantages])
+        with_advantages = {**batch, "advantages": values}
         for name in ("old", "reference"):
             stored = [each for g in groups if (each := getattr(g, name)) is not None]
             if len(stored) == len(groups):
-                batch_with_worth[name] = torch.cat(stored)
-        return batch_with_worth
+                with_advantages[name] = torch.cat(stored)
+        return with_advantages
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         """Return the number of answer tokens, or of answers: what the loss is divided by."""
         if self.config.loss in OF_TOKENS:
             return len(batch["targets"])
-        return len(batch["worth"])
+        return len(batch["advantages"])
 
     def log_probs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the log-probabilities before later updates, and the reference's for the KL."""
@@ -371,7 +416,7 @@ class GRPO(RolloutTask):
             config.loss,
             now,
             batch["old"] if "old" in batch else now.detach(),
-            batch["worth"],
+            batch["advantages"],
             batch["document"],
             clip=config.clips,
             max_new_tokens=config.max_new_tokens,
@@ -416,6 +461,7 @@ class GRPOConfig(AnswerConfig):
     """Reinforcement learning from rewards of the model's own answers: GRPO and variants."""
 
     writes_text: ClassVar[bool] = False
+    scores_documents: ClassVar[bool] = True
     data_fields: ClassVar[frozenset[str]] = frozenset({"max_length", *CHAT, "max_dropped"})
 
     task: ClassVar = GRPO
@@ -475,6 +521,11 @@ class GRPOConfig(AnswerConfig):
             "tools": self.tools,
             "environment": [self.environment] if self.environment else [],
         }
+
+    def without_tools(self) -> GRPOConfig:
+        if not self.has_tools:
+            return self
+        return self.model_copy(update={"tools": (), "environment": None})
 
     @property
     def has_tools(self) -> bool:
@@ -585,10 +636,17 @@ class PromptEncoder(RowEncoder):
         tokenizer: Any,
         style: Style,
         max_prompt: int,
-        tools: Sequence[Mapping[str, Any]] = (),
+        schemas: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
     ) -> None:
         self._tokenizer, self._style, self._max_prompt = tokenizer, style, max_prompt
-        self._tools = tools
+        self._schemas = schemas
+
+    @cached_property
+    def _tools(self) -> Sequence[Mapping[str, Any]]:
+        return self._schemas()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_tools": self._tools, "_schemas": tuple}  # for other processes
 
     def key(self, where: str) -> object:
         style = (self._style.kind, self._style.chat_template)

@@ -69,7 +69,7 @@ def policy_losses(
     loss: LossName,
     log_probs: Tensor,
     old: Tensor,
-    worth: Tensor,
+    advantages: Tensor,
     document: Tensor,
     *,
     clip: tuple[float, float],
@@ -79,11 +79,12 @@ def policy_losses(
 
     Args:
         log_probs, old: (n,) of each token.
-        worth: (D,) the advantage of each answer.
+        advantages: (D,), one for each completion.
         document: (n,) index of each token's answer.
     """
     low, high = clip
-    advantages, num_documents = worth.to(log_probs)[document], len(worth)
+    num_documents = len(advantages)
+    advantages = advantages.to(log_probs)[document]
     ones = torch.ones_like(log_probs)
     lengths = ones.new_zeros(num_documents).index_add(0, document, ones.detach())[document]
     log_ratio = log_probs - old
@@ -113,8 +114,8 @@ def policy_losses(
 def _vespo_weights(log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """Return how much each answer counts (n,): 1 at a ratio of 1, and less on both sides."""
     log_ratio = log_ratio.clamp(math.log(1e-8), 20.0)  # where the weight is 0 in fp32
-    better, worse = VESPO_SHAPE
-    k, rate = (_where(advantages >= 0, pair) for pair in zip(better, worse, strict=True))
+    positive, negative = VESPO_SHAPE
+    k, rate = (_where(advantages >= 0, pair) for pair in zip(positive, negative, strict=True))
     return (k * log_ratio + rate * (1 - log_ratio.exp())).exp()
 
 

@@ -27,14 +27,15 @@ from torch import Tensor, nn
 from peftkit.data.examples import Text
 from peftkit.data.format import ParsedRow, parse
 from peftkit.data.pack import padded_rows
-from peftkit.data.records import Record
+from peftkit.data.records import Dropped, Record
 from peftkit.data.rows.columns import StoredRows
-from peftkit.data.rows.encoder import Dropped, EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
 from peftkit.errors import BaseError, ConfigError, DataError
 from peftkit.events import Listener, ignore
+from peftkit.forward.batch_layout import BatchLayout
 from peftkit.forward.loss import perplexity, target_logits, unwrapped
 from peftkit.model.places import unwrap_adapter
-from peftkit.tasks.base import Task
+from peftkit.tasks.base import Task, over_batches
 from peftkit.tasks.config import TaskConfig
 from peftkit.tasks.rows import longest
 from peftkit.tasks.texts import SpecialTokens
@@ -69,7 +70,7 @@ class MaskedEncoder(RowEncoder):
         self._splits, self._share = config.long_texts == "split", config.share
         self._frame = SpecialTokens(tokenizer)
         self._special = set(tokenizer.all_special_ids)
-        self._room = self._frame.room(max_length)
+        self._room, self._max_length = self._frame.room(max_length), max_length
 
     def key(self, where: str) -> object:
         known = (self._name, self._room, self._splits, self._share)
@@ -96,6 +97,11 @@ class MaskedEncoder(RowEncoder):
             counts["targets"] += sum(num_chosen(row, self._share) for row in rows_of_text)
             rows += rows_of_text or [Dropped(example.source, 0)]
         return EncodedRows(rows, {"format": read.format}, counts, read.unused)
+
+    def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
+        if "split" not in rows.counts:
+            return []
+        return [(f"split at {self._max_length:,} tokens", f"{rows.counts['split']:,}")]
 
     def _rows(self, ids: Sequence[int], source: str) -> list[MaskedRow]:
         """Return the rows of a text, without those that have no token to mask."""
@@ -127,12 +133,12 @@ class MaskedLM(TokenTask):
         DataError: A length that the model cannot read.
     """
 
-    is_causal: ClassVar[bool] = False
     collates_ahead: ClassVar[bool] = False  # masks are drawn anew each time
     input_names = ("input_ids", "attention_mask")
 
     def build(self, model: nn.Module) -> None:
         super().build(model)
+        self.layout = BatchLayout(share=False)
         tokenizer, config = self.tokenizer, self.config
         self.model = model
         if tokenizer.mask_token_id is None:
@@ -142,15 +148,11 @@ class MaskedLM(TokenTask):
                 fix="Give an encoder that was trained with one (BERT, RoBERTa, ...), or name it in "
                 "tokenizer_config.json.",
             )
-        self.max_length = longest(model, tokenizer, self.data.max_length)
-        self.row_encoder = MaskedEncoder(tokenizer, config, self.data.format, self.max_length)
+        rows = self.rows
+        rows.max_length = longest(model, tokenizer, rows.data.max_length)
+        rows.encoder = MaskedEncoder(tokenizer, config, rows.data.format, rows.max_length)
         embedding: Any = unwrap_adapter(unwrapped(model).get_input_embeddings())
         self._num_words = min(len(tokenizer), embedding.num_embeddings)
-
-    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
-        if "split" not in rows.counts:
-            return []
-        return [(f"split at {self.max_length:,} tokens", f"{rows.counts['split']:,}")]
 
     def collate(self, rows: Sequence[MaskedRow]) -> dict[str, Tensor]:
         """Return a batch with tokens masked, padded or in one row.
@@ -159,7 +161,7 @@ class MaskedLM(TokenTask):
         (B * T) tokens; targets (n,), their original tokens.
         """
         masked = [self._masked(row) for row in rows]
-        input_ids, attention_mask = padded_rows([ids.tolist() for ids, _ in masked], self._pad_id)
+        input_ids, attention_mask = padded_rows([ids.tolist() for ids, _ in masked], self.pad_id)
         index, targets = [], []
         for number, (row, (_, chosen)) in enumerate(zip(rows, masked, strict=True)):
             index.append(chosen + number * input_ids.shape[1])
@@ -170,7 +172,7 @@ class MaskedLM(TokenTask):
             "target_index": torch.cat(index),
             "targets": torch.cat(targets),
         }
-        return self.without_padding(batch)
+        return self.layout.unpadded(batch)
 
     def spans(self, row: MaskedRow) -> list[tuple[str, str]]:
         """Return a row's text in segments, "learnt" before those that evaluation masks."""
@@ -193,7 +195,7 @@ class MaskedLM(TokenTask):
             with self.model_inputs(model, batch) as inputs:
                 return target_logits(model, inputs, batch["target_index"])
 
-        for _, batch, logits in self.over_batches(model, rows, "Filling", on_event, logits_of):
+        for _, batch, logits in over_batches(self, model, rows, "Filling", on_event, logits_of):
             targets = batch["targets"]
             loss += float(nn.functional.cross_entropy(logits.float(), targets, reduction="sum"))
             num_right += int((logits.argmax(-1) == targets).sum())

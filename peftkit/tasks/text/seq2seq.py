@@ -23,18 +23,22 @@ from peftkit.data.examples import Completion, Example, Instruction
 from peftkit.data.field_names import FieldNames
 from peftkit.data.format import ParsedRow, parse
 from peftkit.data.pack import padded_rows
-from peftkit.data.records import Record
+from peftkit.data.records import Dropped, Record
 from peftkit.data.rows.columns import StoredRows
-from peftkit.data.rows.encoder import Dropped, EncodedRows, RowEncoder, tokenizer_key
+from peftkit.data.rows.encoder import EncodedRows, RowEncoder, tokenizer_key
 from peftkit.data.rows.lazy import tokens_of_each
 from peftkit.errors import BaseError, DataError
-from peftkit.events import Listener, Progress, ignore
+from peftkit.events import Listener, Progress, Sample, ignore
+from peftkit.execution.out_of_memory import NO_ROOM
+from peftkit.forward.batch_layout import BatchLayout
 from peftkit.forward.loss import in_dtype_of, unwrapped
 from peftkit.model.blocks import is_sharded
+from peftkit.model.modes import evaluating
 from peftkit.tasks.base import Task
-from peftkit.tasks.batches import BATCH_SIZE, NO_ROOM, batches_that_fit, equal_parts
+from peftkit.tasks.batches import BATCH_SIZE, batches_that_fit, equal_parts
+from peftkit.tasks.completions import CompletingTask, OnCount, ignore_count
 from peftkit.tasks.config import TaskConfig
-from peftkit.tasks.metrics import rouge_l
+from peftkit.tasks.metrics import exact_match, rouge_l
 from peftkit.tasks.rows import longest
 from peftkit.tasks.texts import SpecialTokens
 from peftkit.tasks.tokens import TokenTask
@@ -82,10 +86,10 @@ class PairEncoder(RowEncoder):
         self._tokenizer, self._config, self._name = tokenizer, config, name
         self._end, self._prefix = tokenizer.eos_token_id, config.prefix
         self._frame = SpecialTokens(tokenizer)
-        self._room, self._max_target = self._frame.room(max_source), max_target
+        self._room, self._limits = self._frame.room(max_source), (max_source, max_target)
 
     def key(self, where: str) -> object:
-        known = (self._name, self._config.model_dump_json(), self._room, self._max_target)
+        known = (self._name, self._config.model_dump_json(), self._room, self._limits[1])
         return (*tokenizer_key(self._tokenizer), *known)
 
     def read(self, records: Sequence[Record], where: str) -> ParsedRow:
@@ -105,6 +109,12 @@ class PairEncoder(RowEncoder):
         rows = [self.encode(each, counts) or Dropped(each.source, 0) for each in read.examples]
         return EncodedRows(rows, {"format": read.format}, counts, read.unused)
 
+    def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
+        return [
+            (f"{side}s cut at {limit:,} tokens", f"{rows.counts[f'cut {side}s']:,}")
+            for side, limit in zip(("source", "target"), self._limits, strict=True)
+        ]
+
     def encode(self, example: Example, counts: Counter[str]) -> PairRow | None:
         """Return a row, cut where it is too long; None where one of the two texts is empty."""
         if isinstance(example, Instruction):
@@ -117,8 +127,8 @@ class PairEncoder(RowEncoder):
         if self._end is not None and labels[-1] != self._end:
             labels.append(int(self._end))
         counts["cut sources"] += len(ids) > self._room
-        counts["cut targets"] += len(labels) > self._max_target
-        labels = labels[: self._max_target]
+        counts["cut targets"] += len(labels) > self._limits[1]
+        labels = labels[: self._limits[1]]
         counts["targets"] += len(labels)
         return PairRow(
             input_ids=tuple(self._frame.put_around(ids[: self._room])),
@@ -128,7 +138,7 @@ class PairEncoder(RowEncoder):
         )
 
 
-class EncoderDecoder(TokenTask):
+class EncoderDecoder(CompletingTask, TokenTask):
     """A task whose decoder writes text from what the encoder reads.
 
     Attributes:
@@ -139,13 +149,13 @@ class EncoderDecoder(TokenTask):
         BaseError: The model has no encoder, or does not say what its decoder starts with.
     """
 
-    is_padded: ClassVar[bool] = True
     max_target: int
     max_positions: int = UNLIMITED
 
     def build(self, model: nn.Module) -> None:
         self._start = decoder_start(unwrapped(model), self.config.type)
         super().build(model)
+        self.layout = BatchLayout(padded=True)
 
     def decoder_batch(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         """Return the decoder's part of a batch: each row's labels, shifted by its start token.
@@ -154,7 +164,7 @@ class EncoderDecoder(TokenTask):
         a token is predicted; targets (n,), those tokens.
         """
         shifted = [(self._start, *row.labels[:-1]) for row in rows]
-        decoder_input_ids, is_target = padded_rows(shifted, self._pad_id)
+        decoder_input_ids, is_target = padded_rows(shifted, self.pad_id)
         return {
             "decoder_input_ids": decoder_input_ids,
             "target_index": is_target.flatten().nonzero().flatten(),
@@ -169,20 +179,42 @@ class EncoderDecoder(TokenTask):
         """Return the tokens that the answer to a row is generated after."""
         return (self._start,)
 
-    @torch.no_grad()
     def answers(
+        self,
+        model: Any,
+        rows: Sequence[Any],
+        *,
+        max_new_tokens: int | None = None,
+        batch_size: int | None = None,
+        on_answer: OnCount | None = None,
+        on_fewer: OnCount | None = None,
+    ) -> list[Sample]:
+        with evaluating(model):
+            texts = self.texts(
+                model, rows, max_new_tokens=max_new_tokens, on_fewer=on_fewer or ignore_count
+            )
+        return [
+            Sample(self.prompt_text(row), text, self.reference_text(row) or None, row.source)
+            for row, text in zip(rows, texts, strict=True)
+        ]
+
+    def prompts(self, row: Any) -> Sequence[Any]:
+        return [row]
+
+    @torch.no_grad()
+    def texts(
         self,
         model: nn.Module,
         rows: Sequence[Any],
         *,
         max_new_tokens: int | None = None,
         on_event: Listener = ignore,
-        on_fewer: Callable[[int], None] = lambda number: None,
+        on_fewer: OnCount = ignore_count,
     ) -> list[str]:
-        """Return the greedily generated answer to each row.
+        """Return the greedily generated text of each row; the model is in eval mode.
 
         Args:
-            on_fewer: Called with the rows at once when memory has run out.
+            on_fewer: Called with the new batch size when memory ran out.
 
         Raises:
             RunError: A row does not fit into memory.
@@ -242,25 +274,20 @@ class EncoderDecoder(TokenTask):
             max_new_tokens=max_new_tokens,
             decoder_start_token_id=self._start,
             eos_token_id=sorted(all_ends),
-            pad_token_id=self._pad_id,
+            pad_token_id=self.pad_id,
             suppress_tokens=getattr(config, "suppress_tokens", None),
             begin_suppress_tokens=getattr(config, "begin_suppress_tokens", None),
         )
 
     @abstractmethod
-    def shown(self, row: Any) -> str:
-        """Return the encoder's input, for messages."""
+    def prompt_text(self, row: Any) -> str:
+        """Return the encoder's input as text, for samples."""
 
     @abstractmethod
-    def reference(self, row: Any) -> str:
+    def reference_text(self, row: Any) -> str:
         """Return the reference answer of a row."""
 
-    def prompt_row(self, text: str, where: str) -> Any:
-        """Return a prompt of the recipe as a row without an answer.
-
-        Raises:
-            DataError: The encoder does not read it.
-        """
+    def prompt_row(self, model: nn.Module, text: str, where: str) -> Any:
         raise DataError("it is a text.", found=f"{type(self).__name__} does not read text.")
 
 
@@ -272,31 +299,24 @@ class Seq2Seq(EncoderDecoder):
         DataError: A length that the model cannot read.
     """
 
-    row_encoder: PairEncoder
     input_names = ("input_ids", "attention_mask", "decoder_input_ids")
     """The decoder needs no mask: no token attends to the padding on its right."""
 
     def build(self, model: nn.Module) -> None:
         super().build(model)
-        tokenizer, config, data = self.tokenizer, self.config, self.data
+        tokenizer, config, data = self.tokenizer, self.config, self.rows.data
         self.max_source = longest(model, tokenizer, data.max_length or UNLIMITED)
         self.max_target = longest(model, tokenizer, config.max_target_length)
-        self.row_encoder = PairEncoder(
+        self.encoder = self.rows.encoder = PairEncoder(
             tokenizer, config, data.format, self.max_source, self.max_target
         )
-
-    def counts(self, rows: StoredRows) -> list[tuple[str, str]]:
-        return [
-            (f"sources cut at {self.max_source:,} tokens", f"{rows.counts['cut sources']:,}"),
-            (f"targets cut at {self.max_target:,} tokens", f"{rows.counts['cut targets']:,}"),
-        ]
 
     def collate(self, rows: Sequence[PairRow]) -> dict[str, Tensor]:
         """Return input_ids and attention_mask (B, S), padded on the right, and `decoder_batch`."""
         return self.encoder_batch(rows) | self.decoder_batch(rows)
 
     def encoder_batch(self, rows: Sequence[PairRow]) -> dict[str, Tensor]:
-        input_ids, attention_mask = padded_rows([row.input_ids for row in rows], self._pad_id)
+        input_ids, attention_mask = padded_rows([row.input_ids for row in rows], self.pad_id)
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
     def spans(self, row: PairRow) -> list[tuple[str, str]]:
@@ -308,23 +328,23 @@ class Seq2Seq(EncoderDecoder):
     ) -> dict[str, float]:
         """Return loss and perplexity, and exact_match and mean rouge_l of greedy answers."""
         losses = super().metrics(model, rows, on_event=on_event)
-        answers = self.answers(model, rows, on_event=on_event)
-        pairs = [(text, row.target) for text, row in zip(answers, rows, strict=True)]
+        texts = self.texts(model, rows, on_event=on_event)
+        pairs = [(text, row.target) for text, row in zip(texts, rows, strict=True)]
         return {
             **losses,
-            "exact_match": sum(a.strip() == b.strip() for a, b in pairs) / len(pairs),
+            "exact_match": exact_match(pairs),
             "rouge_l": sum(rouge_l(*pair) for pair in pairs) / len(pairs),
         }
 
-    def shown(self, row: PairRow) -> str:
+    def prompt_text(self, row: PairRow) -> str:
         return str(self.tokenizer.decode(row.input_ids, skip_special_tokens=True))
 
-    def reference(self, row: PairRow) -> str:
+    def reference_text(self, row: PairRow) -> str:
         return row.target
 
-    def prompt_row(self, text: str, where: str) -> PairRow:
+    def prompt_row(self, model: nn.Module, text: str, where: str) -> PairRow:
         counts = Counter[str]()
-        row = self.row_encoder.encode(Completion(text, ".", where), counts)
+        row = self.encoder.encode(Completion(text, ".", where), counts)
         if row is None:
             raise DataError("it is empty.")
         if counts["cut sources"]:

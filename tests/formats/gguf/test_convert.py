@@ -319,7 +319,7 @@ def test_without_an_alpha_the_scale_is_one(
     [
         ({"general_type": "model"}, "general.type is 'model', not 'adapter'"),
         ({"adapter_type": "lokr"}, "adapter.type is 'lokr', not 'lora'"),
-        ({"architecture": "qwen2"}, "The file says 'qwen2'; .* is 'llama'"),
+        ({"architecture": "qwen2"}, "The file has 'qwen2'; .* is 'llama'"),
         ({"adapter_alora_invocation_tokens": [1, 2]}, "an activated LoRA"),
         ({"adapter_lora_alpha": float("nan")}, "adapter.lora.alpha is nan"),
         ({"adapter_lora_alpha": -1.0}, "adapter.lora.alpha is -1.0"),
@@ -397,7 +397,7 @@ def _info(name: bytes, dims: tuple[int, ...], kind: int, offset: int = 0) -> byt
         (HEAD + struct.pack("<QQ", 1, 1) + struct.pack("<Q", 2**62), "A string of"),
         (HEAD + struct.pack("<QQ", 1, 1) + ARRAY + struct.pack("<IQ", 0, 2**62), "ends within"),
         (HEAD + struct.pack("<QQ", 1, 1) + ARRAY + struct.pack("<IQ", 9, 5), "unknown type 9"),
-        (HEAD + struct.pack("<QQ", 1, 2) + TYPE + TYPE, "'general.type' is given twice"),
+        (HEAD + struct.pack("<QQ", 1, 2) + TYPE + TYPE, "'general.type' occurs twice"),
         (HEAD + struct.pack("<QQ", 0, 1) + TYPE, "It holds no tensors"),
         (ONE_KEY + _string(b"t") + struct.pack("<I", 2**31), "2,147,483,648 dimensions"),
         (ONE_KEY + _info(b"t", (2**40, 2**40), 0) + b"\0" * 64, "'t': ends at byte"),

@@ -1,4 +1,4 @@
-"""A server that trains in this process, and a client of it that speaks Tinker's dialect."""
+"""A training server in this process, and a client of its Tinker API."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.helpers.wire_client import Client
 
 @pytest.fixture
 def serve(llama: Any, tokenizer: Any, tmp_path: Path) -> Iterator[Serve]:
-    """Start servers over one base and one folder, one after the other."""
+    """Start servers over one base and one folder, consecutively."""
     with ExitStack() as stack:
 
         def started(**named: Any) -> TestClient:

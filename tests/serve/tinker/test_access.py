@@ -1,4 +1,4 @@
-"""Nobody sees or changes what is another's, and nothing that is sent breaks the server."""
+"""Owners cannot access each other's objects, and no request breaks the server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is not installed")
 
 from peftkit.serve.tinker import api, rows, wire
-from peftkit.serve.tinker.bodies import Ordered
+from peftkit.serve.tinker.bodies import OperationBody
 from tests.helpers.serving import Serve
 from tests.helpers.wire_client import API, Client, datum, message
 
@@ -105,7 +105,7 @@ WRONG: tuple[Any, ...] = (
 
 
 def hostile(client: Client, model_id: str, sampler: str) -> Iterator[tuple[str, bytes, str]]:
-    """Yield what strangers send: path, body and type."""
+    """Yield hostile requests: path, body and type."""
     bodies: dict[str, dict[str, Any]] = {
         "create_session": {"tags": [], "sdk_version": "1"},
         "session_heartbeat": {"session_id": client.session},
@@ -224,7 +224,7 @@ def test_bodies_are_checked_beside_the_loop(
 ) -> None:
     def beside(read: Any) -> Any:
         def reads(*args: Any) -> Any:
-            if Ordered not in args:  # two numbers
+            if OperationBody not in args:  # two numbers
                 with pytest.raises(RuntimeError, match="no running event loop"):
                     asyncio.get_running_loop()
             return read(*args)

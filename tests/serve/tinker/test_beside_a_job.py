@@ -1,4 +1,4 @@
-"""A model learns the same beside a job, and the job beside the model."""
+"""A Tinker model and a job that train simultaneously give the same results as alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.wire_client import Client
 
 
 class Job:
-    """Trains a recipe in the worker of a server, and gives way between its steps."""
+    """Trains a recipe in a server's worker, which serves requests between its steps."""
 
     def __init__(self, client: Client, recipe: Recipe) -> None:
         self.worker, self.recipe = client.http.app.state.worker, recipe

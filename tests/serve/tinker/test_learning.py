@@ -1,4 +1,4 @@
-"""What is learnt over the wire is what a plain loop learns, whoever else learns meanwhile."""
+"""Training over the API equals a plain training loop, even if other models train meanwhile."""
 
 from __future__ import annotations
 
@@ -155,13 +155,13 @@ def test_tenants_that_were_on_the_disk_learn_the_same(
     client: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     alone = [train_steps(client.model(**config), 3) for config in MIXED_RANKS]
-    monkeypatch.setattr(tenants, "MAX_HERE", 1)
+    monkeypatch.setattr(tenants, "MAX_LOADED", 1)
     models = [client.model(**config) for config in MIXED_RANKS]
     away = tmp_path / "state" / "tinker" / "away"
     assert len(list(away.iterdir())) == 5
     mixed: list[list[Any]] = [[] for _ in MIXED_RANKS]
     for _ in range(3):
-        halves = [model.forward(CE_DATA) for model in models]  # its gradient waits on the disk
+        halves = [model.forward(CE_DATA) for model in models]  # the gradient is offloaded
         for told, model, (total, rows) in zip(mixed, models, halves, strict=True):
             told += [total, [row["logprobs"].tolist() for row in rows]]
             told.append(model.step(learning_rate=0.05))
@@ -170,7 +170,7 @@ def test_tenants_that_were_on_the_disk_learn_the_same(
 
 def test_common_beginnings_are_computed_once(client: Client, llama: Any) -> None:
     model = client.model()
-    model.forward(CE_DATA)  # finds out about the base
+    model.forward(CE_DATA)  # probes the base
     seen: list[int] = []
     handle = llama.model.embed_tokens.register_forward_hook(
         lambda module, args, out: seen.append(args[0].numel())
@@ -186,7 +186,7 @@ def test_common_beginnings_are_computed_once(client: Client, llama: Any) -> None
 
 
 class Memory:
-    """Lets memory run out in passes over more than so many tokens, in the backward pass."""
+    """Runs out of memory in the backward pass of batches above a number of tokens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
         self.most, self.failures = most, 0
@@ -197,7 +197,7 @@ class Memory:
             if sum(len(row.input_ids) for row in rows) > self.most and summed.requires_grad:
                 summed.register_hook(self._fail)
                 for parameter in (p for p in model.parameters() if p.requires_grad):
-                    parameter.grad = torch.full_like(parameter, 1e6)  # a part is there already
+                    parameter.grad = torch.full_like(parameter, 1e6)  # a partial gradient
             return summed, *found
 
         monkeypatch.setattr(learner.DatumTask, "losses", bounded)
@@ -293,7 +293,7 @@ def test_a_step_that_runs_out_of_memory_is_done_again_as_if_it_had_not(
     def bounded(*args: Any, **named: Any) -> Tensor:
         nonlocal num_calls
         num_calls += 1
-        if num_calls == 4:  # in the state of the second parameter
+        if num_calls == 4:  # at the optimizer state of the second parameter
             raise torch.OutOfMemoryError("out of memory")
         return zeros(*args, **named)
 

@@ -1,4 +1,4 @@
-"""Each loss is the formula of its paper, gradient too; what it cannot use is named."""
+"""Each loss and its gradient equal the formula of its paper; errors name invalid inputs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_is_not_learnt_has_no_gradient(name: str) -> None:
         (lambda: settings_of("cross_entropy", {"beta": 0.1}), "takes numbers for: nothing"),
         (lambda: settings_of("ppo", {"clip_low_threshold": math.nan}), "clip_low_threshold"),
         (lambda: settings_of("ppo", {"clip_low_threshold": "0.8"}), "clip_low_threshold"),
-        (lambda: settings_of("ppo", {"clip_low_threshold": 2.0}), "bounds of the ratio"),
+        (lambda: settings_of("ppo", {"clip_low_threshold": 2.0}), "bound the ratio"),
         (lambda: settings_of("dro", {"beta": -1.0}), "cannot use"),
         (lambda: settings_of("ppo", {"__init__": 1.0}), "__init__"),
     ],
@@ -89,8 +89,8 @@ def test_unknown_losses_and_settings_are_named(call: Callable[[], Any], words: s
     [
         ({"advantages": None}, "missing: advantages"),
         ({"mask": torch.ones(3)}, "unknown: mask"),
-        ({"logprobs": torch.ones(4)}, r"its shape is \[4\], that of the targets \[3\]"),
-        ({"logprobs": torch.ones(3, 1)}, "its shape is"),
+        ({"logprobs": torch.ones(4)}, r"Its shape is \[4\]; the targets have \[3\]"),
+        ({"logprobs": torch.ones(3, 1)}, "Its shape is"),
         ({"advantages": torch.tensor([1.0, math.nan, 0])}, "not finite"),
         ({"weights": torch.tensor([1.0, math.inf, 0])}, "not finite"),
     ],

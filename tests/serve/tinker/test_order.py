@@ -1,4 +1,4 @@
-"""Operations have their turn by their numbers, once, whatever comes twice, late or never."""
+"""Operations run once and in the order of their numbers, despite retries, delays and losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("google.protobuf", reason="the extra peftkit[train-api] is n
 
 from peftkit.serve import worker
 from peftkit.serve.tinker import api, futures, service
-from peftkit.serve.tinker.futures import Futures, Known, Order
+from peftkit.serve.tinker.futures import Futures, OperationQueue, ReplyCache
 from tests.helpers.wire_client import Client, datum, message, read
 
 DATA = [datum([5, 6, 7, 8]), datum([9, 10, 11])]
@@ -94,9 +94,9 @@ def test_a_lost_operation_fails_those_after_it_and_the_model_goes_on(
     monkeypatch.setattr(futures, "LOST_SECONDS", 0.0)
     failed = client.retrieve(waiting)
     assert failed["category"] == "user"
-    assert "operation 1 of this model did not come" in failed["error"]
+    assert "operation 1 of this model did not arrive" in failed["error"]
     late = read(client.retrieve(model.submit(DATA, number=1)))
-    assert "came too late" in late["error"]
+    assert "arrived too late" in late["error"]
     model.next = 3
     assert isinstance(model.forward(DATA)[0], float)
     far = model.send(message(model.id, 2_000_000_000, DATA))
@@ -112,7 +112,7 @@ def test_what_a_client_that_is_gone_left_behind_gives_its_room_back(
     monkeypatch.setattr(futures, "LOST_SECONDS", 0.0)
     other.forward(DATA)
     monkeypatch.setattr(futures, "LOST_SECONDS", 100.0)
-    assert "did not come" in client.retrieve(waiting)["error"]
+    assert "did not arrive" in client.retrieve(waiting)["error"]
 
 
 def test_a_model_that_nobody_asks_for_makes_room_for_another(
@@ -131,7 +131,7 @@ def test_a_model_that_nobody_asks_for_makes_room_for_another(
 
 
 class Queue:
-    """Stands for the worker: runs operations one by one when told to."""
+    """Replaces the worker: `run` runs the next operation."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Any, Future[Any]]] = []
@@ -148,7 +148,7 @@ class Queue:
 
 def test_a_model_has_one_operation_in_the_queue_at_a_time() -> None:
     queue, told = Queue(), list[int]()
-    order = Order(queue.call, Futures())
+    order = OperationQueue(queue.call, Futures())
     for number in (2, 0, 1):
         order.submit(number, str(number), "", lambda number=number: told.append(number) or {}, 1)
     for _ in range(3):
@@ -162,7 +162,7 @@ def test_too_much_that_waits_is_refused_but_for_what_others_wait_for(
 ) -> None:
     monkeypatch.setattr(futures, "MAX_WAITING_BYTES", 100)
     queue, kept = Queue(), Futures()
-    order = Order(queue.call, kept)
+    order = OperationQueue(queue.call, kept)
     order.submit(1, "", "", dict, 60)
     order.submit(2, "", "", dict, 40)
     with pytest.raises(futures.RequestError) as refused:
@@ -191,9 +191,9 @@ def test_what_waits_for_a_model_that_is_unloaded_fails_and_gives_its_room_back(
 
 def test_a_closed_order_takes_nothing_more() -> None:
     queue = Queue()
-    order = Order(queue.call, Futures())
+    order = OperationQueue(queue.call, Futures())
     order.close(futures.RequestError("it is gone."))
-    with pytest.raises(futures.RequestError, match="gone"):  # from a thread that had the model
+    with pytest.raises(futures.RequestError, match="gone"):  # from another request's thread
         order.submit(0, "", "", dict, 1)
     assert not queue.waiting
 
@@ -220,7 +220,7 @@ def test_an_operation_that_was_taken_is_not_refused_for_those_that_wait(
 
 
 def test_the_oldest_results_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(futures, "MAX_KEPT_BYTES", 1000)
+    monkeypatch.setattr(futures, "MAX_RESULT_BYTES", 1000)
     kept = Futures()
     all_of_them = [kept.new("ann") for _ in range(4)]
     for pending in all_of_them:
@@ -238,11 +238,11 @@ def test_the_oldest_results_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_replies_to_the_oldest_requests_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(futures, "MAX_KNOWN", 2)
-    known: Known[int] = Known()
+    monkeypatch.setattr(futures, "MAX_REPLIES", 2)
+    cache: ReplyCache[int] = ReplyCache()
     for number in range(3):
-        known.keep(number, "a", number)
-    assert [known.reply(number, "a") for number in range(3)] == [None, 1, 2]
+        cache.put(number, "a", number)
+    assert [cache.get(number, "a") for number in range(3)] == [None, 1, 2]
 
 
 def test_operations_that_come_at_once_keep_their_order() -> None:
@@ -256,7 +256,7 @@ def test_operations_that_come_at_once_keep_their_order() -> None:
 
     kept = Futures()
     with ThreadPoolExecutor(1) as worker, ThreadPoolExecutor(8) as clients:
-        order = Order(worker.submit, kept)
+        order = OperationQueue(worker.submit, kept)
         sent = [
             clients.submit(order.submit, n, "", "", lambda n=n: work(n), 1)
             for n in sorted(range(200), key=lambda n: n * 37 % 101)

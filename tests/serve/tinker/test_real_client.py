@@ -1,4 +1,4 @@
-"""Tinker's own client and its cookbook, unchanged, against `peftkit serve --train`."""
+"""Tinker's client and its cookbook, unmodified, with `peftkit serve --train`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_tinker_s_client_trains_and_samples(peer: str, model_folder: Path, tmp_p
     assert found["resumed"]
     assert found["named"]
     assert sorted(found["listed"]) == ["sampler_weights/named", "weights/half-way"]
-    assert found["left"] == len(found["listed"])  # one is gone, one without a name is there
+    assert found["left"] == len(found["listed"])  # a named one is deleted, an unnamed one is listed
     assert re.match(r"RequestFailedError: .*importance_sampling", found["error"], re.DOTALL)
 
 
@@ -104,7 +104,7 @@ def test_the_cookbook_s_loops_run_unchanged(
     recipe: str, settings: dict[str, Any], model_folder: Path, tmp_path: Path
 ) -> None:
     settings |= {"max_steps": 3, "save_every": 2, "lora_rank": 4, "learning_rate": 1e-3}
-    model = Path(shutil.copytree(model_folder, tmp_path / "model"))  # that reads longer prompts
+    model = Path(shutil.copytree(model_folder, tmp_path / "model"))  # with a longer context
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
     with server(model, tmp_path) as url:

@@ -1,4 +1,4 @@
-"""Samples are those of the weights that were saved, with the log-probabilities of the trainer."""
+"""Samples come from the saved weights; log-probabilities equal the trainer's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def floats(data: bytes) -> list[float]:
 
 
 def learnt(client: Client, **config: Any) -> Model:
-    """Return a model that says something else than the base."""
+    """Return a model whose completions differ from the base."""
     model = client.model(**config)
     for _ in range(4):
         model.forward([datum([5, 6, 7, 8, 40, 41, 42])])
@@ -34,7 +34,7 @@ def learnt(client: Client, **config: Any) -> Model:
 
 
 def sampler_of(model: Model, number: int = 100) -> str:
-    """Return a sampler of a model's weights as they are."""
+    """Return a sampler of a model's current weights."""
     made = model.call("save_weights_for_sampler", sampling_session_seq_id=number, kind="snapshot")
     return str(made["sampling_session_id"])
 
@@ -108,7 +108,7 @@ def test_an_answer_ends_where_the_client_says(client: Client, llama: Any) -> Non
     found, reason = said(2, stop=[text])
     assert (found, reason) == (whole[: len(found)], 0)
     assert len(found) <= end + 1
-    with torch.no_grad():  # a base that ends at once
+    with torch.no_grad():  # a base that generates its end token first
         llama.lm_head.weight[eos] = 20 * llama.lm_head.weight[whole[0]]
     assert said(3) == ([eos], 0)
     assert said(4, stop=[]) == ([eos] * 8, 1)
@@ -166,11 +166,11 @@ def test_weights_without_a_name_leave_when_others_came(
 
 
 def test_samples_leave_the_generators_of_a_run_alone(client: Client) -> None:
-    torch.manual_seed(0)  # as a run begins
+    torch.manual_seed(0)  # as at the start of a run
     before, sampler, free = torch.get_rng_state(), client.sampler(), {"seed": None}
     first = client.sample(sampler, PROMPT, 0, num_samples=4, params=free)
     assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(0)  # as the next one does
+    torch.manual_seed(0)  # as at the start of the next run
     again = client.sample(sampler, PROMPT, 1, num_samples=4, params=free)
     assert [*map(tokens, again.sequences)] != [*map(tokens, first.sequences)]
 

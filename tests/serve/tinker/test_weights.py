@@ -1,4 +1,4 @@
-"""Saved weights are PEFT's folders: they go on bit-equal, answer by path, outlive the server."""
+"""Saved weights are PEFT folders: training resumes bit-equal, and paths survive a restart."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_model_goes_on_from_its_saved_state_bit_equal(
     into = client.model(**config)
     assert into.call("load_weights", path=path, optimizer=True)["path"] == path
     assert train_steps(into, 2) == expected
-    assert "before anything else" in into.call("load_weights", path=path, optimizer=True)["error"]
+    assert "first operation" in into.call("load_weights", path=path, optimizer=True)["error"]
     other = client.model(rank=1)
     assert "does not fit" in other.call("load_weights", path=path, optimizer=True)["error"]
     info = client.post("weights_info", tinker_path=path)
@@ -44,9 +44,8 @@ def test_a_model_goes_on_from_its_saved_state_bit_equal(
 def test_weights_of_a_sampler_have_no_optimizer_to_go_on_with(client: Client) -> None:
     model, into = client.model(), client.model()
     before = model.call("save_weights", path="fresh")["path"]
-    assert client.load(before, optimizer=True).forward(
-        CE_DATA
-    )  # there is none before the first step
+    loaded = client.load(before, optimizer=True)  # no optimizer state yet
+    assert loaded.forward(CE_DATA)
     train_steps(model, 1)
     path = model.call("save_weights_for_sampler", path="x")["path"]
     place = {"session_id": client.session, "model_seq_id": 9}

@@ -1,4 +1,4 @@
-"""Messages are read and written as protobuf has them; what is wrong with them is found first."""
+"""Messages are valid protobuf; invalid ones are refused before they are parsed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from peftkit.serve.tinker import wire
 
 
 def field(number: int, content: bytes) -> bytes:
-    """Return a field of bytes, as the wire has it."""
+    """Return a bytes field in wire format."""
     size, head = len(content), bytearray([number << 3 | 2])
     while size > 127:
         head.append(size & 127 | 128)
@@ -72,12 +72,12 @@ def test_an_output_has_a_record_for_datums_of_one_shape() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"\x0a\xff\xff\xff\xff\x0f", "cut short"),
-        (b"\x0a\x05abc", "cut short"),
+        (b"\x0a\xff\xff\xff\xff\x0f", "truncated"),
+        (b"\x0a\x05abc", "truncated"),
         (b"\x80" * 20, "no end"),
-        (b"\x0b\x0c", "of the type 3"),
+        (b"\x0b\x0c", "wire type 3"),
         (b"\x0a\x02\xff\xfe", "protobuf"),  # a text that is not UTF-8
-        (field(3, field(1, b"\x0a\x7f")), "cut short"),
+        (field(3, field(1, b"\x0a\x7f")), "truncated"),
         (b"\x00\x01", "protobuf"),
     ],
     ids=["too long", "cut", "number", "group", "text", "nested", "tag 0"],
@@ -122,8 +122,8 @@ def csr(rows: list[int], columns: list[int], values: list[float]) -> Any:
     ("wrong", "words"),
     [
         (tensor(dense=b"1234", dtype=9), "dtype is 9"),
-        (tensor(dense=b"123", dtype=1), "no whole numbers"),
-        (tensor(dense=b"1234", dtype=1, shape=[2]), "1 values, and the shape"),
+        (tensor(dense=b"123", dtype=1), "not a multiple of 4"),
+        (tensor(dense=b"1234", dtype=1, shape=[2]), "1 values, but the shape"),
         (tensor(dense=b"1234", dtype=1, shape=[-1]), "shape is"),
         (tensor(dense=b"1234", dtype=1, shape=[1, 1, 1]), "shape is"),
         (tensor(dense=b"1234", dtype=1, shape=[1 << 40]), "shape is"),

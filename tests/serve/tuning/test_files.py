@@ -1,4 +1,4 @@
-"""Files of clients: uploaded, listed, read, deleted; each its owner's alone."""
+"""Clients' files: uploaded, listed, read, deleted, and visible to their owner only."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_what_a_killed_server_left_of_an_upload_is_removed(served: Served) -> No
     with served() as client:
         id = client.upload(b"{}")
         folder: Path = client.folder / "files"
-    for name in (".file-1.jsonl.tmp-9", "file-2.jsonl"):  # not whole, and not acknowledged
+    for name in (".file-1.jsonl.tmp-9", "file-2.jsonl"):  # incomplete, and not acknowledged
         (folder / name).touch()
     with served():
         assert [path.name for path in folder.iterdir()] == [f"{id}.jsonl"]

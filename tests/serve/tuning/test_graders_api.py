@@ -1,4 +1,4 @@
-"""Graders are tried on answers before a job learns from them."""
+"""Graders run on single answers before a job trains with them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _named(grader: dict[str, Any]) -> tuple[str, str]:
 def test_the_base_scores_in_its_own_thread(shared: Client) -> None:
     found = run(shared, {**SCORE, "range": [-5, 5]}, "x")
     text = shared.say("base", "the quick")[:4]
-    assert not any(sign.isdigit() for sign in text)  # what a tiny model says is no number
+    assert not any(sign.isdigit() for sign in text)  # a tiny model generates no number
     assert found.metadata.errors.api_model_grader_parse_error
     assert found.reward == 0.0
 

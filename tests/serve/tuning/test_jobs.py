@@ -1,4 +1,4 @@
-"""Jobs: what they learn is what their recipe learns; what clients see has OpenAI's shapes."""
+"""Jobs give the weights of their recipes, and responses in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -389,7 +389,7 @@ def test_a_job_that_was_interrupted_ends_with_the_same_bits(
         assert client.until(id)["status"] == "succeeded"
         assert (folder / WEIGHTS).read_bytes() == alone
         told = client.events(id)
-        assert "Fine-tuning job goes on after step 4" in told
+        assert "Fine-tuning job resumed after step 4" in told
         steps = [text.split("/")[0] for text in told if text.startswith("Step ")]
         assert steps == [f"Step {n}" for n in range(1, 10)]
         kept = client.get(f"{JOBS}/{id}/checkpoints").json()["data"]
@@ -419,7 +419,7 @@ def test_jobs_go_on_over_a_base_that_is_loaded_otherwise_and_say_so(
         assert client.until(id)["status"] == client.until(waits)["status"] == "succeeded"
         (told,) = (text for text in client.events(id) if "No exact continuation" in text)
         assert [change for change in changes if change in told] == changes
-        (told,) = (text for text in client.events(waits) if "loaded otherwise" in text)
+        (told,) = (text for text in client.events(waits) if "loaded with other settings" in text)
         ((name, value),) = other.items()
         assert f"base.{name}: " in told
         adapter = read_adapter(client.folder / "jobs" / waits)
@@ -489,14 +489,14 @@ def test_a_server_that_died_before_a_checkpoint_or_after_the_last_one_goes_on(
     (folder / "checkpoints" / "step-2" / "MANIFEST.json").unlink()
     with served() as client:
         assert client.until(id)["status"] == "succeeded"
-        assert "goes on after" not in "".join(client.events(id))
+        assert "resumed after" not in "".join(client.events(id))
         assert (folder / WEIGHTS).read_bytes() == alone
     # as if it had been killed before it could say that it is done
     store = Store(client.folder)
     with changing(store, id) as job:
-        job["told"] |= {"status": "running", "fine_tuned_model": None, "result_files": []}
+        job["response"] |= {"status": "running", "fine_tuned_model": None, "result_files": []}
     for one in store.all(CHECKPOINT, parent=id):
-        store.delete(CHECKPOINT, one["told"]["id"])
+        store.delete(CHECKPOINT, one["response"]["id"])
     store.close()
     with served() as client:
         done = client.until(id)
@@ -514,7 +514,7 @@ def test_a_job_is_cancelled_at_its_next_step_or_before_it_begins(served: Served)
         client.until(second, "queued")
         for what in ("pause", "resume") * 3:
             assert client.post(f"{JOBS}/{second}/{what}").status_code == 200
-        assert len(client.app.state.worker._works) == 1  # it waits once
+        assert len(client.app.state.worker._training_runs) == 1  # it waits once
         file = client.get(f"{JOBS}/{first}").json()["training_file"]
         assert client.delete(f"{FILES}/{file}").json()["error"]["code"] == "file_in_use"
         for id in (second, first):
@@ -562,7 +562,7 @@ class Full:
         def run(store: Store, query: str, values: Any = ()) -> Any:
             if self.is_full and query.startswith(("INSERT", "DELETE")):
                 self.refused.set()
-                raise StoreError("the server cannot keep its state.", found="disk is full")
+                raise StoreError("the server cannot store its state.", found="disk is full")
             return execute(store, query, values)
 
         monkeypatch.setattr(Store, "_run", run)
@@ -641,7 +641,7 @@ def test_a_full_disk_is_not_the_client_s_fault(
 def test_a_job_has_what_it_starts_from_when_that_is_gone_meanwhile(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "KEPT", 1)
+    monkeypatch.setattr(progress, "MAX_CHECKPOINTS", 1)
     gate = Gated("Step 5/9")
     with served(say=gate.say) as client:
         first = client.job(chats(), method=hyper())["id"]

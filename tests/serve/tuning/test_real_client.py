@@ -101,7 +101,7 @@ def test_openai_s_client_trains_and_chats_and_a_killed_server_goes_on(
         ended = [again.until(id) for id in (killed, waits)]
         assert [job["status"] for job in ended] == ["succeeded", "succeeded"]
         events = again.get(f"{JOBS}/{killed}/events?limit=100").json()["data"]
-        assert any("goes on after step" in event["message"] for event in events)
+        assert any("resumed after step" in event["message"] for event in events)
         assert all(again.say(job["fine_tuned_model"]) for job in ended)
     weights = [(folder / WEIGHTS).read_bytes() for folder in folders]
     assert weights[0] == weights[1]

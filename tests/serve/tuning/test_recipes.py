@@ -103,7 +103,7 @@ OTHER = {"prompt": "a", "completion": "b"}
 WRONG_PAIR = {**PAIRS[0], "input": {"messages": "x"}}
 NO_ANSWER = {"messages": prompts()[0]["messages"]}
 BAD: list[tuple[Any, Kind, str, str]] = [
-    (chats(9), "supervised", "invalid_n_examples", "9 rows; supervised takes 10 at least"),
+    (chats(9), "supervised", "invalid_n_examples", "9 rows; supervised requires at least 10"),
     (b"not JSON\n" * 10, "supervised", FORMAT, "line 1 as JSON"),
     (b"", "supervised", FORMAT, "empty"),
     (b"\x1f\x8b\x08", "supervised", FORMAT, "gzip"),

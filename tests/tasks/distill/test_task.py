@@ -119,7 +119,7 @@ def test_a_teacher_may_be_another_adapter_or_model(
         task.add_adapter(str(folder), read_side_adapter(folder, base))
     else:
         name = {"name": str(folder), "student": base.model, "tokenizer": tokenizer}
-        task._other = other_model(**name, head=task._head, say=ignore)
+        task._other = other_model(**name, head=task.head, say=ignore)
     expected = dense(base.model, adapter, rows, asked.divergence, teacher)
     wanted = torch.autograd.grad(expected, [*adapter.parameters()])
     base.model.train()
@@ -156,7 +156,7 @@ def test_a_model_whose_head_is_not_apart_gives_the_same(
     moved_adapter(llama)
     task, rows = task_on(llama, tokenizer, settings(tmp_path), write_questions(tmp_path))
     wanted = task.loss(llama, task.collate(rows))
-    task._head = None
+    task.head = None
     found = task.loss(llama, task.collate(rows))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 

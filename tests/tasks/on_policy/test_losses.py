@@ -61,7 +61,7 @@ def test_loss_and_gradient_are_the_formulas(
     groups = make_groups()
     with task.training(llama):
         if not together:
-            task._attention = None
+            task.layout.attention = None
         old = [each.detach() for each in each_answer(llama)]
         if is_moved:
             with torch.no_grad():

@@ -266,7 +266,7 @@ def test_a_reward_adapter_over_the_same_base_is_a_reward(
         Record({"prompt": prompt, "completion": text}, "a row")
         for prompt, text in zip(prompts, texts, strict=True)
     ]
-    known = opened.task.on(opened.base.model, opened.base.tokenizer, judged.data)
+    known = opened.task.on(opened.base.model, opened.base.tokenizer, judged.rows.data)
     expected = known.predict_rows(opened.base.model, rows)
     assert said == pytest.approx([row["score"] for row in expected], abs=1e-5)
     assert torch.equal(base.model(input_ids=ids).logits, policy)

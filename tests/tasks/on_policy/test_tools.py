@@ -290,7 +290,7 @@ def test_what_tools_said_is_not_learnt(
 
     with task.training(llama):
         if not together:
-            task._attention = None
+            task.layout.attention = None
         old = [one.detach() for one in each()]
         with torch.no_grad():
             task.remember(groups, task.log_probs(llama, task.collate(groups)))

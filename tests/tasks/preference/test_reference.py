@@ -11,11 +11,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.base.load import load_base
 from peftkit.errors import AdapterError, PeftkitError
+from peftkit.evaluation.evaluate import evaluate
 from peftkit.events import RunStarted, StepDone
 from peftkit.files.tensors import read_tensors
 from peftkit.formats.open_adapter import before_training, open_adapter
 from peftkit.formats.peft.folder import START
-from peftkit.inference.evaluate import evaluate
 from peftkit.methods.base import Method
 from peftkit.methods.lora import LoRA
 from peftkit.methods.prefix import PrefixTuning

@@ -58,7 +58,7 @@ def test_answers_are_cut_alike_and_pairs_that_do_not_fit_are_dropped_and_counted
     assert [row.source.rpartition(":")[2] for row in rows] == ["1", "4"]
     assert rows[0].lengths == (24, 24)
     assert [row.is_cut for row in rows] == [True, False]
-    task._on_event = events.append
+    task.rows.on_event = events.append
     task.load(file)
     (table,) = [event for event in events if isinstance(event, Table)]
     assert ("cut at 24 tokens", "1") in table.rows

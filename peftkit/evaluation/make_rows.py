@@ -26,12 +26,12 @@ from peftkit.data.generation import default_style, prompt_ids, stop_ids
 from peftkit.data.messages import Message, full_text
 from peftkit.data.records import Record, read_records
 from peftkit.errors import DataError
+from peftkit.evaluation.predict import build_task
 from peftkit.events import Listener, Progress, Stage, Table, ignore
 from peftkit.formats.open_adapter import Opened
 from peftkit.inference.generate import decoded, generate_ids
-from peftkit.inference.predict import build_task
 from peftkit.tasks.distill.rows import TeacherPrompt
-from peftkit.tasks.retrieval.embedding import Embedding
+from peftkit.tasks.retrieval.embedding import Embedding, EmbeddingConfig
 from peftkit.tasks.retrieval.reranker import RerankerConfig
 
 CHUNK = 1_024
@@ -101,7 +101,9 @@ def find_hard_negatives(
         DataError: The rows cannot be read, or no candidate is left for any of them.
     """
     fix = "Give an adapter that was trained with task: embedding."
-    embedder = build_task(opened, ("embedding",), "makes no embeddings", fix)
+    embedder = build_task(
+        opened, isinstance(opened.task, EmbeddingConfig), "makes no embeddings", fix
+    )
     names = (embedder.config.anchor, embedder.config.positive)
     on_event(Stage(f"Reading {data}"))
     pairs = _texts(data, names)

@@ -1,0 +1,83 @@
+"""The layout of a task's batches of tokens: padded, or padding-free where the model allows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from peftkit.data.pack import padded
+from peftkit.execution.plan import ExecutionPlan
+from peftkit.forward.attention import TrainingAttention, training_attention
+from peftkit.forward.loss import unwrapped
+from peftkit.forward.padding_free import faster, laid_out, num_positions, unpadded
+from peftkit.forward.probes import can_unpad
+
+
+class BatchLayout:
+    """Chooses between padded and padding-free batches while a model trains.
+
+    Args:
+        share: Whether documents may share a prefix: no token depends on later ones.
+        padded: Whether rows stay padded even if the model can do without.
+
+    Attributes:
+        attention: The model's attention while it trains on padding-free batches.
+    """
+
+    def __init__(self, *, share: bool = True, padded: bool = False) -> None:
+        self.share, self.padded = share, padded
+        self.attention: TrainingAttention | None = None
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The attention kernel and the layout, for the run header."""
+        if self.attention is None:
+            return {"rows": "padded"}
+        rows = "without padding" + ", common beginnings once" * self.share
+        return {"attention": self.attention.kernel, "rows": rows}
+
+    @contextmanager
+    def training(self, model: nn.Module, plan: ExecutionPlan | None = None) -> Iterator[None]:
+        """Train with a plan's attention, and without padding where the model allows it."""
+        bare = unwrapped(model)
+        if not self.padded:
+            with training_attention(bare, plan) as attention:
+                if attention is not None and can_unpad(model, attention, share=self.share):
+                    self.attention = attention
+                    try:
+                        yield
+                    finally:
+                        self.attention = None
+                    return
+        with training_attention(bare, plan, documents=False):
+            yield
+
+    def num_positions(self, rows: Sequence[Any]) -> int:
+        """Return how many tokens the model reads for rows in one batch, with padding if any."""
+        as_padded = len(rows) * padded(*rows)
+        if self.attention is None:
+            return as_padded
+        lengths = [n for row in rows for n in getattr(row, "lengths", (padded(row),))]
+        if self.attention.takes_spans:
+            return sum(lengths)
+        return min(as_padded, num_positions(lengths))
+
+    def unpadded(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a padded batch as a padding-free one where that is faster."""
+        if self.attention is None:
+            return batch
+        if self.attention.takes_spans:
+            return unpadded(batch, share=self.share, spans=True)
+        return faster(batch, unpadded(batch, share=self.share))
+
+    def inputs(self, batch: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        """Return the model's inputs, and set the attention's layout; see `laid_out`."""
+        return laid_out(batch, self.attention)
+
+    def forget(self) -> None:
+        """Have attention read each row as one document again, after a training step."""
+        if self.attention is not None:
+            self.attention.layout = None

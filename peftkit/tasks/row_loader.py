@@ -1,0 +1,203 @@
+"""Files to encoded rows: the counts, checks and prompt style of a task's data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from peftkit.data.chat_template import choose_template, shortened
+from peftkit.data.encode import agreed_style
+from peftkit.data.generation import template_of
+from peftkit.data.records import sources_of
+from peftkit.data.rows.cache import encoded
+from peftkit.data.rows.columns import StoredRows
+from peftkit.data.rows.encoder import RowEncoder
+from peftkit.data.rows.lazy import LazyRows, weighted
+from peftkit.data.style import STYLES, Style
+from peftkit.errors import DataError
+from peftkit.events import Listener, Notice, Stage, Table
+from peftkit.settings import DataConfig
+from peftkit.tasks.rows import (
+    NO_TEMPLATE,
+    TRAINED_SYSTEM,
+    check_dropped,
+    named,
+    off_prompt,
+)
+
+
+class RowLoader:
+    """Reads files as rows of a task, and reports what it read.
+
+    Args:
+        processor: The base's tokenizer, image processor, or processor of both.
+        style: The prompt style that the adapter was trained with; None: the style of the rows.
+
+    Attributes:
+        encoder: Encodes records as rows; the task's `build` sets it.
+        max_length: Longest row in tokens; the task's `build` sets it.
+        template: The chat template that replaces the tokenizer's own, if any.
+        reasoning: How the assistant's reasoning is handled.
+        check_first: Checks the first row of each file, if set.
+    """
+
+    encoder: RowEncoder
+    max_length: int = 0
+    check_first: Callable[[Any], None] | None = None
+
+    def __init__(
+        self, processor: Any, data: DataConfig, style: Style | None, on_event: Listener
+    ) -> None:
+        self.tokenizer: Any = getattr(processor, "tokenizer", processor)
+        self.data, self.style, self.on_event = data, style, on_event
+        self._files: list[StoredRows] = []
+        if style is None or style.kind != "chat":
+            self.reasoning: str = data.reasoning
+            self.template = choose_template(
+                processor, data.chat_template, data.chat_template_kwargs
+            )
+            return
+        self.template, self.reasoning = style.chat_template, style.reasoning
+        if style.system and processor is self.tokenizer:
+            self.template = template_of(processor, style)
+            self.style = replace(style, chat_template=self.template)
+            on_event(Notice(TRAINED_SYSTEM.format(shortened(style.system))))
+
+    @property
+    def prompt_style(self) -> Style:
+        """The style of prompts, which is set once rows were encoded."""
+        assert self.style is not None, "no rows have been encoded"
+        return self.style
+
+    def load(self, where: str) -> LazyRows:
+        """Read a file or data set (see `DataConfig.train`) as rows, and emit their counts.
+
+        Rows are not in memory: each is read from a file of the cache on access.
+
+        Raises:
+            DataError: Rows cannot be used; the message names them.
+            RunError: The disk is full.
+        """
+        return self.prepare(self.encode(where))
+
+    def load_splits(self, data: DataConfig) -> tuple[LazyRows, Sequence[Any]]:
+        """Return the training rows and the eval rows of a recipe's data section.
+
+        Raises:
+            DataError: Rows cannot be used; or no row, or every row, is held out.
+        """
+        sources, share = sources_of(data), data.eval
+        if isinstance(share, str) or share is None:
+            trained = [(self.load(source.path), source.weight) for source in sources]
+            style = self.style
+            held = [self.load(share)] if share else []
+            self.style = style  # the system prompt of the training rows
+        else:
+            trained, held = [], []
+            for source in sources:  # split by a hash of each row
+                parts = self.encode(source.path).held_out(share)
+                rows, held_out = map(self.prepare, parts)
+                trained.append((rows, source.weight))
+                held.append(held_out)
+            for what, count in (
+                ("held out", sum(map(len, held))),
+                ("left to train on", sum(len(rows) for rows, _ in trained)),
+            ):
+                if not count:
+                    raise DataError(
+                        f"data.eval: {share} is no share of {data.train_name}.",
+                        found=f"No row is {what}.",
+                        fix="Take another share, or name a file.",
+                    )
+        return weighted(trained), weighted([(rows, 1.0) for rows in held]) if held else []
+
+    def check(self, rows: StoredRows) -> None:
+        """Refuse a file that cannot be trained on; adopt its prompt style.
+
+        Raises:
+            DataError: Too many rows were dropped, or their styles differ.
+        """
+        if "style" in rows.agreed:
+            kind = next(name for name in STYLES if name == rows.agreed["style"])
+            is_chat = kind == "chat"
+            system = rows.shared.get("system")
+            style = Style(kind, self.template, self.reasoning, system) if is_chat else Style(kind)
+            if self.style is None and kind == "alpaca":
+                self.on_event(Notice(NO_TEMPLATE))
+            is_first = not self._files
+            self.style = agreed_style(self.style, style, rows.where, of_adapter=is_first)
+        check_dropped(rows, self.data, self.encoder.drops)
+        if number := rows.counts["off_prompt"]:
+            self.on_event(Notice(off_prompt(rows.where, number)))
+        self.encoder.check(rows)
+        if self.check_first is not None:
+            self.check_first(rows[0])
+
+    def prepare(self, rows: LazyRows) -> LazyRows:
+        """Return encoded rows as the model is trained on them, for example packed."""
+        return self.encoder.prepare(rows)
+
+    def encode(self, where: str) -> StoredRows:
+        """Return the encoded rows of a file; emit a table of counts."""
+        where = self.encoder.file_of(where)
+        self.on_event(Stage(f"Reading {where}"))
+        rows = encoded(where, self.encoder, on_event=self.on_event)
+        counts = {
+            "num_read": rows.num_read,
+            "num_cut": sum(n for name, n in rows.counts.items() if name.startswith("cut")),
+            "num_dropped": rows.num_dropped,
+        }
+        summary = (
+            f"{where}: {counts['num_read']:,} rows read, {counts['num_cut']:,} cut, "
+            f"{counts['num_dropped']:,} dropped"
+        )
+        lines, columns = tuple(self._table(rows)), ("what", "how many")
+        self.on_event(Table(f"Data: {where}", columns, lines, summary, where, counts))
+        self.check(rows)
+        self._report_duplicates(rows)
+        return rows
+
+    def _table(self, rows: StoredRows) -> Iterator[tuple[str, str]]:
+        """Yield the lines of the table of counts."""
+        if "format" in rows.agreed:
+            yield "format", rows.agreed["format"]
+        yield "rows read", f"{rows.num_read:,}"
+        yield "rows kept", f"{len(rows):,}"
+        if "cut" in rows.counts:
+            yield f"cut at {self.max_length:,} tokens", f"{rows.counts['cut']:,}"
+        if self.data.chat_template_kwargs and "style" in rows.agreed:
+            pairs = self.data.chat_template_kwargs.items()
+            yield "chat template", ", ".join(f"{name}: {value}" for name, value in pairs)
+        if "system" in rows.shared:
+            yield "system prompt of all rows", shortened(rows.shared["system"])
+        if rows.counts["thoughts"]:
+            yield f"turns with reasoning ({self.reasoning})", f"{rows.counts['thoughts']:,}"
+        if rows.counts["unwritten"]:
+            yield "reasoning that the template leaves out", f"{rows.counts['unwritten']:,}"
+        yield from self.encoder.summary(rows)
+        for number, reason in enumerate(self.encoder.drops):
+            yield f"dropped: {reason}", named(rows.dropped(number))
+        if tokens := int(rows.num_tokens.sum()):
+            yield "tokens", f"{tokens:,}"
+            sizes = rows.num_tokens.sort().values[[len(rows) // 2, len(rows) * 19 // 20, -1]]
+            yield "tokens of a row: median, 95 %, longest", ", ".join(map("{:,}".format, sizes))
+        if "targets" in rows.counts:
+            yield "target tokens", f"{rows.counts['targets']:,}"
+        if rows.unused:
+            yield "fields not used", ", ".join(rows.unused)
+
+    def _report_duplicates(self, rows: StoredRows) -> None:
+        """Report rows that a file repeats, or shares with a file read before."""
+        if number := rows.num_duplicates:
+            text = f"{rows.where}: {number:,} of {len(rows):,} rows repeat an earlier one."
+            self.on_event(Notice(text))
+        for other in self._files:
+            if number := rows.num_shared(other):
+                same = "It is the same file." if other.where == rows.where else ""
+                text = (
+                    f"{number:,} of {len(rows):,} rows of {rows.where} are in {other.where} too: "
+                    f"metrics on them say nothing about unseen rows. {same}"
+                )
+                self.on_event(Notice(text.rstrip()))
+        self._files.append(rows)

@@ -1,0 +1,135 @@
+"""The hooks of tasks that take part in a whole run: reference models, rollouts, shared values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from torch import nn
+
+from peftkit.events import Event, Listener, ignore
+from peftkit.execution.parallel import Parallel, Part
+from peftkit.execution.signals import StopRequest
+from peftkit.execution.state import State
+from peftkit.execution.world import World
+from peftkit.settings import TrainConfig
+
+if TYPE_CHECKING:
+    from peftkit.model.side_adapter import SideAdapter
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A state of the model that losses compare it with.
+
+    Attributes:
+        state: Returns a context in which the model is in this state.
+        key: Identifies base, precision and values; "" if unknown: nothing is stored then.
+    """
+
+    state: Callable[[], AbstractContextManager[None]]
+    key: str = ""
+
+
+class TrainingRun(Protocol):
+    """The parts of `peftkit.train.run.Run` that hooks use."""
+
+    model: nn.Module
+    rows: Sequence[Any]
+    eval_rows: Sequence[Any]
+    config: TrainConfig
+    world: World
+    parallel: Parallel
+    state: State
+    stop: StopRequest
+    indices: Sequence[int]
+    figures: dict[str, float]
+
+    @property
+    def all_rows(self) -> Sequence[Any]: ...
+
+    def say(self, event: Event) -> None: ...
+
+    def micro_batches(self, rows: Sequence[Any]) -> list[Part]: ...
+
+
+class RunHooks:
+    """A mixin of `Task`: what the loop calls before, between and after steps.
+
+    Each hook does nothing by default.
+    """
+
+    why_nothing: ClassVar[str] = "no step had anything to learn from."
+    """Why a run without a single target token trained nothing."""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Values that a resumed run must share with the saved one, besides the task's config."""
+        return {}
+
+    def set_reference(self, reference: Reference) -> None:
+        """Set the model before training as the reference of the loss."""
+        return None
+
+    @property
+    def other_adapters(self) -> Sequence[str]:
+        """Folders of further adapters over the same base that the task runs."""
+        return ()
+
+    def add_adapter(self, folder: str, adapter: SideAdapter) -> None:
+        """Add one of `other_adapters`, loaded for the run's base.
+
+        Raises:
+            AdapterError: It was trained for another task.
+        """
+        return None
+
+    def setup(self, run: TrainingRun) -> None:
+        """Prepare a run before its first step, or after a resume."""
+        return None
+
+    def before_step(self, rows: Sequence[Any], run: TrainingRun) -> Sequence[Sequence[Any]]:
+        """Return the rows of each optimizer step to take with this process's share of a step.
+
+        By default one step with the same rows. A task may compute values that the losses of rows
+        share, or sample completions. If there is nothing to train on, it returns no steps, on all
+        processes alike. Metrics go into `run.figures`. Evaluations call it with all eval rows.
+        """
+        return [rows]
+
+    def stop_reason(self, figures: Mapping[str, float]) -> str:
+        """Return why the run ends after a step with these metrics; "": it continues."""
+        return ""
+
+    def evaluate(self, rows: Sequence[Any], run: TrainingRun) -> dict[str, float] | None:
+        """Return the metrics of an evaluation, "loss" among them; None: the mean of `loss`.
+
+        Args:
+            rows: This process's share of the eval rows; the metrics are means over all rows.
+        """
+        return None
+
+    def completion_metrics(
+        self,
+        model: nn.Module,
+        rows: Sequence[Any],
+        *,
+        run_code: bool = False,
+        on_event: Listener = ignore,
+    ) -> dict[str, float]:
+        """Return the metrics of greedy completions that `peftkit eval` adds.
+
+        Args:
+            run_code: Whether Python functions that the task's config names may be called.
+        """
+        return {}
+
+
+NO_HOOKS = RunHooks()
+
+
+def hooks_of(task: object) -> RunHooks:
+    """Return a task's hooks; those of other tasks do nothing."""
+    return task if isinstance(task, RunHooks) else NO_HOOKS
