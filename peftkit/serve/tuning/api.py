@@ -156,7 +156,7 @@ class _Api:
             if isinstance(output, Exception):  # an error of the model, not of the grader
                 assert isinstance(output, PeftkitError)
                 raise RequestError(
-                    output.asked, found=output.found, fix=output.fix, status=status_of(output)
+                    output.problem, found=output.found, fix=output.fix, status=status_of(output)
                 )
             text, has_ended = text + output.text, output.reason is not None
         return [text]
