@@ -76,7 +76,7 @@ def _show(plan: Plan) -> None:
         markup=False,
     )
     title = (
-        f"Memory of micro-batches of {plan.rows} x {plan.length:,} tokens on {where}: "
+        f"Memory of batches of {plan.rows} x {plan.length:,} tokens on {where}: "
         f"{size(plan.usable_bytes, 2)} usable of {size(plan.memory_bytes, 2)}"
     )
     rows = tuple(_strategy_row(strategy, plan.rows) for strategy in plan.ways)

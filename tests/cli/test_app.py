@@ -231,7 +231,7 @@ def test_an_adapter_near_to_a_misspelt_one_is_offered(peftkit: Run, tmp_path: Pa
     assert "--resume" in message
     (tmp_path / "runs" / "demo" / "adapter_config.json").touch()
     message = peftkit("generate", "runs", "--prompt", "hi").err
-    assert "Give one of the adapters in it: runs/demo" in message
+    assert "Use one of the adapters in it: runs/demo" in message
 
 
 def test_env_tells_versions_and_devices_on_one_screen(peftkit: Run) -> None:
