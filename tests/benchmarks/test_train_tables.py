@@ -69,7 +69,7 @@ def test_no_speed_is_told_of_a_run_that_cannot_be_compared(
 ) -> None:
     assert tell(settings(), ROWS, {"ours": [run(2.0, [2.0, 1.0])], "trl": [theirs]}) == 1
     told = capsys.readouterr().out
-    assert f"trl: no speed is told: {why}" in told
+    assert f"trl: no speed is reported: {why}" in told
     assert " x" not in told.replace(" x86", "")
 
 
