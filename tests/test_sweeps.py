@@ -211,7 +211,7 @@ def test_an_interrupted_sweep_is_resumed_to_the_same_end(
             os.kill(os.getpid(), signal.SIGINT)
 
     members = grid(recipe, over, out=tmp_path / "out")
-    with pytest.raises(Interrupted, match="Go on with --resume"):
+    with pytest.raises(Interrupted, match="Continue with --resume"):
         sweep(members, tmp_path / "out", on_event=interrupt)
     with pytest.raises(OutputError, match="already holds a sweep"):
         sweep(members, tmp_path / "out")

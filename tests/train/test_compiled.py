@@ -289,7 +289,7 @@ def test_a_failure_in_the_middle_of_a_run_costs_one_notice(
     run = compiling(tmp_path / "b", rows=rows, gradient_accumulation=1)
     assert run.error is None
     (notice,) = run.notices
-    assert "Blocks run as they are written from here on, which takes longer. " in notice
+    assert "Blocks run eagerly from now on, which is slower. " in notice
     assert "no code for you" in notice
     assert run.losses == plain.losses
 
