@@ -1,7 +1,7 @@
-"""A sweep: several runs over one base, one after the other, each in a folder below the sweep's.
+"""Sweeps: several runs over one base, one after the other, each in a subfolder of the sweep.
 
-sweep.json has every member's settings, state and losses, report.html all curves, and best/ a copy
-of the best member's adapter. A member's folder is that of a run: NAME/ can be resumed alone.
+sweep.json has the settings, state and losses of each member, report.html all curves, and best/ a
+copy of the best member's adapter. A member's folder is an ordinary run: it can be resumed alone.
 """
 
 from __future__ import annotations
