@@ -134,7 +134,7 @@ class Checkpoints:
         self._is_valid[step] = False
         manifest = _verified_manifest(folder)
         if manifest.get("step") != step:
-            raise _invalid(folder, f"its manifest has step {manifest.get('step')}")
+            raise _invalid(folder, f"its manifest is of step {manifest.get('step')}")
         self._is_valid[step] = True
         return Checkpoint(step, folder, manifest)
 
