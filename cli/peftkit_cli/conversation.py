@@ -22,7 +22,7 @@ from peftkit.evaluation.predict import media_task
 from peftkit.formats.open_adapter import Opened
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.call_formats import Call
-from peftkit.inference.calls import Said
+from peftkit.inference.calls import AnswerPiece
 from peftkit.inference.generate import stream
 from peftkit.tasks.media.media_text import MediaPrompt
 from peftkit_cli.arguments import note
@@ -326,7 +326,7 @@ class Conversation:
     def _stream_answer(self, name: str, messages: Sequence[dict[str, Any]]) -> _Answer | None:
         """Stream a voice's answer and return it; None if the prompt was refused."""
         style, tokenizer, tools = self.voices[name].style, self.base.tokenizer, self._tools
-        pieces: list[Said] = []
+        pieces: list[AnswerPiece] = []
         is_whole = False
         try:
             with self.voices[name].using():
@@ -340,7 +340,7 @@ class Conversation:
                     stops=stops,
                     **self._settings,
                 ):
-                    pieces += _echoed(reader.feed(piece) if reader else [Said(piece)])
+                    pieces += _echoed(reader.feed(piece) if reader else [AnswerPiece(piece)])
                 if reader is not None:
                     pieces += _echoed(reader.feed("", over=True))
             is_whole = True
@@ -368,7 +368,7 @@ class _Answer(NamedTuple):
     calls: list[Call]
 
 
-def _echoed(pieces: Iterable[Said]) -> Iterator[Said]:
+def _echoed(pieces: Iterable[AnswerPiece]) -> Iterator[AnswerPiece]:
     """Print what is said, reasoning too, and yield it."""
     for piece in pieces:
         typer.echo(piece.thought + piece.text, nl=False)
