@@ -76,7 +76,7 @@ def test_a_product_is_measured_when_the_machine_is_free_for_a_moment(
     monkeypatch.setattr(planner, "local_gpu", lambda: None)
     monkeypatch.setattr(torch, "ones", lambda *sizes, **more: clock)
     assert planner.measured_rate(torch.float32) == pytest.approx(2 * 512**3 / 0.001)
-    assert clock.seconds < 2 * planner.MOMENT
+    assert clock.seconds < 2 * planner.MEASURE_SECONDS
 
 
 @pytest.mark.parametrize(("load", "busy"), [(0.4, False), (64.0, True)])

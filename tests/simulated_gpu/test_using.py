@@ -129,7 +129,7 @@ def test_a_merge_that_the_card_does_not_hold_ends_well_on_the_cpu(
         assert card.peak < 50_000
     assert merged.agreement is not None
     assert merged.agreement.max_difference < 1e-4
-    assert any("computed on the CPU" in text for text in told)
+    assert any("base runs on the CPU" in text for text in told)
 
 
 def test_a_quantised_base_is_merged_on_the_card(trained: Path, tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def test_a_compiled_run_resumes_to_the_bit(tmp_path: Path, backend: pytest.Monke
 
 def test_auto_compiles_what_is_long_enough(tmp_path: Path, backend: pytest.MonkeyPatch) -> None:
     short = compiling(tmp_path / "a", compile="auto")
-    backend.setattr(memory, "WORTH", {"cpu": 1e5})
+    backend.setattr(memory, "MIN_WORK", {"cpu": 1e5})
     long = compiling(tmp_path / "b", compile="auto")
     assert "not compiled" in paths_of(short)
     assert "blocks: compiled" in paths_of(long)
@@ -247,7 +247,7 @@ def broken(*_: Any) -> Any:
 def test_what_cannot_be_compiled_runs_as_it_is_written(
     cause: str, tmp_path: Path, backend: pytest.MonkeyPatch
 ) -> None:
-    backend.setattr(memory, "WORTH", {"cpu": 0.0})
+    backend.setattr(memory, "MIN_WORK", {"cpu": 0.0})
     plain = compiling(tmp_path / "plain", compile=False)
     if cause == "backend":
         backend.setattr(blocks_module, "BACKEND", broken)
@@ -262,7 +262,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_written(
     }
     run = compiling(tmp_path / "a", compile="auto")
     (notice,) = run.notices
-    assert notice.startswith("Blocks are not compiled, which only takes longer. ")
+    assert notice.startswith("Blocks are not compiled; the run is only slower. ")
     assert words[cause] in notice
     assert "\n" not in notice
     assert run.losses == plain.losses
@@ -289,14 +289,14 @@ def test_a_failure_in_the_middle_of_a_run_costs_one_notice(
     run = compiling(tmp_path / "b", rows=rows, gradient_accumulation=1)
     assert run.error is None
     (notice,) = run.notices
-    assert "Blocks run as they are written from here on, which takes longer. " in notice
+    assert "Blocks run eagerly from now on, which is slower. " in notice
     assert "no code for you" in notice
     assert run.losses == plain.losses
 
 
 def test_a_resumed_run_does_not_decide_anew(tmp_path: Path, backend: pytest.MonkeyPatch) -> None:
     compiling(tmp_path, compile="auto", on_event=crash_after(5))
-    backend.setattr(memory, "WORTH", {"cpu": 0.0})
+    backend.setattr(memory, "MIN_WORK", {"cpu": 0.0})
     rest = compiling(tmp_path, compile="auto", resume=True)
     assert "not compiled" in paths_of(rest)
 

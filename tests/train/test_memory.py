@@ -112,9 +112,9 @@ def state_of(folder: Path, step: int = 12) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("each", "tokens", "way", "words"),
     [
-        (1000, None, "keep", "So all activations are kept, of at most 4 rows at once."),
-        (20, 20, "keep", "all activations are kept, of at most 20 tokens at once. Each"),
-        (15, 16, "recompute", "So activations are recomputed, of at most 16 tokens at once"),
+        (1000, None, "keep", "So all activations are kept, of at most 4 rows at a time."),
+        (20, 20, "keep", "all activations are kept, of at most 20 tokens at a time. The"),
+        (15, 16, "recompute", "So activations are recomputed, of at most 16 tokens at a time"),
     ],
 )
 def test_the_plan_is_said_and_kept_to(

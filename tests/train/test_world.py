@@ -178,7 +178,7 @@ def test_when_memory_runs_out_on_one_process_all_take_the_same_step_of_the_ladde
     assert main["losses"] == pytest.approx(one[0].losses, rel=1e-4)
     assert [main["last"], other["last"]] == [1, 1]
     (notice,) = main["notices"]
-    assert notice.startswith("Step 1: Memory ran out. From here on: 1 rows at a time instead of 2.")
+    assert notice.startswith("Step 1: Memory ran out. From now on: 1 rows at a time instead of 2.")
 
 
 def test_a_row_may_have_no_counterpart_on_the_other_process(
