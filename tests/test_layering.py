@@ -327,10 +327,7 @@ def test_imports_keep_the_rules() -> None:
         ),
         ({"peftkit.nowhere": ""}, "peftkit.nowhere: is in no layer"),
         ({"peftkit.train.loop": "from bitsandbytes import optim"}, "not be (quant/, train/optim)"),
-        (
-            {"peftkit.recipe": "import rich.table"},
-            "peftkit/recipe.py:1: imports rich where it may",
-        ),
+        ({"peftkit.recipe": "import rich.table"}, "peftkit/recipe.py:1: imports rich where it may"),
         (
             {"peftkit.recipe": 'import_module("peft.tuners")'},
             "imports peft where it may not be (nowhere)",

@@ -43,8 +43,7 @@ def whole_then_quantised(request: BaseRequest) -> tuple[nn.Module, str]:
 
 
 @pytest.mark.parametrize(
-    "family",
-    [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in ARCHITECTURES],
+    "family", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in ARCHITECTURES]
 )
 def test_streamed_base_equals_one_that_was_loaded_whole(family, tmp_path) -> None:
     model = ARCHITECTURES[family]()

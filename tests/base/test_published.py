@@ -252,11 +252,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[..., Made], str]] = {
     ),
     "nvfp4": (compressed("nvfp4-pack-quantized", 4, "float"), fp4("nvfp4"), "nvfp4"),
     "mxfp4": (compressed("mxfp4-pack-quantized", 4, "float"), fp4("mxfp4"), "mxfp4"),
-    "modelopt": (
-        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-        fp4("modelopt"),
-        "nvfp4",
-    ),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, fp4("modelopt"), "nvfp4"),
 }
 
 

@@ -124,10 +124,7 @@ def broken_manifest(folder: Path, kept: Path) -> None:
     (kept / store.MANIFEST).write_text("{")
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [change_base, turn_a_bit, of_another_version, broken_manifest],
-)
+@pytest.mark.parametrize("spoil", [change_base, turn_a_bit, of_another_version, broken_manifest])
 def test_store_of_no_use_is_told_and_not_used(spoil, folder) -> None:
     kept = pack_base(str(folder))
     spoil(folder, kept)

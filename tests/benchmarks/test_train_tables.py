@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.report import Spread, table
-from benchmarks.train import (
-    arguments,
-    num_beginnings,
-    tell,
-)
+from benchmarks.train import arguments, num_beginnings, tell
 from benchmarks.workers import WorkerFailed, work
 
 ROWS = [{"input_ids": [1] * 50}, {"input_ids": [1] * 150}]

@@ -70,10 +70,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 
 
 def test_adapters_are_switched_by_name(
-    peftkit: Run,
-    options: list[str],
-    answers: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+    peftkit: Run, options: list[str], answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typed(
         monkeypatch,
@@ -89,10 +86,7 @@ def test_adapters_are_switched_by_name(
 
 
 def test_compare_lets_all_answer(
-    peftkit: Run,
-    options: list[str],
-    answers: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+    peftkit: Run, options: list[str], answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typed(monkeypatch, "/compare", f"/compare {ASKED}", "/reset", ASKED, "/compare")
     done = peftkit("chat", *options)

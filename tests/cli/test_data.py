@@ -120,9 +120,7 @@ def test_a_file_of_several_formats_is_named_without_a_model(tmp_path: Path) -> N
     assert survey(str(path)).mixed == ""
 
 
-def test_rows_of_wrong_roles_fit_no_task_and_characters_are_those_of_texts(
-    tmp_path: Path,
-) -> None:
+def test_rows_of_wrong_roles_fit_no_task_and_characters_are_those_of_texts(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     turns = [{"role": "user", "content": "abcd"}, {"role": "assistant", "content": "ef"}]
     write_rows(path, [{"messages": turns}, {"messages": turns[1:]}])

@@ -64,10 +64,7 @@ trian: {}
         ("method: {type: low, magnitude: true}", "method.magnitude: unknown key"),
         ("train: {learning_rate: .nan}", "train.learning_rate: should be a finite number"),
         ("train: {epochs: 9" + "9" * 5000 + "}", "train.epochs: should be a valid integer; found"),
-        (
-            "train: {max_steps: x}",
-            "train.max_steps: should be a valid integer or 'auto'",
-        ),
+        ("train: {max_steps: x}", "train.max_steps: should be a valid integer or 'auto'"),
         ("train: {max_steps: 13}", "train: 13 is no number of steps. Take 12."),
         ("train: {log_to: [wandbb]}", "train.log_to[0]: should be 'wandb' or 'trackio'; found the"),
         ("train: {schedule: ''}", "should have at least 1 character; found the text ''"),

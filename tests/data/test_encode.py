@@ -152,9 +152,7 @@ def test_bos_is_added_once_and_eos_once(tokenizer: Any) -> None:
     assert Encoder(tokenizer).encode(Text("the fox", "a")).input_ids[0] != tokenizer.bos_token_id
 
 
-def test_an_instruction_is_a_conversation_where_there_is_a_template(
-    tokenizer: Any,
-) -> None:
+def test_an_instruction_is_a_conversation_where_there_is_a_template(tokenizer: Any) -> None:
     example = Instruction("what", "the fox", "a dog", "a.jsonl:1")
     encoder = Encoder(tokenizer)
     row = encoder.encode(example)

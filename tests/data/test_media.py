@@ -131,23 +131,14 @@ def test_bytes_of_a_data_set_are_images() -> None:
             "3 images, and 1 mark",
         ),
         ({"messages": dialog(("user", "<image>"), SEEN)}, "the row has 0"),
-        (
-            {"messages": dialog(("system", "<image>"), ("user", "a"), SEEN), "image": "a"},
-            "system",
-        ),
-        (
-            {"messages": dialog(("user", "a"), ("assistant", "<image>")), "image": "a"},
-            "assistant",
-        ),
+        ({"messages": dialog(("system", "<image>"), ("user", "a"), SEEN), "image": "a"}, "system"),
+        ({"messages": dialog(("user", "a"), ("assistant", "<image>")), "image": "a"}, "assistant"),
         ({"prompt": "a", "completion": "<image>", "image": "a"}, "in the answer"),
         ({"text": "a", "image": "a"}, "no question or prompt"),
         ({"text": "a"}, "a text alone"),
         ({"messages": dialog(("user", [{"type": "smell"}]), SEEN)}, "found 'smell'"),
         ({"messages": dialog(("user", "a"), SEEN), "image": 3}, "images?.0.*a value"),
-        (
-            {"messages": dialog(("user", "a"), SEEN), "image": "a", "images": ["b"]},
-            "leave one",
-        ),
+        ({"messages": dialog(("user", "a"), SEEN), "image": "a", "images": ["b"]}, "leave one"),
         ({"messages": dialog(("user", f"a {Picture.mark}"), SEEN)}, "reserved as the mark"),
         (
             {

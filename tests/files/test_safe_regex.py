@@ -39,11 +39,7 @@ def test_both_ways_of_matching_are_tried_above() -> None:
     assert {is_simple(pattern) for pattern in REAL} == {True, False}
 
 
-EXPLODING = [
-    r"(\w+\.?)+!",
-    r"\w*" * 12 + "!",
-    r"(\w|\w\w)" * 40 + "!",
-]
+EXPLODING = [r"(\w+\.?)+!", r"\w*" * 12 + "!", r"(\w|\w\w)" * 40 + "!"]
 
 
 @pytest.mark.parametrize("pattern", EXPLODING)

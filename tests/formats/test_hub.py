@@ -168,10 +168,7 @@ def test_a_listing_that_leads_out_of_the_folder_is_refused(
             },
             "web page",
         ),
-        (
-            {"adapter_config.json": b"[", "adapter_model.safetensors": b"\x80\x04x"},
-            "a pickle",
-        ),
+        ({"adapter_config.json": b"[", "adapter_model.safetensors": b"\x80\x04x"}, "a pickle"),
         ({"adapter_config.json": b"x" * (5 << 20), "adapter_model.safetensors": b"x"}, "limit"),
     ],
 )

@@ -27,9 +27,7 @@ from peftkit.methods.lora import LoRA
 from tests.helpers.adapters import logits, model_with_adapter
 
 
-def test_a_card_names_the_hub_id_and_the_rank(
-    model_folder: Path,
-) -> None:
+def test_a_card_names_the_hub_id_and_the_rank(model_folder: Path) -> None:
     base = replace(load_base(str(model_folder)), name="tiny", hub_id="org/tiny")
     adapter = attach(base.model, LoRA(rank=12))
     usage = adapter_usage("org/tiny", "run", rank=served_rank(adapter.method))

@@ -129,7 +129,7 @@ CODER_SHIPPED = shipped(
         "close_pattern": r"</function>\s*</tool_call>",
         "content": "xml-inline",
         "content_args": {
-            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n(?P<value>.*?)\n</parameter>",
+            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n(?P<value>.*?)\n</parameter>"
         },
         "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
     },

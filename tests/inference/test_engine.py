@@ -58,8 +58,7 @@ FAST = ("llama", "mistral_swa", "gemma2", "gpt_oss", "jamba", "deepseek_v3")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in (*CACHED, *PLAIN)],
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in (*CACHED, *PLAIN)]
 )
 def test_greedy_answers_are_those_of_full_passes(
     name: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch

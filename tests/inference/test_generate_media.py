@@ -330,10 +330,7 @@ def test_mllama_learns_by_its_cross_attention_alone(tmp_path: Path) -> None:
     model = model_of("mllama")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     task = task_of("mllama", model)
-    row = {
-        "messages": dialog(("user", "<image>what?"), ("assistant", "fox dog")),
-        "image": "a.png",
-    }
+    row = {"messages": dialog(("user", "<image>what?"), ("assistant", "fox dog")), "image": "a.png"}
     rows = task.load(str(write_sound_rows(tmp_path, [row, {**row, "image": "b.png"}])))
     adapter = attach(model, LoRA(rank=4, targets=("cross_attention",)))
     assert all(".cross_attn." in path for path in adapter.modules)

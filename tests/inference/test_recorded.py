@@ -107,9 +107,7 @@ def test_a_token_is_a_few_launches_and_the_same_graphs_serve_who_comes_next(
     assert not caplog.records
 
 
-def test_a_model_that_waits_for_the_host_is_not_recorded(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_model_that_waits_for_the_host_is_not_recorded(caplog: pytest.LogCaptureFixture) -> None:
     model: Any = FAMILIES["llama"]().eval()
     with CachedEngine(model, TOKENIZER) as engine:
         expected = answers(engine)

@@ -7,10 +7,7 @@ import torch
 from torch import nn
 
 from peftkit.kernels import cross_entropy
-from peftkit.kernels.cross_entropy import (
-    chunked_cross_entropy,
-    reference_cross_entropy,
-)
+from peftkit.kernels.cross_entropy import chunked_cross_entropy, reference_cross_entropy
 
 
 class SoftCapped(nn.Module):

@@ -32,8 +32,7 @@ def set_style(saver: Saver, style: Style) -> None:
 
 @pytest.mark.parametrize("from_quantized", [False, True])
 def test_the_template_of_training_is_that_of_the_merged_model(
-    saved: Saver,
-    from_quantized: bool,
+    saved: Saver, from_quantized: bool
 ) -> None:
     saved(quantize="nf4" if from_quantized else "none")
     config = saved.base / "tokenizer_config.json"
@@ -55,8 +54,7 @@ def test_the_template_of_training_is_that_of_the_merged_model(
 
 @pytest.mark.parametrize("in_config", [False, True])
 def test_a_merged_model_begins_with_the_system_prompt_of_training(
-    saved: Saver,
-    in_config: bool,
+    saved: Saver, in_config: bool
 ) -> None:
     saved()
     if in_config:
@@ -94,10 +92,7 @@ def test_files_that_transformers_prefers_do_not_hide_the_template(tmp_path: Path
     [("alpaca", "style alpaca", ALPACA.format("QUESTION")), ("plain", "style plain", "")],
 )
 def test_formats_without_a_template_are_named_with_their_frame(
-    saved: Saver,
-    kind: StyleName,
-    words: str,
-    frame: str,
+    saved: Saver, kind: StyleName, words: str, frame: str
 ) -> None:
     saved()
     set_style(saved, Style(kind))
@@ -109,9 +104,7 @@ def test_formats_without_a_template_are_named_with_their_frame(
     assert [words in event.text for event in events if isinstance(event, Notice)] == [True]
 
 
-def test_the_comparison_says_that_training_was_in_another_precision(
-    saved: Saver,
-) -> None:
+def test_the_comparison_says_that_training_was_in_another_precision(saved: Saver) -> None:
     saved(quantize="nf4")
     events: list[Event] = []
     merge(saved.adapter, saved.out, on_event=events.append)

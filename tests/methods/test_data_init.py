@@ -53,10 +53,7 @@ def parse(folder: Path, model: Path, method: dict[str, Any], **base: str) -> Rec
 
 @pytest.mark.parametrize(
     ("method", "base"),
-    [
-        ({"init": "eva", "type": "dora"}, {}),
-        ({"init": "loftq"}, {"quantize": "nf4"}),
-    ],
+    [({"init": "eva", "type": "dora"}, {}), ({"init": "loftq"}, {"quantize": "nf4"})],
     ids=str,
 )
 def test_a_resumed_run_ends_as_one_that_was_not_stopped(

@@ -210,9 +210,7 @@ def test_autocast_has_its_groups_beside_a_wide_base(monkeypatch: pytest.MonkeyPa
     assert all(group.takes(torch.zeros(1)) is False for group in groups_of(adapter))  # outside
 
 
-def test_a_layer_with_another_input_breaks_its_group_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_layer_with_another_input_breaks_its_group_up(monkeypatch: pytest.MonkeyPatch) -> None:
     model = built("llama", torch.float32)
     adapter = filled(model, LoRA(rank=3, alpha=6))
     for layer in model.model.layers:  # k sees another tensor than q and v

@@ -14,7 +14,7 @@ from tests.helpers.families import ARCHITECTURES
 from tests.helpers.virtual_tokens import IDS
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT asks by an old name
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # PEFT asks by an old name
 )
 PREFIX = PrefixTuning(num_virtual_tokens=4)
 

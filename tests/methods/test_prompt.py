@@ -17,7 +17,7 @@ from tests.helpers.families import ARCHITECTURES
 from tests.helpers.virtual_tokens import IDS, logits
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT asks by an old name
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # PEFT asks by an old name
 )
 PROMPT = PromptTuning(num_virtual_tokens=4)
 

@@ -27,7 +27,7 @@ from tests.helpers.kinds import outputs, words
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks transformers by an old name
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )
 TOKENS = (40, 12, 33)
 

@@ -32,7 +32,7 @@ from tests.helpers.spread import spread
 from tests.helpers.virtual_tokens import IDS, inputs_of, logits
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT asks by an old name
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # PEFT asks by an old name
 )
 METHODS: dict[str, Method] = {
     "prompt": PromptTuning(num_virtual_tokens=4),

@@ -20,13 +20,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.phi4_multimodal.modeling_phi4_multimodal import Phi4MultimodalAudioMLP
 
 from peftkit.model.blocks import blocks
-from peftkit.model.places import (
-    ModelWeight,
-    find_places,
-    is_linear,
-    is_transposed,
-    stacked_shape,
-)
+from peftkit.model.places import ModelWeight, find_places, is_linear, is_transposed, stacked_shape
 from peftkit.model.targets import find_roles
 from tests.helpers.families import ARCHITECTURES, VOCAB
 from tests.helpers.role_facts import FACTS

@@ -91,9 +91,7 @@ def test_what_clients_send_along_changes_nothing(client: Any) -> None:
     body = {"model": "one", "token_ids": PROMPT, "cache_salt": "7", "priority": 0}
     settings = {"max_tokens": 6, "temperature": 0.0, "skip_special_tokens": False}
     sent = client.post(
-        PATH,
-        json={**body, "sampling_params": settings},
-        headers={"X-Session-ID": "a"},
+        PATH, json={**body, "sampling_params": settings}, headers={"X-Session-ID": "a"}
     )
     assert choice(sent) == choice(ask(client))
 

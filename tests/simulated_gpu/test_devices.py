@@ -138,11 +138,7 @@ def call(device: str, key_heads: int, mask: Any = None) -> Call:
 
 @pytest.mark.parametrize(
     ("capability", "key_heads", "name"),
-    [
-        ((7, 5), 2, "sdpa, heads repeated"),
-        ((7, 5), 4, "sdpa"),
-        ((8, 0), 2, "sdpa"),
-    ],
+    [((7, 5), 2, "sdpa, heads repeated"), ((7, 5), 4, "sdpa"), ((8, 0), 2, "sdpa")],
 )
 def test_grouped_heads_are_repeated_where_no_fast_kernel_takes_them(
     capability: tuple[int, int], key_heads: int, name: str

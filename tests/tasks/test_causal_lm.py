@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.data.generation import prompt_ids
 from peftkit.data.row_text import last_answer

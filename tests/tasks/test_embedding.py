@@ -116,10 +116,7 @@ def test_equal_texts_are_no_wrong_answers(folder: Path) -> None:
     [
         ({"anchor": "a"}, r"rows\.jsonl:2: positive: missing"),
         ({"anchor": " ", "positive": "b"}, r"rows\.jsonl:2: anchor"),
-        (
-            {"anchor": "a", "positive": "b", "negatives": ["b"]},
-            "one is equal to positive",
-        ),
+        ({"anchor": "a", "positive": "b", "negatives": ["b"]}, "one is equal to positive"),
         ({"anchor": "a", "positive": "b"}, r"rows\.jsonl:2 has 0"),
     ],
 )

@@ -27,7 +27,7 @@ from peftkit.tasks.classes.sequence_classification import SequenceClassification
 from tests.helpers.classifiers import LABELS, TAGS, TEXTS, save_base, write_texts, write_words
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT asks by an old name
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # PEFT asks by an old name
 )
 TOLERANCE = 1e-5
 """float32 sums in another order; logits are of order one."""
@@ -50,12 +50,7 @@ def settings(folder: Path, task: str, family: str = "bert", **method: Any) -> Re
     return Recipe(
         task=task,
         base={"model": str(save_base(folder / "base", family)), "dtype": "fp32"},
-        method={
-            "type": "lora",
-            "rank": 2,
-            "targets": ["q", "v"],
-            **method,
-        },
+        method={"type": "lora", "rank": 2, "targets": ["q", "v"], **method},
         data={"train": data, "eval": data, "max_length": 64},
         train={
             "output_dir": folder / "out",

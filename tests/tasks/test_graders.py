@@ -284,10 +284,7 @@ def test_a_number_that_no_float_holds_or_that_cannot_be_shown_ends_the_run(
         ({**CHECK, "input": "{{item.__class__()}}", "reference": ""}, "asks for"),
         ({**CHECK, "input": "a", "reference": "b", "operation": "is"}, "operation"),
         ({**CHECK, "input": "a"}, "reference"),
-        (
-            {**CHECK, "type": "text_similarity", "evaluation_metric": "cosine"},
-            "evaluation_metric",
-        ),
+        ({**CHECK, "type": "text_similarity", "evaluation_metric": "cosine"}, "evaluation_metric"),
         ({**ASKS, "model": "o4-mini"}, "model"),
         ({**ASKS, "range": [1, 0]}, "range"),
         ({**ASKS, "sampling_params": {"max_completions_tokens": 10**6}}, "max_completions_tokens"),

@@ -17,10 +17,7 @@ from peftkit.settings import DataConfig
 from peftkit.tasks.tokens import CausalLM
 from tests.helpers.families import ARCHITECTURES, FAMILIES, FURTHER, VOCAB, tiny_tokenizer
 
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    **ARCHITECTURES,
-    **FURTHER,
-}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {**ARCHITECTURES, **FURTHER}
 BY_POSITIONS = ["llama", "gpt2", "qwen3", "gemma2", "phi3", "mixtral", "mistral_swa"]
 CASES = [
     (name, "sdpa" if n % 2 and name != "gemma2" else "eager") for n, name in enumerate(BY_POSITIONS)

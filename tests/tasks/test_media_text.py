@@ -243,10 +243,7 @@ def test_rows_are_never_cut_through_an_image(tmp_path: Path) -> None:
     events: list[Event] = []
     parts = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]
     rows = [
-        {
-            "messages": dialog(("user", parts), ("assistant", "the dog")),
-            "images": ["a.png"] * 2,
-        },
+        {"messages": dialog(("user", parts), ("assistant", "the dog")), "images": ["a.png"] * 2},
         *[{"messages": dialog(("user", "what"), ("assistant", "the dog " * 20))}] * 2,
     ]
     path = str(write_sound_rows(tmp_path, rows))

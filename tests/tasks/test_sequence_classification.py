@@ -168,11 +168,7 @@ _SMALL = {
             r"1: expected a text or a whole number as label, found 1\.5",
         ),
         ([{"text": "a", "label": "x"}], {"problem": "regression"}, "1: expected a number, found"),
-        (
-            [{"text": "a", "label": "x"}],
-            {"problem": "multi_label"},
-            "label: expected a JSON list",
-        ),
+        ([{"text": "a", "label": "x"}], {"problem": "multi_label"}, "label: expected a JSON list"),
         (
             [{"text": "a", "label": "x"}, {"text": "b", "label": "z"}],
             {"labels": ("x", "y"), "problem": "single_label"},

@@ -74,10 +74,7 @@ def test_trackers_get_the_figures_of_every_step_and_evaluation(
 
 @pytest.mark.parametrize("where", ["__init__", "start", "store_init_configuration"])
 def test_a_tracker_that_cannot_start_costs_one_notice(
-    tmp_path: Path,
-    kinds: dict[str, type[Recorder]],
-    monkeypatch: pytest.MonkeyPatch,
-    where: str,
+    tmp_path: Path, kinds: dict[str, type[Recorder]], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     def fail(*args: object) -> None:
         raise OSError("no network")

@@ -140,12 +140,7 @@ def test_a_row_that_only_moved_in_its_file_is_the_same_row(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("batch_size", 4),
-        ("optimizer", "adamw_8bit"),
-        ("max_grad_norm", None),
-    ],
+    ("key", "value"), [("batch_size", 4), ("optimizer", "adamw_8bit"), ("max_grad_norm", None)]
 )
 def test_another_setting_is_refused_by_its_name(tmp_path: Path, key: str, value: Any) -> None:
     play(tmp_path, on_event=crash_after(1))

@@ -235,9 +235,7 @@ def test_the_precision_that_the_launcher_was_told_is_used(tmp_path: Path) -> Non
     assert exit_code(child) == 0
 
 
-def test_processes_that_do_not_find_each_other_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_processes_that_do_not_find_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its address, accelerate would let each of them train alone."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "-1")

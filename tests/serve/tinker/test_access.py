@@ -22,9 +22,7 @@ DATA = [datum([5, 6, 7, 8])]
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
 
 
-def test_another_s_sessions_models_samplers_results_and_weights_are_not_there(
-    serve: Serve,
-) -> None:
+def test_another_s_sessions_models_samplers_results_and_weights_are_not_there(serve: Serve) -> None:
     http = serve(keys=[ANN, BOB])
     ann, bob = Client(http, ANN), Client(http, BOB)
     model = ann.model()
@@ -35,11 +33,7 @@ def test_another_s_sessions_models_samplers_results_and_weights_are_not_there(
     adam = {"adam_params": {}}
     asked = [
         ("session_heartbeat", {"session_id": ann.session}, 410),
-        (
-            "create_model",
-            {"session_id": ann.session, "model_seq_id": 9, "base_model": "base"},
-            404,
-        ),
+        ("create_model", {"session_id": ann.session, "model_seq_id": 9, "base_model": "base"}, 404),
         ("create_model", {"session_id": ann.session, "model_seq_id": 0, "base_model": "base"}, 404),
         ("get_info", {"model_id": model.id}, 404),
         ("optim_step", {"model_id": model.id, "seq_id": 3, **adam}, 404),

@@ -283,11 +283,7 @@ def test_a_step_that_runs_out_of_memory_is_done_again_as_if_it_had_not(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (client.model(seed=3) for _ in range(2))
-    expected = (
-        first.forward(CE_DATA),
-        first.step(grad_clip_norm=1.0),
-        first.forward(CE_DATA),
-    )
+    expected = (first.forward(CE_DATA), first.step(grad_clip_norm=1.0), first.forward(CE_DATA))
     zeros, num_calls = torch.zeros_like, 0
 
     def bounded(*args: Any, **named: Any) -> Tensor:

@@ -91,12 +91,7 @@ def test_the_guide_s_programs_run_as_they_stand(
         ("sl_loop", {"batch_size": 4, "max_length": 128}),
         (
             "rl_loop",
-            {
-                "batch_size": 4,
-                "group_size": 4,
-                "max_tokens": 8,
-                "loss_fn": "importance_sampling",
-            },
+            {"batch_size": 4, "group_size": 4, "max_tokens": 8, "loss_fn": "importance_sampling"},
         ),
     ],
 )

@@ -13,13 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from peftkit.tasks.rewards.grpo import Group
 from peftkit.tasks.rewards.grpo_losses import advantages
-from tests.helpers.on_policy import (
-    FORMULAS,
-    KL,
-    MAX_NEW,
-    gradients,
-    task_of,
-)
+from tests.helpers.on_policy import FORMULAS, KL, MAX_NEW, gradients, task_of
 from tests.helpers.pair_cases import moved_adapter
 
 GROUPS = (

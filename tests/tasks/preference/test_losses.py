@@ -14,13 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from peftkit.data.pack import IGNORE, Row
 from peftkit.tasks.batches import BATCH_SIZE
 from peftkit.tasks.pairs.preference_rows import Compared
-from tests.helpers.pair_cases import (
-    moved_adapter,
-    settings,
-    task_on,
-    write_pairs,
-    write_verdicts,
-)
+from tests.helpers.pair_cases import moved_adapter, settings, task_on, write_pairs, write_verdicts
 
 B, E, GAMMA = 0.3, 0.1, 0.7
 
@@ -155,10 +149,7 @@ def test_certain_answers_have_finite_odds() -> None:
     log_probs = torch.tensor([0.0, -1e-9, -80.0], requires_grad=True)
     zeros, ones = torch.zeros(3), torch.ones(3)
     found = pair_losses(
-        "orpo",
-        Answers(log_probs, zeros, ones),
-        Answers(log_probs.flip(0), zeros, ones),
-        beta=0.1,
+        "orpo", Answers(log_probs, zeros, ones), Answers(log_probs.flip(0), zeros, ones), beta=0.1
     )
     found.sum().backward()
     assert torch.isfinite(found).all()

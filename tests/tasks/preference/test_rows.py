@@ -78,10 +78,7 @@ def test_a_verdict_is_measured_against_the_answer_of_the_row_before(
     assert others == [answers[-1], *answers[:-1]]
 
 
-@pytest.mark.parametrize(
-    ("loss", "field"),
-    [("dpo", "gamma"), ("kto", "nll_weight")],
-)
+@pytest.mark.parametrize(("loss", "field"), [("dpo", "gamma"), ("kto", "nll_weight")])
 def test_a_field_that_the_loss_does_not_use_is_refused(loss: str, field: str) -> None:
     with pytest.raises(ConfigError, match=f"task.{field} is not used by the loss {loss}"):
         settings(loss, **{field: 0.1})
