@@ -90,9 +90,7 @@ def test_a_wheel_has_the_packages_recipes_types_and_extras(built: Built) -> None
 
 
 @pytest.mark.parametrize("way", ["script", "module"])
-def test_the_command_line_works_without_the_checkout(
-    way: str, installed: Path, tmp_path: Path
-) -> None:
+def test_the_command_works_without_a_checkout(way: str, installed: Path, tmp_path: Path) -> None:
     peftkit = {"script": ["peftkit"], "module": ["python", "-m", "peftkit_cli"]}[way]
     peftkit[0] = installed / peftkit[0]
     assert call(*peftkit, "--version", cwd=tmp_path).startswith("peftkit 0.")
@@ -109,9 +107,7 @@ def test_the_installed_library_is_the_wheel(installed: Path, tmp_path: Path) -> 
     assert rank == "4"
 
 
-def test_a_shell_completes_commands(
-    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_completions_work(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("_PEFTKIT_COMPLETE", "source_bash")
     assert "complete_bash" in call(installed / "peftkit", cwd=tmp_path)
     monkeypatch.setenv("_PEFTKIT_COMPLETE", "complete_bash")

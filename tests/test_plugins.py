@@ -209,9 +209,7 @@ def test_entry_points_are_read_for_unknown_names_alone(monkeypatch: pytest.Monke
     assert from_dict(Recipe, settings, "test").method == IA3()
 
 
-def test_a_method_without_an_entry_point_cannot_be_saved(
-    llama: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_saving_a_method_needs_an_entry_point(llama: PreTrainedModel, tmp_path: Path) -> None:
     class Mine(IA3):
         type: Literal["mine"] = "mine"  # type: ignore[assignment]
 

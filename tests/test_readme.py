@@ -31,7 +31,7 @@ def test_the_recipe_is_valid() -> None:
     from_dict(Recipe, yaml.safe_load(text.replace("2e-4", "2.0e-4")), "README.md")
 
 
-def test_the_program_runs(
+def test_a_program_runs(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

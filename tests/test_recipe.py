@@ -108,9 +108,7 @@ def test_a_run_learns_and_its_folder_is_an_adapter(trained: Trained) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
-def test_a_quantised_run_is_opened_as_it_was_trained(
-    settings: dict[str, Any], quantize: str, tmp_path: Path
-) -> None:
+def test_a_quantised_run_reopens(settings: dict[str, Any], quantize: str, tmp_path: Path) -> None:
     run_recipe(parse(settings, base={"quantize": quantize}, train={"max_steps": 1}))
     assert open_adapter(tmp_path / "run").base.audit.quantized_as == quantize
 
@@ -172,9 +170,7 @@ def test_every_field_of_a_recipe_is_read_by_something(trained: Trained) -> None:
     assert not unread - READ_ELSEWHERE
 
 
-def test_new_tokens_are_trained_saved_and_there_again_when_it_is_opened(
-    settings: dict[str, Any],
-) -> None:
+def test_new_tokens_are_trained_saved_and_loaded(settings: dict[str, Any]) -> None:
     tokens = ["<think>", "<done>"]
     recipe = parse(settings, base={"new_tokens": tokens}, train={"max_steps": 2})
     run_recipe(recipe)
@@ -191,9 +187,7 @@ def test_new_tokens_are_trained_saved_and_there_again_when_it_is_opened(
         assert all(len(state[name]) == 2 for name in trained)
 
 
-def test_virtual_tokens_and_packed_rows_are_refused_before_anything_is_loaded(
-    settings: dict[str, Any],
-) -> None:
+def test_virtual_tokens_with_packing_are_refused_early(settings: dict[str, Any]) -> None:
     settings["method"] = {"type": "prompt_tuning"}
     with pytest.raises(ConfigError, match=r"data\.packing does not go with .*prompt_tuning"):
         parse(settings, data={"packing": True})

@@ -47,9 +47,7 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
 
 
 @pytest.mark.parametrize(("told", "sections"), READ)
-def test_what_does_not_go_together_is_refused_when_it_is_read(
-    told: str, sections: dict[str, Any]
-) -> None:
+def test_conflicting_settings_are_refused_at_load(told: str, sections: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as error:
         recipe(**sections)
     assert told in str(error.value)

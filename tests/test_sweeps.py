@@ -93,9 +93,7 @@ last: {method.rank: 3, method.targets: [q, v]}
 
 
 @pytest.mark.parametrize("quantize", ["none", pytest.param("nf4", marks=pytest.mark.slow)])
-def test_members_of_all_kinds_are_the_runs_that_they_would_be_alone(
-    quantize: str, base: Path, tmp_path: Path
-) -> None:
+def test_members_equal_their_runs_alone(quantize: str, base: Path, tmp_path: Path) -> None:
     sections = {"base": {"quantize": quantize}, "method": {"rank": None, "targets": None}}
     recipe = write(tmp_path / "data", base, **sections, **PACKED)
     pairs = tmp_path / "data" / "pairs.jsonl"
@@ -196,9 +194,7 @@ def test_an_error_before_any_step_ends_the_sweep(base: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("stop_in", [1, 2], ids=["first", "second"])
-def test_an_interrupted_sweep_is_resumed_to_the_same_end(
-    stop_in: int, base: Path, tmp_path: Path
-) -> None:
+def test_an_interrupted_sweep_ends_equal(stop_in: int, base: Path, tmp_path: Path) -> None:
     recipe = write(tmp_path / "data", base, train={"max_steps": 3, "save_every": 1})
     over = ["method.rank=2,3"]
     complete = sweep(grid(recipe, over, out=tmp_path / "complete"), tmp_path / "complete")
@@ -243,9 +239,7 @@ def test_an_interrupted_sweep_is_resumed_to_the_same_end(
         ([], "at least one"),
     ],
 )
-def test_what_is_no_sweep_is_refused_by_name(
-    over: list[str], message: str, base: Path, tmp_path: Path
-) -> None:
+def test_bad_sweeps_are_refused(over: list[str], message: str, base: Path, tmp_path: Path) -> None:
     recipe = write(tmp_path / "data", base)
     with pytest.raises(ConfigError) as error:
         check_members(grid(recipe, over, out=tmp_path / "out"))

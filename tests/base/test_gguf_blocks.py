@@ -202,9 +202,7 @@ def test_a_damaged_file_is_one_clear_error(mixture: Path, tmp_path: Path, damage
         load_base(str(path), dtype="fp32", on_event=on_event)
 
 
-def test_a_merged_adapter_is_16_bit_weights_over_the_dequantised_ones(
-    mixture: Path, tmp_path: Path
-) -> None:
+def test_a_merged_adapter_has_16_bit_dequantised_weights(mixture: Path, tmp_path: Path) -> None:
     base = load_base(str(mixture), dtype="fp32")
     adapter = attach(base.model, LoRA(rank=2, targets=("q", "down")), seed=1)
     for parameter in base.model.parameters():
@@ -233,9 +231,7 @@ def test_blocks_that_are_streamed_compute_the_same(mixture: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"quantize": "nf4", "quantize_embeddings": "nf4"}])
-def test_a_base_computes_in_its_dtype_whatever_its_first_parameter_is(
-    mixture: Path, settings: dict[str, str]
-) -> None:
+def test_a_base_computes_in_its_own_dtype(mixture: Path, settings: dict[str, str]) -> None:
     model = load_base(str(mixture), dtype="bf16", **settings).model
     attach(model, LoRA(rank=2, targets="all-linear"))
     assert compute_dtype(model) == torch.bfloat16
@@ -253,9 +249,7 @@ def test_compiled_blocks_are_one_graph_and_compute_the_same(mixture: Path) -> No
         torch.testing.assert_close(compiled(hidden), layer(hidden), atol=1e-5, rtol=1e-5)
 
 
-def test_a_file_is_parsed_and_its_names_are_mapped_once(
-    mixture: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_parsed_and_mapped_once(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     for name in ("GGUFReader", "get_tensor_name_map"):
         plain = getattr(gguf, name)
@@ -269,9 +263,7 @@ def test_a_file_is_parsed_and_its_names_are_mapped_once(
     assert made == ["GGUFReader", "get_tensor_name_map"]
 
 
-def test_the_size_of_a_vocabulary_is_known_without_unpacking(
-    mixture: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vocabulary_size_needs_no_unpacking(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = load_base(str(mixture), dtype="fp32")
     monkeypatch.setattr(QuantizedEmbedding, "weight", property(lambda _: pytest.fail("unpacked")))
     check_vocabulary(base.model, base.tokenizer)

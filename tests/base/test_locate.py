@@ -103,9 +103,7 @@ def test_hub_id_of_a_short_name_is_never_the_converted_copy(tiny_known) -> None:
         load_base("tiny", revision="v1")
 
 
-def test_hub_model_in_the_hubs_cache_loads_without_the_hub(
-    model_folder, tmp_path, monkeypatch
-) -> None:
+def test_cached_hub_model_loads_without_the_hub(model_folder, tmp_path, monkeypatch) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "models--org--llama"
     (repository / "refs").mkdir(parents=True)

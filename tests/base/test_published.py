@@ -446,9 +446,7 @@ def test_an_adapter_is_merged_into_dequantised_weights_and_it_is_told(tmp_path: 
         ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "modelopt"),
     ],
 )
-def test_what_is_not_read_is_refused_by_name_with_what_is(
-    settings: dict[str, Any], told: str, tmp_path: Path
-) -> None:
+def test_unsupported_formats_refused(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
     ARCHITECTURES["llama"]().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
@@ -542,9 +540,7 @@ def test_what_vllm_adds_is_said() -> None:
         assert ("rounds the inputs" in told, "same weights" in told) == (expected, not expected)
 
 
-def test_experts_that_cannot_be_stacked_in_codes_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unstackable_experts_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = {"quant_method": "fp8", "weight_block_size": [20, 20]}  # which is no whole part of gate
     make = fp8("weight_scale_inv", lambda shape: (-(-shape[0] // 20), -(-shape[1] // 20)))
     monkeypatch.setitem(FORMATS, "fp8 odd", (odd, make, "fp8"))

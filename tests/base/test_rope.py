@@ -41,9 +41,7 @@ def settings(model: Path, folder: Path, scaling: dict[str, Any]) -> Recipe:
     return from_dict(Recipe, told, "test")
 
 
-def test_an_adapter_and_its_merged_model_keep_the_scaling(
-    tmp_path: Path, model_folder: Path
-) -> None:
+def test_adapter_and_merged_model_keep_the_scaling(tmp_path: Path, model_folder: Path) -> None:
     asked = settings(model_folder, tmp_path, YARN)
     run_recipe(asked)
     opened = open_adapter(tmp_path / "run")

@@ -39,7 +39,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_every_part_is_well_and_written(
+def test_every_part_passes_and_is_written_to_the_page(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = tmp_path / "card.md"
@@ -70,9 +70,7 @@ def test_a_kernel_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     assert card_operators.difference(wrong, job.device, torch.float32) > 0.05
 
 
-def test_what_is_not_well_is_said_and_the_other_parts_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_part_is_reported_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "card.md"
     monkeypatch.setitem(card.PARTS, "operators", lambda job: iter([("a", "well"), ("x", "NO")]))
 
@@ -94,7 +92,7 @@ def test_without_a_card_nothing_is_measured(tmp_path: Path) -> None:
     assert not (tmp_path / "card.md").exists()
 
 
-def test_a_bare_machine_is_carried_one_library_of_bitsandbytes(
+def test_a_bare_machine_gets_only_one_library_of_bitsandbytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def download(packages: object, python: str, folder: Path) -> None:

@@ -14,9 +14,7 @@ SMALL = ["--methods", "ia3,bitfit", "--architectures", "llama,gpt2", "--quantize
 QUICK = ["--jobs", "1", "--skip", "compiling_changes_nothing,peft_agrees"]
 
 
-def test_the_table_has_every_cell_and_tells_its_reasons(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_cell_has_its_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "cells.json"
     assert main([*SMALL, *QUICK, "--json", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -41,7 +39,7 @@ def test_a_failure_is_told_below_the_table() -> None:
     assert told == "FAIL llama lora none: saved_is_loaded: it gives something else"
 
 
-def test_a_cell_that_fails_ends_with_1(
+def test_a_bad_cell_exits_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(grid.REFUSALS, "ia3", {"b": "llama"})  # which in truth it takes

@@ -134,9 +134,7 @@ def test_one_run_has_no_range(house: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert ("(7-7)" in (house / "page.md").read_text()) == has_range
 
 
-def test_tables_of_several_commands_are_one_with_a_row_for_each(
-    house: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_share_one_table_by_rows(house: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     twice = Benchmark(("python speed.py", "python speed.py"), ("code.py",))
     monkeypatch.setattr(figures, "ENTRIES", {"one": twice})
     assert figures.main(["one"]) == 0
@@ -145,9 +143,7 @@ def test_tables_of_several_commands_are_one_with_a_row_for_each(
     assert "| 1   | ours |   7 x |\n| 2   | ours |   7 x |\n\n- 7 seconds\n- 7 seconds\n" in page
 
 
-def test_a_page_shows_the_rows_of_a_pattern_and_no_empty_column(
-    house: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_shows_the_rows_of_a_pattern(house: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = "| name | speed |  |\n| --- | ---: | ---: |\n| ours | 7 x |  |\n| theirs | 1 x |  |"
     (house / "speed.py").write_text(f"print({('before' + chr(10) + rows)!r})\n")
     shown = Benchmark(("python speed.py",), ("code.py",), shown_rows="ours")
@@ -172,9 +168,7 @@ def test_what_was_run_is_not_run_again_and_what_broke_has_no_file(
     assert "two:" in said
 
 
-def test_a_figure_that_is_not_printed_is_an_error(
-    house: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unprinted_figure_is_an_error(house: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "ENTRIES", {"one": entry(speed=r"(\d+) GB")})
     with pytest.raises(ValueError, match="no speed"):
         figures.main(["one"])
@@ -190,9 +184,7 @@ def test_a_benchmark_with_peers_waits_for_them(
     assert f"needy: left out, it needs --{word.lower()}" in capsys.readouterr().err
 
 
-def test_variables_before_a_command_are_those_of_its_process(
-    house: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_s_variables_reach_it(house: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (house / "speed.py").write_text("import os\nprint(os.environ['OMP_NUM_THREADS'], 'x')\n")
     threads = Benchmark(
         ("OMP_NUM_THREADS=3 python speed.py",), ("code.py",), reads={"it": r"(\d+ x)"}
@@ -205,9 +197,7 @@ def test_variables_before_a_command_are_those_of_its_process(
     assert (facts["threads"], facts["figures"]["it"]) == ("3", "3 x")
 
 
-def test_the_shortest_runs_first_and_what_never_ran_comes_last(
-    house: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shortest_commands_run_first(house: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entries = {name: entry(speed=r"(\d+ x)") for name in ("unknown", "long", "short")}
     monkeypatch.setattr(figures, "ENTRIES", entries)
     ran: list[str] = []

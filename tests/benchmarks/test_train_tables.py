@@ -35,9 +35,7 @@ def settings(path: Path | None = None) -> argparse.Namespace:
     return args
 
 
-def test_medians_and_ratios_stand_in_the_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_has_medians_and_ratios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours = [run(seconds, [2.0, 1.0], peak=6) for seconds in (2.0, 1.0, 4.0)]
     theirs = [run(seconds, [2.0, 1.02], peak=10) for seconds in (8.0, 6.0, 7.0)]
     assert tell(settings(tmp_path / "f.json"), ROWS, {"ours": ours, "trl": theirs}) == 0

@@ -122,9 +122,7 @@ def test_every_command_has_help_that_loads_no_torch_and_comes_soon() -> None:
         (["recipes"], "Missing command"),
     ],
 )
-def test_a_wrong_command_line_is_told_in_one_message(
-    args: list[str], message: str, peftkit: Run
-) -> None:
+def test_a_wrong_command_line_is_one_message(args: list[str], message: str, peftkit: Run) -> None:
     done = peftkit(*args)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("UsageError: ")
@@ -205,9 +203,7 @@ def test_recipes_are_listed_shown_and_copied(peftkit: Run, tmp_path: Path) -> No
         (["cp", "dora", "nowhere/x.yaml"], "No such file or directory"),
     ],
 )
-def test_recipes_refuse_what_is_wrong(
-    args: list[str], message: str, peftkit: Run, tmp_path: Path
-) -> None:
+def test_recipes_refuse_errors(args: list[str], message: str, peftkit: Run, tmp_path: Path) -> None:
     (tmp_path / "taken.yaml").write_text("mine")
     done = peftkit("recipes", *args)
     assert (done.code, done.out) == (2, "")

@@ -98,9 +98,7 @@ def test_a_call_is_run_and_the_model_goes_on_from_its_result(
 @pytest.mark.parametrize(
     ("says", "runs"), [("y", True), ("yes", True), ("n", False), ("", False), ("a", True)]
 )
-def test_nothing_runs_unless_the_user_says_so(
-    told: Callable[..., Told], says: str, runs: bool
-) -> None:
+def test_nothing_runs_without_consent(told: Callable[..., Told], says: str, runs: bool) -> None:
     reply = told(says).answer(CALL, "Well.")[2]
     assert (reply == "42") is runs
     assert runs or "did not allow" in reply
@@ -110,9 +108,7 @@ def test_always_asks_once(told: Callable[..., Told]) -> None:
     assert told("a").answer(CALL, CALL, "Done.")[-2:] == ["42", "Done."]
 
 
-def test_end_of_input_and_ctrl_c_allow_nothing(
-    told: Callable[..., Told], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eof_and_ctrl_c_refuse(told: Callable[..., Told], monkeypatch: pytest.MonkeyPatch) -> None:
     for stop in (EOFError, KeyboardInterrupt):
         chat = told("y")
 
@@ -123,7 +119,7 @@ def test_end_of_input_and_ctrl_c_allow_nothing(
         assert "did not allow" in chat.answer(CALL, "Well.")[2]
 
 
-def test_an_answer_that_ctrl_c_stops_calls_nothing(
+def test_ctrl_c_in_an_answer_prevents_its_calls(
     told: Callable[..., Told], capsys: pytest.CaptureFixture[str]
 ) -> None:
     chat = told()
@@ -139,9 +135,7 @@ def test_an_answer_that_ctrl_c_stops_calls_nothing(
     assert "calls double" not in capsys.readouterr().err
 
 
-def test_ctrl_c_stops_a_call_and_not_the_conversation(
-    told: Callable[..., Told], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_stops_a_call(told: Callable[..., Told], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -162,18 +156,14 @@ def test_a_broken_call_is_text(told: Callable[..., Told]) -> None:
     assert len(chat.prompts) == 1
 
 
-def test_a_model_that_only_calls_is_stopped(
-    told: Callable[..., Told], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_endless_calls_stop(told: Callable[..., Told], capsys: pytest.CaptureFixture[str]) -> None:
     chat = told()
     chat.answer(*[CALL] * MAX_TURNS)
     assert len(chat.prompts) == MAX_TURNS
     assert f"called tools {MAX_TURNS} times" in capsys.readouterr().err
 
 
-def test_a_saved_conversation_has_its_tools_and_calls(
-    told: Callable[..., Told], tmp_path: Path
-) -> None:
+def test_a_saved_chat_has_its_tools_and_calls(told: Callable[..., Told], tmp_path: Path) -> None:
     chat = told()
     chat.answer(CALL, "It is 42.")
     chat.talk.take(f"/save {tmp_path}/rows.jsonl")

@@ -102,9 +102,7 @@ def test_train_says_what_to_do_next(peftkit: Run, classifier, tmp_path) -> None:
         (("eval", "{out}", "--data", "{none}"), "label: missing"),
     ],
 )
-def test_what_a_classifier_cannot_do_is_exit_2(
-    peftkit: Run, classifier, arguments, words, tmp_path
-) -> None:
+def test_unsupported_commands_exit_2(peftkit: Run, classifier, arguments, words, tmp_path) -> None:
     new = write_rows(tmp_path / "new.jsonl", [{"text": "a dog", "label": "animals"}])
     none = write_rows(tmp_path / "none.jsonl", [{"text": "a dog"}])
     done = peftkit(*(a.format(out=classifier / "out", new=new, none=none) for a in arguments))

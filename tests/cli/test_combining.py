@@ -72,9 +72,7 @@ def test_combine_refuses_what_is_wrong(
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
-def test_inspect_shows_how_large_updates_are(
-    adapters: list[LowRank], peftkit: Run, tmp_path: Path
-) -> None:
+def test_inspect_shows_update_norms(adapters: list[LowRank], peftkit: Run, tmp_path: Path) -> None:
     facts = json.loads(peftkit("inspect", "a", "--json").out)
     (update,) = facts["updates"]
     assert (update["role"], update["num_layers"], update["rank"]) == ("q", 1, 2)
@@ -82,7 +80,7 @@ def test_inspect_shows_how_large_updates_are(
     assert "effective rank" in peftkit("inspect", "a").out
 
 
-def test_inspect_tells_why_an_update_cannot_be_measured(
+def test_inspect_reports_why_an_update_cannot_be_measured(
     adapters: list[LowRank], peftkit: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "a" / "peftkit.json").unlink()

@@ -79,18 +79,14 @@ ASKED, ANSWERED = {"role": "user", "content": "a"}, {"role": "assistant", "conte
         ({"foo": 1}, []),
     ],
 )
-def test_rows_are_told_what_they_are_for(
-    row: dict[str, object], tasks: list[str], tmp_path: Path
-) -> None:
+def test_rows_name_their_task(row: dict[str, object], tasks: list[str], tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     done = CliRunner().invoke(app, ["data", str(path), "--json"])
     assert json.loads(done.stdout)["tasks"] == tasks
 
 
-def test_pairs_that_nothing_can_be_learnt_from_are_counted_and_the_first_is_named(
-    tmp_path: Path,
-) -> None:
+def test_useless_pairs_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     sides = [("b", "c"), ("b", "b"), (" ", "c"), ("b", "d")]
     rows = [{"prompt": "a", "chosen": good, "rejected": bad} for good, bad in sides]

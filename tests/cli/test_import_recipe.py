@@ -163,9 +163,7 @@ def test_iterations_of_mlx_lm_are_of_one_batch_each(peftkit: Run, tmp_path: Path
     assert lost == ["lr_schedule.arguments"]
 
 
-def test_a_warmup_of_mlx_lm_that_is_longer_than_its_run_is_told(
-    peftkit: Run, tmp_path: Path
-) -> None:
+def test_an_mlx_lm_warmup_longer_than_its_run_is_reported(peftkit: Run, tmp_path: Path) -> None:
     _, lost = recipe_of(peftkit, tmp_path, MLX_LM + "grad_accumulation_steps: 16\n")
     assert sorted(lost) == ["lr_schedule.arguments", "lr_schedule.warmup"]  # 50 of 31 steps
 

@@ -20,9 +20,7 @@ from tests.helpers.folders import write_rows
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("task", GOALS)
-def test_every_recipe_is_valid_and_says_what_was_asked(
-    task: str, on_cpu: bool, tmp_path: Path
-) -> None:
+def test_every_recipe_is_valid_and_has_the_answers(task: str, on_cpu: bool, tmp_path: Path) -> None:
     text = recipe_text(
         task,
         data="my: rows.jsonl",
@@ -93,7 +91,7 @@ TASK = ("--data", "rows.jsonl", "--task", "embedding")
         ((*TASK, "--fields", "anchor,positive"), "The task embedding takes no names of fields."),
     ],
 )
-def test_what_is_missing_or_wrong_is_named(
+def test_bad_answers_are_named(
     options: tuple[str, ...], message: str, peftkit: Run, tmp_path: Path
 ) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"anchor": "a", "positive": "b"}])
@@ -123,9 +121,7 @@ def test_the_questions_name_what_the_rows_suit_first(
     assert (recipe.task.type, recipe.base.model) == ("embedding", "all-minilm-l6-v2")
 
 
-def test_columns_with_names_of_their_own_are_named_by_an_option(
-    peftkit: Run, tmp_path: Path
-) -> None:
+def test_columns_with_other_names_are_named_by_an_option(peftkit: Run, tmp_path: Path) -> None:
     rows = "".join(f"{n},Where is {n}?,On its way.\n" for n in range(30))
     (tmp_path / "own.csv").write_text("Ticket,Customer Message,Agent Reply\n" + rows)
     args = ("init", "--data", "own.csv", "--task", "causal_lm", "--model", "smollm2-135m")
@@ -164,9 +160,7 @@ def test_an_editor_finds_the_schema_beside_a_recipe(peftkit: Run, tmp_path: Path
     assert schema == peftkit("schema").out
 
 
-def test_a_prompt_and_its_completion_are_named_so_that_a_chat_model_chats(
-    peftkit: Run, tmp_path: Path
-) -> None:
+def test_prompt_and_completion_are_named_for_a_chat_model(peftkit: Run, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "Why?", "answer": "So."}] * 3)
     args = ("init", "--data", "rows.jsonl", "--task", "sft", "--model", "m", *CPU)
     assert peftkit(*args).code == 0
@@ -198,9 +192,7 @@ def test_files_of_a_folder_are_told_apart_by_their_names(peftkit: Run, tmp_path:
 
 
 @pytest.mark.parametrize("names", ["0,1", "true,1e3", "null,-", "0x1f,.inf"])
-def test_names_that_yaml_reads_as_something_else_are_quoted(
-    names: str, peftkit: Run, tmp_path: Path
-) -> None:
+def test_names_special_to_yaml_are_quoted(names: str, peftkit: Run, tmp_path: Path) -> None:
     prompt, completion = names.split(",")
     write_rows(tmp_path / "12.jsonl", [{prompt: "Why is it so?", completion: "So."}] * 3)
     args = ("init", "--data", "12.jsonl", "--task", "causal_lm", "--model", "12", *CPU)
@@ -230,7 +222,7 @@ def test_names_that_yaml_reads_as_something_else_are_quoted(
         ),
     ],
 )
-def test_a_folder_is_read_as_its_files_are_named(
+def test_a_folder_is_read_by_the_names_of_its_files(
     names: list[str], expected: dict[str, str], tmp_path: Path
 ) -> None:
     for name in names:
@@ -263,9 +255,7 @@ WITH_TOOLS = {
 }
 
 
-def test_rows_with_tools_get_a_template_that_writes_them(
-    peftkit: Run, tmp_path: Path, model_folder: Path
-) -> None:
+def test_tool_rows_get_a_tool_template(peftkit: Run, tmp_path: Path, model_folder: Path) -> None:
     args = ("init", "--task", "causal_lm", "--model", model_folder, *CPU)
     write_rows(tmp_path / "calls.jsonl", [WITH_TOOLS] * 3)
     write_rows(tmp_path / "chats.jsonl", [turn("a", "b")] * 3)
@@ -275,9 +265,7 @@ def test_rows_with_tools_get_a_template_that_writes_them(
         assert load(tmp_path / f"{name}.yaml").data.chat_template == template
 
 
-def test_rows_are_as_long_as_the_base_reads(
-    peftkit: Run, tmp_path: Path, model_folder: Path
-) -> None:
+def test_max_length_is_that_of_the_base(peftkit: Run, tmp_path: Path, model_folder: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [turn("a", "b")])
     args = ("--data", "rows.jsonl", "--task", "causal_lm", "--model", model_folder)
     peftkit("init", *args, *CPU)
@@ -285,7 +273,7 @@ def test_rows_are_as_long_as_the_base_reads(
     assert load(tmp_path / "recipe.yaml").data.max_length == min(limit, 2_048)
 
 
-def test_a_wrong_answer_is_asked_again(
+def test_an_invalid_answer_repeats_its_question(
     peftkit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = "".join(f"{n},Where is order {n}?,It is on its way.\n" for n in range(60))

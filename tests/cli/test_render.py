@@ -142,7 +142,7 @@ def test_a_stage_that_broke_off_is_not_shown_as_done() -> None:
     assert "✓" not in console.file.getvalue()
 
 
-def test_only_the_first_process_draws(
+def test_only_the_main_process_draws(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rank, lines in (("1", []), ("0", ["Loading"])):
@@ -177,9 +177,7 @@ def test_figures_as_texts(figure: str, text: str) -> None:
     assert figure == text
 
 
-def test_how_the_model_is_computed_is_a_line_of_its_own_for_those_who_debug(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_execution_plan_is_a_line_at_debug_level(monkeypatch: pytest.MonkeyPatch) -> None:
     started = events.RunStarted(100, 0, 1500, 4_884_480, 139_400_000, "cpu", "blocks: compiled")
     monkeypatch.delenv("PEFTKIT_DEBUG", raising=False)
     (line,) = (render.describe(started) or "").splitlines()

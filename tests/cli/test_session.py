@@ -48,9 +48,7 @@ def test_train_prints_the_folder_and_tells_the_rest_on_stderr(trained: Path) -> 
     assert {"recipe.yaml", "run.json", "metrics.jsonl", "checkpoints", "report.html"} <= names
 
 
-def test_train_on_a_finished_run_is_refused_unless_told_to_overwrite(
-    project: Path, peftkit: Run
-) -> None:
+def test_train_on_a_finished_run_requires_overwrite(project: Path, peftkit: Run) -> None:
     steps = ("--set", "train.max_steps=1", "--out", "a: run")
     assert peftkit("train", "recipe.yaml", *steps)[:2] == (0, "a: run\n")
     before = (project / "a: run" / "adapter_model.safetensors").read_bytes()
@@ -94,9 +92,7 @@ def test_a_finished_run_gives_its_recipe_to_another(inside: Run, tmp_path: Path)
         assert "ConfigError: " in refused.err
 
 
-def test_check_shows_the_rows_as_the_loss_sees_them_and_writes_nothing(
-    project: Path, peftkit: Run
-) -> None:
+def test_check_shows_rows_as_the_loss_sees_them_without_writes(project: Path, peftkit: Run) -> None:
     before = sorted(project.rglob("*"))
     done = peftkit("check", "recipe.yaml")
     assert done.code == 0
@@ -159,9 +155,7 @@ def test_a_prompt_can_come_from_stdin(inside: Run, monkeypatch: pytest.MonkeyPat
     assert inside("generate", "runs/demo", "--prompt", "-").code == 2
 
 
-def test_chat_answers_with_adapter_and_base_in_turn(
-    inside: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_alternates_adapter_and_base(inside: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [
         ASKED, "/reset", "/base", ASKED, "/reset", "/adapter", ASKED, "/bas", "/help", "", "/quit",
         "never asked",
@@ -199,9 +193,7 @@ def test_eval_measures_and_speaks_json(inside: Run) -> None:
     )  # of rounded figures
 
 
-def test_merge_writes_a_model_that_transformers_loads(
-    inside: Run, trained: Path, tmp_path: Path
-) -> None:
+def test_transformers_loads_a_merged_model(inside: Run, trained: Path, tmp_path: Path) -> None:
     done = inside("merge", "runs/demo", "--out", tmp_path / "merged", "--dtype", "fp32")
     assert done[:2] == (0, f"{tmp_path / 'merged'}\n"), done.err
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
@@ -251,9 +243,7 @@ def test_inspect_tells_the_roles_of_a_model(inside: Run, model_folder: Path) -> 
 
 @pytest.mark.slow  # tests/reliability has one that is quicker
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_the_run_and_has_its_exit_code(
-    number: signal.Signals, code: int, project: Path
-) -> None:
+def test_a_signal_saves_the_run_and_exits(number: signal.Signals, code: int, project: Path) -> None:
     endless = ("--set", "train.max_steps=100000", "--set", "train.eval_every=null")
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for what it starts by &
     process = start("train", "recipe.yaml", *endless, cwd=project)
@@ -325,9 +315,7 @@ def test_every_error_of_a_recipe_comes_at_once_with_its_line(project: Path, peft
         assert part in done.err
 
 
-def test_an_adapter_for_another_base_needs_force(
-    inside: Run, tmp_path: Path, model_folder: Path
-) -> None:
+def test_another_base_requires_force(inside: Run, tmp_path: Path, model_folder: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(model_folder, other)
     torch.manual_seed(5)
@@ -343,9 +331,7 @@ def test_an_adapter_for_another_base_needs_force(
     assert inside("generate", "runs/demo", *args, "--force").code == 0
 
 
-def test_an_adapter_without_its_tensors_or_with_a_pickle_is_refused(
-    inside: Run, trained: Path, tmp_path: Path
-) -> None:
+def test_missing_tensors_or_pickles_refused(inside: Run, trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "bare"
     folder.mkdir()
     for name in ("adapter_config.json", "peftkit.json"):
@@ -359,9 +345,7 @@ def test_an_adapter_without_its_tensors_or_with_a_pickle_is_refused(
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
-def test_a_full_disk_behind_stdout_is_no_success(
-    peftkit: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_at_stdout_is_an_error(peftkit: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     full = open("/dev/full", "w")  # noqa: SIM115 - closing it fails as writing does
     monkeypatch.setattr("sys.stdout", full)
     done = peftkit("recipes", "show", "dora")

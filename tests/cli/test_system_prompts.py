@@ -71,9 +71,7 @@ def opened(folder: Path) -> Opened:
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "opens_think"])
-def test_chat_sends_what_each_row_begins_with(
-    name: str, tmp_path: Path, model_folder: Path
-) -> None:
+def test_chat_sends_the_common_prompt(name: str, tmp_path: Path, model_folder: Path) -> None:
     (tmp_path / "mine.jinja").write_text(TEMPLATES[name], encoding="utf-8")
     rows = [conversation(question) for question in QUESTIONS]
     template = str(tmp_path / "mine.jinja")
@@ -86,9 +84,7 @@ def test_chat_sends_what_each_row_begins_with(
         assert row.labels[len(ids)] != -100
 
 
-def test_rows_that_differ_in_their_system_prompt_leave_none(
-    tmp_path: Path, model_folder: Path
-) -> None:
+def test_differing_system_prompts_are_not_stored(tmp_path: Path, model_folder: Path) -> None:
     same, other = [conversation("a b")], [conversation("c d", "Be long.")]
     (tmp_path / "one").mkdir()
     learnt(tmp_path / "one", model_folder, "chatml", [*same, *other], same)
@@ -145,7 +141,7 @@ def test_chat_begins_with_the_system_prompt_of_training_until_another_is_given(
     assert "as in training" not in done.err
 
 
-def test_generate_says_which_system_prompt_it_uses(
+def test_generate_reports_its_system_prompt(
     adapter: Path, peftkit: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     styles = []
@@ -162,9 +158,7 @@ def test_generate_says_which_system_prompt_it_uses(
     assert [style.system for style in styles] == [SYSTEM, None]
 
 
-def test_a_system_prompt_that_nothing_reads_is_refused(
-    tmp_path: Path, model_folder: Path, peftkit: Run
-) -> None:
+def test_an_unused_prompt_is_refused(tmp_path: Path, model_folder: Path, peftkit: Run) -> None:
     rows = [conversation("a", None)]
     (tmp_path / "deaf.jinja").write_text(
         TEMPLATES["chatml"].replace(
@@ -178,9 +172,7 @@ def test_a_system_prompt_that_nothing_reads_is_refused(
     assert "The chat template omits it" in done.err
 
 
-def test_eval_reads_rows_without_a_system_turn_with_that_of_training(
-    adapter: Path, tmp_path: Path, peftkit: Run
-) -> None:
+def test_eval_fills_in_the_training_prompt(adapter: Path, tmp_path: Path, peftkit: Run) -> None:
     write_rows(tmp_path / "with.jsonl", [conversation("what?")])
     write_rows(tmp_path / "without.jsonl", [conversation("what?", None)])
     told, bare = (

@@ -62,7 +62,7 @@ def without_posix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_posix")
-def test_a_project_is_trained_merged_and_talked_to(
+def test_a_project_is_trained_merged_and_used_in_chat(
     project: Path, peftkit: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert free_bytes() is None
@@ -82,7 +82,7 @@ def test_a_project_is_trained_merged_and_talked_to(
 
 
 @pytest.mark.usefixtures("without_posix")
-def test_a_terminal_without_readline_can_chat(
+def test_chat_without_readline(
     project: Path, peftkit: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from peftkit_cli.conversation import Conversation

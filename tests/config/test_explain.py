@@ -98,9 +98,7 @@ def test_a_missing_section_is_told_with_the_file(tmp_path: Path) -> None:
         ("[" * 500_000, "1: nested too deeply"),
     ],
 )
-def test_text_that_is_no_recipe_is_told_with_its_line(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_invalid_recipes_report_their_line(tmp_path: Path, text: str, message: str) -> None:
     (line,) = refuse(tmp_path, text)
     assert re.match(f"recipe.yaml:{message}", line)
 

@@ -22,9 +22,7 @@ def test_a_float_may_be_written_in_every_yaml_1_2_form(tmp_path: Path) -> None:
         assert (type(rate), rate) == (float, value)
 
 
-def test_an_integer_is_taken_for_a_float_and_stays_one_where_both_are_declared(
-    tmp_path: Path,
-) -> None:
+def test_an_integer_becomes_a_float_only_where_no_integer_is_allowed(tmp_path: Path) -> None:
     config = read(tmp_path, DATA + "train: {learning_rate: 1}\nmethod: {type: low, alpha: 32}")
     assert repr(config.train.learning_rate) == "1.0"
     assert repr(config.method.alpha) == "32"

@@ -39,9 +39,7 @@ def one_graph(told: dict[str, list[bool]]) -> bool:
 
 
 @pytest.mark.parametrize(("family", "kind"), MOST_KERNELS)
-def test_a_block_is_one_graph_of_few_kernels_for_every_card(
-    family: str, kind: str, tmp_path: Path
-) -> None:
+def test_a_block_is_one_graph_of_few_kernels(family: str, kind: str, tmp_path: Path) -> None:
     asked = (family, kind, "bfloat16", *SINCE_AMPERE)
     told = output_of(PROGRAM, *asked, TRITON_CACHE_DIR=str(tmp_path))
     assert one_graph(told)

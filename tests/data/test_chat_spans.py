@@ -105,18 +105,14 @@ def test_an_answer_begins_after_the_end_of_the_thought(tokenizer: Any, answer: s
         assert learnt(custom, encoded_row) == [f"{answer}<|im_end|>"]
 
 
-def test_what_a_developer_says_is_the_systems_where_the_template_knows_no_other(
-    tokenizer: Any,
-) -> None:
+def test_developer_turns_become_system_turns_if_the_template_has_none(tokenizer: Any) -> None:
     turns = messages([("developer", "be short"), *TURNS[:1], ("assistant", "a")])
     for template, text in ((QWEN3, "<|im_start|>system\nbe"), (CHANNELS, "developer!:be")):
         custom = with_template(tokenizer, template)
         assert text in custom.decode(encoded(custom, {"messages": turns}).input_ids)
 
 
-def test_variables_of_the_template_are_those_of_training_unless_others_are_given(
-    tokenizer: Any,
-) -> None:
+def test_template_variables_of_training_apply_unless_overridden(tokenizer: Any) -> None:
     custom = with_template(tokenizer, QWEN3)
     quiet = choose_template(custom, None, {"enable_thinking": False})
     turns = messages([("user", Q1), ("assistant", "a")])

@@ -100,9 +100,7 @@ TOKENIZERS: dict[str, Callable[[], Any]] = {
         if kind in ("tiny", "merging") or not set(prompt + answer) & set("0123456789é日本")
     ],
 )
-def test_a_prompts_tokens_are_those_of_the_prompt_alone(
-    kind: str, prompt: str, answer: str
-) -> None:
+def test_prompt_tokens_do_not_depend_on_the_rest(kind: str, prompt: str, answer: str) -> None:
     custom = TOKENIZERS[kind]()
     row = Encoder(custom).encode(Completion(prompt, answer, "a.jsonl:1"))
     start = len(prompt_ids(custom, prompt, Style("plain")))

@@ -249,9 +249,7 @@ def test_many_bad_rows_are_one_error_that_shows_the_first_few() -> None:
     assert "and 15 more" in message
 
 
-def test_all_bad_rows_are_listed_in_a_file_that_can_be_typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_bad_rows_go_into_a_text_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     rows = [Record({"messages": []}, f"my rows.jsonl:{n}") for n in range(9)]
     with pytest.raises(DataError) as refused:

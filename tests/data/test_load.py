@@ -55,9 +55,7 @@ def test_csv_keeps_the_line_where_a_row_begins(tmp_path: Path) -> None:
         ("a.csv", 'prompt;completion\n"a, b";c\n'),
     ],
 )
-def test_cells_may_be_separated_by_tabs_and_semicolons(
-    tmp_path: Path, name: str, content: str
-) -> None:
+def test_tabs_and_semicolons_separate_cells(tmp_path: Path, name: str, content: str) -> None:
     (row,) = read(tmp_path, name, content)
     assert row.fields == {"prompt": "a, b", "completion": "c"}
 
@@ -177,9 +175,7 @@ def test_a_folder_is_a_data_set_with_splits(tmp_path: Path) -> None:
     assert "Cannot load the data set" in error_of(f"{tmp_path}:nosuchsplit")
 
 
-def test_a_missing_file_is_told_with_its_neighbours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_file_error_lists_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.jsonl").write_text("{}")
     Path("notes.txt").write_text("")

@@ -211,9 +211,7 @@ def test_hostile_images_are_named_with_their_row(name: str, tmp_path: Path) -> N
         assert caught.value.fix
 
 
-def test_images_that_are_not_there_or_too_long_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_absent_and_long_images_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match=r"image of a:1(.|\n)*gone.png"):
         Picture(tmp_path / "gone.png", "a:1").decode()
     with pytest.raises(DataError, match="It is no file"):
@@ -306,7 +304,7 @@ def test_hostile_videos_are_named_with_their_row(change: Any, words: str, clip: 
         ("MAX_VIDEO_PIXELS", 64 * 48 * 50 - 1, "more than 49 frames of 3,072 pixels"),
     ],
 )
-def test_videos_are_bounded(
+def test_videos_have_a_bounded_length(
     bound: str, most: int, words: str, clip: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(media, bound, most)
@@ -363,9 +361,7 @@ def rows_of(task: Any, folder: Path, rows: Sequence[Any] = ROWS) -> Any:
         ("qwen3_vl", "Qwen3VL", "Qwen3VL"),
     ],
 )
-def test_the_loss_is_that_of_the_processors_own_inputs(
-    name: str, stem: str, kind: str, tmp_path: Path
-) -> None:
+def test_the_loss_matches_processor_inputs(name: str, stem: str, kind: str, tmp_path: Path) -> None:
     model, _ = FAMILIES[name].build()
     processor = watching(stem, kind)
     data = DataConfig(train="", max_length=None, video_frames=4)

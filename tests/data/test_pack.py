@@ -66,9 +66,7 @@ def test_a_batch_is_padded_on_the_right_and_restarts_positions() -> None:
 
 
 @pytest.mark.parametrize(("limit", "width"), [(None, 16), (16, 16), (13, 13), (9, 9)])
-def test_a_batch_is_a_multiple_of_eight_wide_unless_the_model_has_fewer_positions(
-    limit: int | None, width: int
-) -> None:
+def test_widths_are_multiples_of_eight_if_positions_allow(limit: int | None, width: int) -> None:
     batch = collate([document(9, 1), document(3, 2)], 0, limit)
     assert {batch[name].shape for name in ("input_ids", "labels", "position_ids")} == {(2, width)}
     assert batch["target_index"].tolist() == [7, width + 1]

@@ -112,9 +112,7 @@ def test_a_torn_file_of_the_cache_is_made_again(tmp_path: Path, encoder: Documen
     assert rows.read_bytes() == whole
 
 
-def test_a_flipped_bit_in_the_cache_is_never_trained_on(
-    tmp_path: Path, encoder: DocumentEncoder
-) -> None:
+def test_a_flipped_bit_in_the_cache_is_detected(tmp_path: Path, encoder: DocumentEncoder) -> None:
     path = write(tmp_path / "a.jsonl", 9)
     before = list(encoded(str(path), encoder))
     (folder,) = cache_folder().glob("[!.]*")
@@ -265,9 +263,7 @@ def test_wrong_rows_are_named_by_line_and_counted(
         encoded(str(path), encoder, processes=processes)
 
 
-def test_what_is_dropped_keeps_its_source(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_dropped_rows_keep_their_source(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"prompt": "a" * 300, "completion": "b"}, {"prompt": "a", "completion": " "}]
     rows += [{"prompt": f"a{n % 2}", "completion": "b"} for n in range(4)]
     path = tmp_path / "a.jsonl"

@@ -68,7 +68,7 @@ REWRITES = {
 
 
 @pytest.mark.parametrize("name", REWRITES)
-def test_a_template_that_rewrites_the_past_is_refused(name: str, tokenizer: Any) -> None:
+def test_rewritten_turns_are_refused(name: str, tokenizer: Any) -> None:
     own = with_template(tokenizer, REWRITES[name] + TEMPLATES["hermes"])
     with pytest.raises(DataError, match="chat template"):
         Turns(own, None).check(TOOLS)

@@ -69,9 +69,7 @@ def test_the_start_page_names_the_line_by_which_editors_find_the_schema() -> Non
     assert f"`# yaml-language-server: $schema={SCHEMA}`" in text
 
 
-def test_the_adapter_is_used_as_the_guide_says(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_guide_applies_the_adapter(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (anew,) = [call for call in commands("continue.md", "train") if "--from" in call]
     (merge, _, again, _) = commands("use.md", "merge")
     assert merge == again

@@ -55,9 +55,7 @@ def test_rows_without_tokens_are_planned_by_rows() -> None:
         (4 * 4000, ("recompute", 4000)),  # and so do these, but nothing takes more
     ],
 )
-def test_a_gpu_rather_recomputes_than_idles(
-    available: int, expected: tuple[Activations, int | None]
-) -> None:
+def test_a_gpu_recomputes_first(available: int, expected: tuple[Activations, int | None]) -> None:
     costs: list[tuple[Activations, float]] = [("keep", 10.0), ("recompute", 4.0)]
     requested = ExecutionPlan(device="cuda", rows=200)
     chosen = choose(requested, costs, available, 50)

@@ -184,9 +184,7 @@ def test_what_an_adapter_began_with_is_imported_with_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("by_peft", [False, True])
 @pytest.mark.parametrize("name", METHODS)
-def test_folders_of_other_methods_than_lora_compute_the_same(
-    name: str, by_peft: bool, tmp_path: Path
-) -> None:
+def test_folders_of_other_methods_are_equal(name: str, by_peft: bool, tmp_path: Path) -> None:
     model, adapter = model_with_adapter("llama", METHODS[name])
     expected = logits(model)
     source = save_adapter(adapter, tmp_path / "one")

@@ -137,9 +137,7 @@ def test_a_false_header_is_refused(tmp_path: Path, name: str) -> None:
     assert reason in refusal(tmp_path / "t")
 
 
-def test_a_dtype_that_only_the_library_knows_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unsupported_dtype_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "t").write_bytes(file_of({A: entry(0, 16, [16], "F8_E4M3FNUZ")}, bytes(16)))
     assert "F8_E4M3FNUZ; one of" in refusal(tmp_path / "t")
     monkeypatch.delitem(DTYPES, "F8_E4M3FNUZ")
@@ -166,9 +164,7 @@ def test_a_payload_over_the_limit_is_refused_before_it_is_read(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("value", "dtype"), [(float("nan"), torch.float16), (float("inf"), torch.bfloat16)]
 )
-def test_tensors_that_are_not_finite_are_refused(
-    tmp_path: Path, value: float, dtype: torch.dtype
-) -> None:
+def test_non_finite_tensors_are_refused(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
     bad = torch.ones(3, 3)
     bad[2, 2] = value
     (tmp_path / "t").write_bytes(library_save({A: torch.ones(2), B: bad.to(dtype)}))

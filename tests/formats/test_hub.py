@@ -116,7 +116,7 @@ def test_a_revision_is_pinned(hub: Hub, run_folder: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "new").exists()
 
 
-def test_an_adapter_can_be_named_by_its_hub_id(
+def test_an_adapter_has_a_hub_id(
     hub: Hub, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = push_adapter(run_folder, NAME).commit
@@ -142,7 +142,7 @@ def test_only_the_files_of_an_adapter_come_down(hub: Hub, run_folder: Path, tmp_
     assert not [request for request in hub.requests if "evil" in request or ".bin" in request]
 
 
-def test_a_listing_that_leads_out_of_the_folder_is_refused(
+def test_a_listing_outside_the_folder_is_refused(
     hub: Hub, run_folder: Path, tmp_path: Path
 ) -> None:
     push_adapter(run_folder, NAME)
@@ -172,7 +172,7 @@ def test_a_listing_that_leads_out_of_the_folder_is_refused(
         ({"adapter_config.json": b"x" * (5 << 20), "adapter_model.safetensors": b"x"}, "limit"),
     ],
 )
-def test_what_is_no_adapter_never_appears(
+def test_an_invalid_adapter_never_appears_in_the_cache(
     files: dict[str, bytes], message: str, hub: Hub, tmp_path: Path
 ) -> None:
     hub.repos[NAME] = Repo()
@@ -182,9 +182,7 @@ def test_what_is_no_adapter_never_appears(
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == []
 
 
-def test_a_folder_that_is_taken_is_not_asked_for(
-    hub: Hub, run_folder: Path, tmp_path: Path
-) -> None:
+def test_an_existing_folder_is_not_requested(hub: Hub, run_folder: Path, tmp_path: Path) -> None:
     push_adapter(run_folder, NAME)
     pull_adapter(NAME, tmp_path / "pulled")
     hub.requests.clear()
@@ -218,18 +216,14 @@ def test_a_public_repository_is_not_taken_for_a_private_one(hub: Hub, run_folder
     assert len(hub.repos[NAME].commits) == 1
 
 
-def test_without_a_token_nothing_is_asked(
-    hub: Hub, run_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_token_no_request(hub: Hub, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(OutputError, match=r"not logged in(.|\n)*hf auth login"):
         push_adapter(run_folder, NAME)
     assert hub.requests == []
 
 
-def test_a_base_that_only_this_machine_has_is_said(
-    hub: Hub, run_folder: Path, tmp_path: Path
-) -> None:
+def test_a_local_base_is_reported(hub: Hub, run_folder: Path, tmp_path: Path) -> None:
     file, modules = read_low_rank(run_folder)
     save_low_rank(modules, tmp_path / "run", replace(file.provenance, base="/home/me/base"))
     events: list[Event] = []

@@ -89,9 +89,7 @@ def test_the_file_computes_by_mlx_own_formula(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("family", "target", "message"), [("gpt2", "q", "Conv1D"), ("llama", "lm_head", "lm_head is")]
 )
-def test_what_mlx_names_otherwise_is_refused(
-    family: str, target: str, message: str, tmp_path: Path
-) -> None:
+def test_other_mlx_names_are_errors(family: str, target: str, message: str, tmp_path: Path) -> None:
     _, adapter = model_with_adapter(family, LoRA(rank=2, targets=(target,)))
     save_adapter(adapter, tmp_path / "one")
     with pytest.raises(AdapterError, match=message):
@@ -116,9 +114,7 @@ def mlx(tmp_path: Path) -> Path:
         ({"lora_parameters": {"rank": True, "scale": 1.0}}, "rank True"),
     ],
 )
-def test_a_config_that_does_not_fit_is_told(
-    change: dict[str, Any], message: str, mlx: Path
-) -> None:
+def test_a_wrong_config_is_reported(change: dict[str, Any], message: str, mlx: Path) -> None:
     config = mlx / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
     with pytest.raises(AdapterError, match=message):

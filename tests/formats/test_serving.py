@@ -103,9 +103,7 @@ def test_what_is_not_served_is_named(
 
 
 @pytest.mark.parametrize("serving", [False, True])
-def test_a_base_in_another_precision_than_in_training_is_told(
-    tmp_path: Path, serving: bool
-) -> None:
+def test_another_precision_than_in_training_is_reported(tmp_path: Path, serving: bool) -> None:
     _, adapter = model_with_adapter("llama", LoRA(rank=4, targets=("q", "v")))
     folder, notices = tmp_path / "nf4", []
     for kind in ("nf4", "none"):

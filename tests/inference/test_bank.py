@@ -115,9 +115,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     [("llama", batch) for batch in ("mixed with bare rows", "all")]
     + [("gpt2", "all"), pytest.param("gemma2", "all", marks=pytest.mark.slow)],
 )
-def test_a_mixed_batch_is_each_adapter_alone(
-    family: str, batch: str, way: str, tmp_path: Path
-) -> None:
+def test_a_mixed_batch_equals_each_alone(family: str, batch: str, way: str, tmp_path: Path) -> None:
     model = FAMILIES[family]().eval()
     fused = family in ("gpt2", "phi3", "gpt_neox")  # PiSSA cannot start from a part of these
     rows = [name for name in BATCHES[batch] if not (fused and name == "pissa")]
@@ -148,9 +146,7 @@ def test_one_adapter_for_the_batch_is_that_adapter_alone(
     torch.testing.assert_close(outputs, alone(model, paths[name], ids), atol=TOLERANCE, rtol=0)
 
 
-def test_without_a_name_the_base_is_bare_to_the_bit(
-    bank: AdapterBank, model: nn.Module, tmp_path: Path
-) -> None:
+def test_no_name_is_the_base_exactly(bank: AdapterBank, model: nn.Module, tmp_path: Path) -> None:
     ids = some_ids(3)
     outside = logits(model, ids)
     with bank.use("plain"), bank.use(None):
@@ -165,7 +161,7 @@ def test_without_a_name_the_base_is_bare_to_the_bit(
 
 
 @pytest.mark.parametrize(("kind", "placement"), [("int8", "device"), ("nf4", "stream")])
-def test_over_a_quantised_base_too(
+def test_adapters_share_a_quantised_base(
     kind: str, placement: str, model_folder: Path, way: str, tmp_path: Path
 ) -> None:
     base = load_base(str(model_folder), quantize=kind, dtype="fp32", placement=placement)
@@ -199,9 +195,7 @@ def test_each_prompt_is_completed_by_its_own_adapter(
     assert len({tuple(ids) for ids in completions}) > 2, "adapters take part"
 
 
-def test_each_adapter_is_asked_as_it_learnt_to_be(
-    model: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_each_adapter_has_its_own_style(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     styles = {"chat": Style("chat"), "plain": Style("plain")}
     paths = {
         name: write_adapter(model, METHODS["plain"], tmp_path / name, 4, prompt_style=style)
@@ -220,9 +214,7 @@ def test_each_adapter_is_asked_as_it_learnt_to_be(
 # ------------------------------------------------------------------- a lookup, and memory
 
 
-def test_adapters_are_no_part_of_the_state_dict_and_move_with_the_model(
-    bank: AdapterBank, model: nn.Module
-) -> None:
+def test_adapters_move_but_are_not_in_the_state_dict(bank: AdapterBank, model: nn.Module) -> None:
     assert not any(".updates" in name or "lora" in name for name in model.state_dict())
     ids = some_ids(2)
     with bank.use(["plain", "dora"]):
@@ -289,9 +281,7 @@ def test_an_unknown_name_is_told_with_its_neighbour(bank: AdapterBank) -> None:
 
 
 @pytest.mark.parametrize("rows", [["plain", None], []])
-def test_another_number_of_rows_is_refused(
-    rows: list[str | None], bank: AdapterBank, model: nn.Module
-) -> None:
+def test_wrong_row_counts_fail(rows: list[str | None], bank: AdapterBank, model: nn.Module) -> None:
     with bank.use(rows), pytest.raises(AdapterError, match=f"3 rows.*given for {len(rows)}"):
         logits(model, some_ids(3))
 
@@ -326,9 +316,7 @@ def test_what_does_not_fit_is_listed_and_leaves_the_base_bare(
     assert list(model.modules()) == modules
 
 
-def test_an_adapter_of_a_name_that_was_dropped_answers_as_itself(
-    llama: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_reused_name_serves_its_new_adapter(llama: Any, tokenizer: Any, tmp_path: Path) -> None:
     paths = [write_adapter(llama, LoRA(rank=4, alpha=64), tmp_path / f"a{n}", n) for n in (1, 2)]
     prompt = [5 + n % 30 for n in range(140)]  # long enough to be kept for later
     bank = AdapterBank(tiny_base(llama, tokenizer), {"one": paths[1]})

@@ -32,7 +32,7 @@ def finished(engine: CachedEngine) -> bool:
 
 @pytest.mark.parametrize("tokens", [240, 400, 480, 700])
 @pytest.mark.parametrize("kept", [0, 8192])
-def test_a_common_beginning_that_fills_the_cache_ends_no_work(
+def test_a_prefix_that_fills_the_cache_is_served(
     llama: Any, tokenizer: Any, tokens: int, kept: int
 ) -> None:
     assert why_plain(llama, tokenizer) is None
@@ -73,9 +73,7 @@ def most_allocated(engine: CachedEngine, common: int, number: int) -> tuple[int,
 
 @pytest.mark.parametrize("tokens", [600, 1000, 2500])
 @pytest.mark.parametrize("common", [0, 50])
-def test_what_is_allocated_stays_below_the_limit(
-    llama: Any, tokenizer: Any, tokens: int, common: int
-) -> None:
+def test_allocations_keep_the_limit(llama: Any, tokenizer: Any, tokens: int, common: int) -> None:
     limits = Limits(tokens=tokens, prefix_tokens=100, pass_tokens=64)
     assert why_plain(llama, tokenizer) is None
     with CachedEngine(llama, tokenizer, limits) as engine:

@@ -122,7 +122,7 @@ def test_what_is_kept_is_dropped_where_memory_is_short(
     assert not any(span.num_users for span in engines[0]._prefixes._spans)
 
 
-def test_rows_grow_while_replies_are_made(
+def test_dialogue_rows_grow_during_generation(
     llama: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, steps, grown = CachedEngine.step, [0], list[int]()

@@ -83,9 +83,7 @@ def test_virtual_tokens_go_the_plain_way(tokenizer: Tokenizer) -> None:
     assert why_plain(model, tokenizer) == "virtual tokens"
 
 
-def test_each_row_has_its_adapter_whoever_joins(
-    llama: Any, tokenizer: Tokenizer, tmp_path: Any
-) -> None:
+def test_each_row_keeps_its_adapter(llama: Any, tokenizer: Tokenizer, tmp_path: Any) -> None:
     paths = {
         name: write_adapter(llama, LoRA(rank=rank, alpha=64), tmp_path / name, rank)
         for name, rank in (("one", 4), ("two", 2))
@@ -105,9 +103,7 @@ def test_each_row_has_its_adapter_whoever_joins(
     assert runs == [expected] * 2
 
 
-def test_what_is_drawn_depends_on_the_seed_and_not_on_the_batch(
-    llama: Any, tokenizer: Tokenizer
-) -> None:
+def test_samples_depend_on_the_seed_not_on_the_batch(llama: Any, tokenizer: Tokenizer) -> None:
     sampling = Sampling(max_new_tokens=9, temperature=1.5, top_p=0.9, top_k=50)
     seeds = [[100 * n + k for k in range(3)] for n in range(len(PROMPTS))]
     first, again = (
@@ -118,9 +114,7 @@ def test_what_is_drawn_depends_on_the_seed_and_not_on_the_batch(
     assert all(len({tuple(one.ids) for one in of_prompt}) == 3 for of_prompt in first)
 
 
-def test_log_probs_are_those_of_a_full_pass_and_say_what_ended_it(
-    llama: Any, tokenizer: Tokenizer
-) -> None:
+def test_log_probs_match_a_full_pass_and_name_the_stop(llama: Any, tokenizer: Tokenizer) -> None:
     sampling = Sampling(max_new_tokens=40, temperature=2.0, seed=5, stops=tuple(range(300, 384)))
     completions = [
         one for of in answers(llama, tokenizer, Limits(), sampling=sampling, n=2) for one in of
@@ -150,9 +144,7 @@ def test_a_prompt_is_computed_once_for_all_its_answers(llama: Any, tokenizer: To
     assert rows == [199, 8, 8, 8]
 
 
-def test_an_answer_that_is_not_wanted_leaves_at_the_next_token(
-    llama: Any, tokenizer: Tokenizer
-) -> None:
+def test_a_cancelled_row_leaves_at_the_next_token(llama: Any, tokenizer: Tokenizer) -> None:
     def stop(completion: Completion) -> None:
         if len(completion.ids) == 3:
             completion.finish()
@@ -169,7 +161,7 @@ def test_an_answer_that_is_not_wanted_leaves_at_the_next_token(
     assert engine.num_passes == 2 + 3 + 4  # two prompts, and their tokens
 
 
-def test_tokens_at_once_are_bounded_and_what_needs_more_is_made_alone(
+def test_tokens_of_a_batch_are_bounded_larger_rows_run_alone(
     llama: Any, tokenizer: Tokenizer
 ) -> None:
     with CachedEngine(llama, tokenizer, Limits(tokens=70)) as engine:

@@ -68,7 +68,7 @@ def test_a_seed_repeats_and_leaves_the_generators_alone(
     assert sample(2) != first
 
 
-def test_pieces_of_a_stream_are_the_whole_answer(
+def test_stream_parts_are_the_whole(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     (ids,) = generate_ids(llama, tokenizer, [PROMPTS[2]], max_new_tokens=30)
@@ -77,9 +77,7 @@ def test_pieces_of_a_stream_are_the_whole_answer(
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_a_stream_that_is_left_stops_the_model(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_closed_stream_stops(llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     (letter,) = tokenizer("x")["input_ids"]
     always(llama, letter)
     calls = 0
@@ -97,9 +95,7 @@ def test_a_stream_that_is_left_stops_the_model(
     assert calls < 250
 
 
-def test_an_answer_ends_where_the_context_does(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_context_ends_a_reply(llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     always(llama, 100)
     (answer,) = generate_ids(llama, tokenizer, [[9] * 250], max_new_tokens=50)
     assert len(answer) == 6, "256 positions are 250 of the prompt and 6 new ones"

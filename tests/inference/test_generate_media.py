@@ -172,9 +172,7 @@ def test_two_are_told_apart(case: Case, run_folder: Path, data: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT's own
-def test_the_adapters_folder_is_peft_and_merges(
-    case: Case, run_folder: Path, data: Path, tmp_path: Path
-) -> None:
+def test_peft_reads_it_and_merges(case: Case, run_folder: Path, data: Path, tmp_path: Path) -> None:
     opened = open_adapter(run_folder)
     task = FAMILIES[case.family].config().on(opened.base.model, opened.base.processor, ANY_LENGTH)
     row = task.load(str(data))[0]
@@ -303,9 +301,7 @@ def test_the_command_line_shows_media(
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3", "mllama", "gemma3"])
-def test_a_folder_brings_its_processor_and_keeps_its_towers_in_16_bits(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_folder_has_its_processor_and_16_bit_towers(name: str, tmp_path: Path) -> None:
     folder = _folder_of(name, str(tmp_path))
     purpose = ImageTextConfig().purpose
     base = load_base(str(folder), dtype="fp32", quantize="nf4", purpose=purpose)
@@ -344,8 +340,6 @@ def test_mllama_learns_by_its_cross_attention_alone(tmp_path: Path) -> None:
 
 
 @SOUNDS
-def test_a_model_that_hears_is_inspected(
-    base_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_audio_models(base_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("inspect", str(base_folder))
     assert "audio_q" in capsys.readouterr().out

@@ -84,9 +84,7 @@ def adapter(model_folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore")  # the harness's own
-def test_figures_are_those_of_the_harness_with_peft(
-    adapter: Path, tasks: Path, model_folder: Path
-) -> None:
+def test_figures_match_harness_and_peft(adapter: Path, tasks: Path, model_folder: Path) -> None:
     lm_eval = pytest.importorskip("lm_eval", reason="the extra lm-eval")
     names = ["animals", "likely", "echoes"]
     scores = run_tasks(open_adapter(adapter), names, include=tasks)
@@ -125,9 +123,7 @@ def test_scores_are_read_from_the_harness_in_its_order() -> None:
     ]
 
 
-def test_without_the_harness_it_says_how_to_get_it(
-    adapter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_harness_names_its_pip(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = open_adapter(adapter)
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     with pytest.raises(ConfigError, match=r"pip install 'peftkit\[lm-eval\]'"):

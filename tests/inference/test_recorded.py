@@ -83,9 +83,7 @@ def test_recorded_answers_are_those_of_a_cpu(name: str) -> None:
         assert engine.recorder.num_recorded > 0
 
 
-def test_a_token_is_a_few_launches_and_the_same_graphs_serve_who_comes_next(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_token_is_a_few_launches_and_graphs_are_reused(caplog: pytest.LogCaptureFixture) -> None:
     launches: dict[bool, int] = {}
     for record in (True, False):
         model: Any = FAMILIES["llama"]().eval()
@@ -173,9 +171,7 @@ def test_a_recording_that_fails_leaves_the_thread_on_its_stream(
 
 
 @pytest.mark.parametrize("name", ["llama", "jamba"])
-def test_a_thread_computes_on_the_card_of_the_model(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_uses_the_card_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Place(threading.local):
         current = 0
 

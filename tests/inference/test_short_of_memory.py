@@ -61,9 +61,7 @@ def test_prompts_are_computed_in_shorter_passes(llama: Any, tokenizer: Any) -> N
     assert generate_ids(llama, tokenizer, [prompt], max_new_tokens=4) == expected
 
 
-def test_an_answer_that_does_not_fit_by_itself_is_named_and_the_others_go_on(
-    llama: Any, tokenizer: Any
-) -> None:
+def test_a_reply_that_cannot_fit_fails_without_the_others(llama: Any, tokenizer: Any) -> None:
     assert why_plain(llama, tokenizer) is None
     limit_memory(llama, 64, tokens=100)
     long, short = Request([5] * 201, Sampling(5)), Request([7, 8], Sampling(5))

@@ -50,9 +50,7 @@ def test_operators_keep_what_torch_asks_of_them() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3], ids=["places of all rows", "of each"])
-def test_a_rotation_is_that_of_transformers_and_keeps_no_input(
-    rows: int, dtype: torch.dtype
-) -> None:
+def test_a_rotation_matches_transformers_and_saves_nothing(rows: int, dtype: torch.dtype) -> None:
     saved: list[Tensor] = []
     x = torch.randn(3, 5, 4, 8).to(dtype).transpose(1, 2).requires_grad_()  # as layers make it
     cos, sin = torch.randn(2, rows, 5, 8).to(dtype)

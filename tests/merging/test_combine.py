@@ -74,9 +74,7 @@ layers_of = st.lists(st.tuples(updates, weights), min_size=1, max_size=4)
 
 @EASY
 @given(layers=layers_of, rule=st.sampled_from(EXACT))
-def test_linear_and_cat_are_the_weighted_sum_of_the_updates(
-    layers: list[tuple[LowRank, float]], rule: Any
-) -> None:
+def test_linear_and_cat_are_weighted_sums(layers: list[tuple[LowRank, float]], rule: Any) -> None:
     update = blend("x", layers, Settings(rule)).update
     expected = delta(layers)
     largest = max(u.delta().abs().max().item() for u, _ in layers)
@@ -321,9 +319,7 @@ def test_dora_is_refused(folders: Folders) -> None:
         ({"method": "cat", "weight": float("inf")}, "the weight of .*a is inf"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(
-    how: dict[str, Any], message: str, folders: Folders
-) -> None:
+def test_unused_settings_are_refused(how: dict[str, Any], message: str, folders: Folders) -> None:
     weight = how.pop("weight", 1.0)
     with pytest.raises(AdapterError, match=message):
         folders.combine({"a": weight, "b": 1.0}, **how)

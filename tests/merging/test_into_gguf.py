@@ -93,9 +93,7 @@ def test_only_the_changed_blocks_are_others(file: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["adapter", "merged.gguf"]
 
 
-def test_what_is_written_is_what_gguf_makes_of_the_merged_weight(
-    file: Path, tmp_path: Path
-) -> None:
+def test_output_equals_gguf_of_the_merged_weight(file: Path, tmp_path: Path) -> None:
     save(file, tmp_path / "adapter", LoRA(rank=4, targets=("q", "v")))
     merge(tmp_path / "adapter", tmp_path / "merged.gguf", base=str(file), verify=False)
     merge(tmp_path / "adapter", tmp_path / "dense", base=str(file), dtype="fp32")
@@ -158,7 +156,7 @@ def test_what_cannot_be_is_refused(file: Path, model_folder: Path, tmp_path: Pat
     assert not (tmp_path / "merged.gguf").exists()
 
 
-def test_tokens_that_the_file_lacks_are_refused(
+def test_tokens_absent_from_the_file_are_refused(
     file: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     save(file, tmp_path / "adapter", LoRA(rank=2, targets=("q",)))

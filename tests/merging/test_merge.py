@@ -44,9 +44,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("family", "method"), PAIRS)
-def test_merged_computes_what_base_and_adapter_compute(
-    saved: Saver, family: str, method: str
-) -> None:
+def test_merged_equals_base_with_adapter(saved: Saver, family: str, method: str) -> None:
     saved(family, METHODS[method])
     events: list[Event] = []
     merged = merge(saved.adapter, saved.out, on_event=events.append)
@@ -77,9 +75,7 @@ def test_untouched_weights_and_files_are_those_of_the_base_bit_for_bit(saved: Sa
 
 
 @pytest.mark.parametrize("spare_rows", [0, 8])
-def test_tokens_that_an_adapter_adds_and_does_not_train_stay_tokens(
-    saved: Saver, spare_rows: int
-) -> None:
+def test_added_tokens_without_training_stay_tokens(saved: Saver, spare_rows: int) -> None:
     """As TRL saves them: in the tokenizer of the adapter's folder, with no rows of their own."""
     saved(spare_rows=spare_rows)
     tokenizer = copy.deepcopy(saved.tokenizer)
@@ -144,9 +140,7 @@ def test_both_ways_write_the_same_weights_bit_for_bit(
 
 
 @pytest.mark.parametrize("trouble", ["a name of no module", "quantised weights"])
-def test_files_that_are_not_one_to_one_are_left_to_the_other_way(
-    saved: Saver, trouble: str
-) -> None:
+def test_fused_files_are_merged_in_memory(saved: Saver, trouble: str) -> None:
     saved()
     stored = weights(saved.base)
     name = "model.layers.1.mlp.up_proj.weight"
@@ -173,9 +167,7 @@ def test_an_adapter_trained_over_4_bits_merges_into_the_original_weights(saved: 
 
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", "nf4"), ("gpt2", "int8")])
-def test_on_request_the_merge_is_into_the_weights_it_was_trained_over(
-    saved: Saver, family: str, kind: str
-) -> None:
+def test_merging_into_the_training_weights_on_request(saved: Saver, family: str, kind: str) -> None:
     saved(family, quantize=kind)
     merge(saved.adapter, saved.out, from_quantized=True)
     torch.testing.assert_close(logits(saved.merged()), saved.logits, atol=CLOSE, rtol=0)
@@ -204,9 +196,7 @@ def test_a_base_that_is_quantised_on_disk_is_merged_only_on_request(saved: Saver
     assert not torch.allclose(logits(saved.merged()), saved.logits, atol=0.5)
 
 
-def test_weights_that_the_adapter_was_not_trained_on_are_refused_unless_forced(
-    saved: Saver,
-) -> None:
+def test_weights_not_trained_on_are_refused_unless_forced(saved: Saver) -> None:
     saved(fingerprint="sha256:" + "1" * 64)
     with pytest.raises(AdapterError, match="trained on another base"):
         merge(saved.adapter, saved.out)

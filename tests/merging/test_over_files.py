@@ -61,9 +61,7 @@ def test_files_are_the_same_to_the_byte_when_nothing_changes(folder: Path, out: 
         assert (out / path.name).read_bytes() == path.read_bytes()
 
 
-def test_a_dtype_asked_for_is_that_of_all_weights_and_of_the_config(
-    folder: Path, out: Path
-) -> None:
+def test_a_requested_dtype_applies_to_weights_and_config(folder: Path, out: Path) -> None:
     write_over_files(shards_of(folder), out, {}, dtype=torch.float16)
     for name, tensor in tensors_of(out).items():
         assert tensor.dtype == torch.float16
@@ -74,9 +72,7 @@ def test_a_dtype_asked_for_is_that_of_all_weights_and_of_the_config(
         assert json.loads((out / INDEX).read_text())["metadata"]["total_size"] == total
 
 
-def test_integers_and_foreign_dtypes_are_copied_whatever_the_dtype(
-    tmp_path: Path, out: Path
-) -> None:
+def test_integers_and_unknown_dtypes_are_copied(tmp_path: Path, out: Path) -> None:
     tensors = {
         "blocks": torch.arange(64, dtype=torch.uint8),
         "scales": torch.ones(4).to(torch.float8_e4m3fn),

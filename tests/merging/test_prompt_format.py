@@ -31,9 +31,7 @@ def set_style(saver: Saver, style: Style) -> None:
 
 
 @pytest.mark.parametrize("from_quantized", [False, True])
-def test_the_template_of_training_is_that_of_the_merged_model(
-    saved: Saver, from_quantized: bool
-) -> None:
+def test_the_merged_model_has_the_training_template(saved: Saver, from_quantized: bool) -> None:
     saved(quantize="nf4" if from_quantized else "none")
     config = saved.base / "tokenizer_config.json"
     no_limit = int(1e30)  # as transformers writes it
@@ -53,9 +51,7 @@ def test_the_template_of_training_is_that_of_the_merged_model(
 
 
 @pytest.mark.parametrize("in_config", [False, True])
-def test_a_merged_model_begins_with_the_system_prompt_of_training(
-    saved: Saver, in_config: bool
-) -> None:
+def test_a_merged_model_has_the_training_system_prompt(saved: Saver, in_config: bool) -> None:
     saved()
     if in_config:
         (saved.base / "chat_template.jinja").unlink(missing_ok=True)

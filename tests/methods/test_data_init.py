@@ -87,9 +87,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(
         assert saved.rank_pattern  # type: ignore[attr-defined]
 
 
-def test_eva_reads_the_training_rows_in_an_order_of_the_seed(
-    tmp_path: Path, model_folder: Path
-) -> None:
+def test_eva_reads_training_rows_in_seeded_order(tmp_path: Path, model_folder: Path) -> None:
     recipes = parse(tmp_path, model_folder, {"init": "eva"})
     first = prepare(recipes).adapter.state()
     again = prepare(recipes).adapter.state()

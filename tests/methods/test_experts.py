@@ -72,9 +72,7 @@ def test_gradients_are_those_of_the_weight_with_its_update(implementation: str) 
     ("family", "implementation"), [("mixtral", "batched_mm"), ("gpt_oss", "grouped_mm")]
 )
 @pytest.mark.slow
-def test_a_compiled_block_with_adapted_experts_is_one_graph(
-    family: str, implementation: str
-) -> None:
+def test_a_compiled_block_of_experts_is_one_graph(family: str, implementation: str) -> None:
     torch.manual_seed(0)
     model = ARCHITECTURES[family]().train()
     del model.model.layers[1:]

@@ -92,9 +92,7 @@ def test_together_is_the_same_as_each_alone(
 
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("dropped", [True, False])
-def test_gradients_of_a_group_are_those_of_finite_differences(
-    with_bias: bool, dropped: bool
-) -> None:
+def test_gradients_of_a_group_match_finite_differences(with_bias: bool, dropped: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
     weights = [torch.randn(n, 7, dtype=torch.float64) for n in (3, 4)]
@@ -154,9 +152,7 @@ def test_the_last_product_with_a_base_is_not_made_again_when_a_block_is_recomput
     ("part", "change"),
     [("whole", "fused"), ("one layer", "plain"), ("without the head", "copy"), ("whole", "load")],
 )
-def test_no_part_of_a_model_computes_with_an_adapter_that_has_changed(
-    part: str, change: str
-) -> None:
+def test_no_group_computes_with_a_changed_adapter(part: str, change: str) -> None:
     model = built("llama", torch.float32)
     adapter = filled(model, LoRA(rank=3, alpha=6))
     x = torch.randn(2, 5, model.config.hidden_size)

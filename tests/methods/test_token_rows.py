@@ -112,9 +112,7 @@ def test_new_tokens_begin_as_the_mean_and_are_one_token_each(folder: Path) -> No
 
 
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
-def test_a_folder_gives_the_plain_base_its_tokens_again(
-    folder: Path, tmp_path: Path, quantize: str
-) -> None:
+def test_a_folder_restores_its_tokens(folder: Path, tmp_path: Path, quantize: str) -> None:
     base = load_base(str(folder), dtype="fp32", quantize=quantize)
     rows = token_rows(base.model, add_tokens(base, NEW))
     inputs = {"input_ids": torch.cat([words(), torch.tensor([[384], [385]])], 1)}
@@ -132,9 +130,7 @@ def test_a_folder_gives_the_plain_base_its_tokens_again(
     assert restore_tokens(again, out) == ()
 
 
-def test_without_the_tokenizer_or_with_that_of_another_base_it_is_refused(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_missing_or_foreign_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
     base = opened(folder)
     rows = token_rows(base.model, add_tokens(base, NEW))
     out = saved(attach(base.model, LoRA(rank=2, token_rows=rows)), tmp_path / "adapter")

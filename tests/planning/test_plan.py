@@ -68,9 +68,7 @@ class Clock:
         self.busy -= 1
 
 
-def test_a_product_is_measured_when_the_machine_is_free_for_a_moment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_matmul_is_measured_in_an_idle_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(busy=8)
     monkeypatch.setattr(planner, "time", clock)
     monkeypatch.setattr(planner, "local_gpu", lambda: None)

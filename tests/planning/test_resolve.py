@@ -66,9 +66,7 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
     monkeypatch.setattr(resolve, "free_now", lambda *_: Environment("cuda", memory))
 
 
-def test_base_is_streamed_exactly_where_it_and_one_row_do_not_fit(
-    folder, tmp_path, monkeypatch
-) -> None:
+def test_base_streams_exactly_if_one_row_does_not_fit(folder, tmp_path, monkeypatch) -> None:
     recipe = asked(folder, tmp_path)
     needed = costs_of(recipe).smallest().peak_bytes
     for memory, placement in ((needed, "device"), (needed - 1, "stream")):
@@ -99,9 +97,7 @@ def test_where_the_weights_alone_decide_no_step_is_counted(folder, tmp_path, mon
         resolve_plan(recipe, lambda event: None)
 
 
-def test_step_that_cannot_be_counted_leaves_the_decision_to_the_weights(
-    folder, tmp_path, monkeypatch
-) -> None:
+def test_weights_decide_if_a_step_cannot_be_counted(folder, tmp_path, monkeypatch) -> None:
     recipe = asked(folder, tmp_path)
     weights = costs_of(recipe).steps.weights
 
@@ -138,9 +134,7 @@ class Ranks:
         return value
 
 
-def test_a_base_is_spread_as_far_as_the_memory_of_each_process_asks(
-    folder, tmp_path, monkeypatch
-) -> None:
+def test_a_base_is_sharded_as_far_as_memory_requires(folder, tmp_path, monkeypatch) -> None:
     recipe = asked(folder, tmp_path, base={"quantize": "none", "dtype": "bf16"})
     two = Environment("cuda", GB, world_size=2)
     costs = MemoryEstimator(recipe, costs_of(recipe).config, two)

@@ -155,9 +155,7 @@ def test_nothing_of_the_weights_size_is_saved_for_backward(kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kept", [False, True])
-def test_autocast_computes_in_its_dtype_and_gives_gradients_in_that_of_the_input(
-    kind, kept
-) -> None:
+def test_autocast_computes_in_its_dtype_with_gradients_in_the_input_s(kind, kept) -> None:
     _, quantized = layer(kind)
     holder = nn.Sequential(quantized)
     if kept:

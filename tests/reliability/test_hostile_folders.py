@@ -95,9 +95,7 @@ def test_every_command_takes_the_sound_folder(command: Any) -> None:
 
 
 @pytest.mark.parametrize("file", [CONFIG, NOTES])
-def test_a_tampered_scaling_is_refused_by_every_command(
-    file: str, command: Any, saved: Path, tmp_path: Path
-) -> None:
+def test_tampered_scaling_is_refused(file: str, command: Any, saved: Path, tmp_path: Path) -> None:
     if file == CONFIG:
         change_json(saved / CONFIG, lora_alpha=400)
     else:
@@ -133,9 +131,7 @@ def test_what_prompts_and_comparisons_depend_on_is_held_against_its_hash(
 
 
 @pytest.mark.parametrize("task", ["causal_lm", "reward"])
-def test_an_adapter_of_other_weights_neither_teaches_nor_rewards(
-    task: str, model_folder: Path, tmp_path: Path
-) -> None:
+def test_a_foreign_judge_is_refused(task: str, model_folder: Path, tmp_path: Path) -> None:
     kind = from_dict(TASKS[task], {"type": task}, "test")
     place = shutil.copytree(model_folder, tmp_path / "base")
 
@@ -158,9 +154,7 @@ def test_an_adapter_of_other_weights_neither_teaches_nor_rewards(
         read_side_adapter(folder, load_base(str(place), dtype="fp32"))
 
 
-def test_nan_in_an_adapter_is_refused_by_every_command(
-    command: Any, saved: Path, tmp_path: Path
-) -> None:
+def test_nan_is_refused_by_every_command(command: Any, saved: Path, tmp_path: Path) -> None:
     tensors = load_file(saved / TENSORS)
     next(iter(tensors.values()))[0, 0] = float("nan")
     save_file(tensors, saved / TENSORS)
@@ -172,9 +166,7 @@ def test_nan_in_an_adapter_is_refused_by_every_command(
     refused(done, tmp_path, "NaN")
 
 
-def test_one_flipped_bit_is_refused_by_every_command(
-    command: Any, saved: Path, tmp_path: Path
-) -> None:
+def test_a_flipped_bit_is_always_refused(command: Any, saved: Path, tmp_path: Path) -> None:
     data = bytearray((saved / TENSORS).read_bytes())
     data[-3] ^= 1
     (saved / TENSORS).write_bytes(data)
@@ -230,9 +222,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("name", ["adapter_model.bin", TENSORS, CONFIG, NOTES])
-def test_no_pickle_is_run_whatever_its_name(
-    name: str, saved: Path, canary: Path, peftkit: Run
-) -> None:
+def test_no_pickle_is_ever_loaded(name: str, saved: Path, canary: Path, peftkit: Run) -> None:
     if name == "adapter_model.bin":
         (saved / TENSORS).unlink()
     (saved / name).write_bytes(pickle.dumps({"w": torch.ones(2), "x": Bomb()}))
@@ -246,9 +236,7 @@ def test_no_pickle_is_run_whatever_its_name(
 @pytest.mark.parametrize(
     "rank", [-1, 0, 10**9, 2**70, True, "8", 1.5, None, [2], {"q": 2}], ids=str
 )
-def test_a_rank_that_is_none_is_refused_in_bounded_time(
-    rank: Any, with_notes: bool, saved: Path
-) -> None:
+def test_a_bad_rank_is_refused_in_bounded_time(rank: Any, with_notes: bool, saved: Path) -> None:
     change_json(saved / CONFIG, r=rank)
     if not with_notes:
         (saved / NOTES).unlink()
@@ -273,9 +261,7 @@ TEXTS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", [CONFIG, NOTES])
 @pytest.mark.parametrize("text", [*TEXTS, "100 MB"])
-def test_a_config_that_is_none_is_refused_in_bounded_time(
-    text: str, name: str, saved: Path
-) -> None:
+def test_a_bad_config_is_refused_in_bounded_time(text: str, name: str, saved: Path) -> None:
     with open(saved / name, "wb") as file:
         file.write(TEXTS.get(text, b'{"r": 2}'))
         if text == "100 MB":

@@ -56,9 +56,7 @@ def changed(asked: Recipe, **sections: dict[str, object]) -> Recipe:
     return from_dict(Recipe, {**asked.model_dump(mode="json"), **update}, "test")
 
 
-def test_other_base_weights_of_the_same_shapes_are_refused(
-    with_bos: Recipe, tmp_path: Path, model_folder: Path
-) -> None:
+def test_changed_base_is_refused(with_bos: Recipe, tmp_path: Path, model_folder: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(model_folder, other)
     model = AutoModelForCausalLM.from_pretrained(other)
@@ -77,9 +75,7 @@ def test_the_same_base_in_another_precision_is_refused(with_bos: Recipe) -> None
     assert lines == ['base.quantize: "none" -> "nf4"']
 
 
-def test_auto_that_means_another_dtype_here_is_refused(
-    asked: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_auto_dtype_is_refused(asked: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     auto = changed(asked, base={"dtype": "auto"})
     monkeypatch.setattr("peftkit.base.request.has_bf16_units", lambda: False)
     with pytest.raises(Stopped):
@@ -177,9 +173,7 @@ def test_without_a_part_of_the_state_there_is_no_exact_resume(
     assert f"step-3: {name} is missing" in done.err
 
 
-def test_what_a_refusal_advises_is_accepted(
-    with_bos: Recipe, recipe_file: Path, peftkit: Run
-) -> None:
+def test_a_refusal_s_advice_works(with_bos: Recipe, recipe_file: Path, peftkit: Run) -> None:
     train = ("train", recipe_file, "--resume", "--set", "train.learning_rate=0.1")
     train = (*train, "--set", "train.seed=3")
     refused = peftkit(*train)
@@ -197,16 +191,12 @@ def test_what_a_refusal_advises_is_accepted(
         ({"resume": True, "overwrite": True}, "not both"),
     ],
 )
-def test_wishes_that_would_be_ignored_are_refused(
-    kwargs: dict[str, object], message: str, with_bos: Recipe
-) -> None:
+def test_unusable_keys_refused(kwargs: dict[str, object], message: str, with_bos: Recipe) -> None:
     with pytest.raises(CheckpointError, match=message):
         run_recipe(with_bos, **kwargs)  # type: ignore[arg-type]
 
 
-def test_overwriting_deletes_nothing_before_the_new_run_can_begin(
-    with_bos: Recipe, tmp_path: Path
-) -> None:
+def test_overwrite_deletes_nothing_before_a_valid_start(with_bos: Recipe, tmp_path: Path) -> None:
     with pytest.raises(DataError):
         run_recipe(changed(with_bos, data={"train": "nowhere.jsonl"}), overwrite=True)
     assert (tmp_path / "run" / "checkpoints" / "step-3" / "MANIFEST.json").exists()
@@ -240,9 +230,7 @@ def test_a_run_that_dies_after_overwriting_leaves_no_adapter_of_another(asked: R
     assert not aside.exists()
 
 
-def test_setting_an_adapter_aside_can_be_cut_short_at_any_file(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backup_survives_any_kill(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     contents = {path.name: path.read_bytes() for path in saved.iterdir()}
     replace = os.replace
     for number in range(len(contents)):

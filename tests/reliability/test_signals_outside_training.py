@@ -58,9 +58,7 @@ def test_a_signal_before_the_first_step_ends_the_run_and_leaves_nothing_half_wri
     run_recipe(asked.model_copy(update={"train": asked.train.model_copy(update={"max_steps": 1})}))
 
 
-def test_a_signal_before_the_first_step_of_a_resume_leaves_the_checkpoints(
-    asked: Recipe, tmp_path: Path
-) -> None:
+def test_a_signal_before_a_resumed_step_keeps_checkpoints(asked: Recipe, tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         run_recipe(asked, on_event=signal_at(lambda e: isinstance(e, Saved), signal.SIGTERM))
     before = sorted((tmp_path / "run").rglob("*"))
@@ -84,9 +82,7 @@ def rename() -> None:
 
 
 @pytest.mark.parametrize("library", [swallow, rename])
-def test_a_library_that_swallows_or_renames_the_stop_does_not_undo_it(
-    library: Callable[[], None],
-) -> None:
+def test_a_stop_survives_libraries_that_swallow_it(library: Callable[[], None]) -> None:
     with pytest.raises(Interrupted), stopping_at_once("here"):
         library()
 

@@ -55,9 +55,7 @@ def test_a_paper_that_cannot_be_written_costs_one_notice(asked: Recipe, tmp_path
     open_adapter(tmp_path / "run")
 
 
-def test_an_adapter_that_cannot_be_written_can_be_had_by_resuming(
-    asked: Recipe, tmp_path: Path
-) -> None:
+def test_an_unwritable_adapter_is_saved_by_resuming(asked: Recipe, tmp_path: Path) -> None:
     place = tmp_path / "run" / "adapter_config.json"
     place.mkdir(parents=True)
     with pytest.raises(OutputError, match=r"adapter_config\.json"):

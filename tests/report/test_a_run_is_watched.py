@@ -134,9 +134,7 @@ def test_a_prompt_that_cannot_be_read_is_refused_before_training(
 
 
 @pytest.mark.parametrize("loss", ["orpo", pytest.param("kto", marks=pytest.mark.slow)])
-def test_preferences_are_watched_by_their_wanted_answers(
-    settings: dict[str, Any], tmp_path: Path, loss: str
-) -> None:
+def test_preferences_log_their_samples(settings: dict[str, Any], tmp_path: Path, loss: str) -> None:
     pairs = [(f"say {n} ", f"yes {n}", "no") for n in range(4)]
     rows = [{"prompt": p, "chosen": good, "rejected": bad} for p, good, bad in pairs]
     if loss == "kto":
@@ -154,9 +152,7 @@ def test_preferences_are_watched_by_their_wanted_answers(
                for e in events if isinstance(e, EvalDone))  # fmt: skip
 
 
-def test_the_best_weights_are_the_adapter_if_asked(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_adapter_can_be_the_best_weights(settings: dict[str, Any], tmp_path: Path) -> None:
     other = json.dumps({"instruction": "Say yes 0.", "output": "~~~~~~"}) + "\n"
     Path(settings["data"]["eval"]).write_text(other)  # what is learnt makes this no likelier
     late = {"learning_rate": 0.05, "schedule": "constant", "eval_every": 1, "max_steps": 6}
@@ -176,9 +172,7 @@ def test_the_best_weights_are_the_adapter_if_asked(
     assert f"| eval perplexity | {math.exp(losses[best]):.4g} |" in card
 
 
-def test_a_run_that_gets_no_better_ends_early_and_stays_ended(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_early_stopping_survives_a_resume(settings: dict[str, Any], tmp_path: Path) -> None:
     stopping = {"early_stopping": {"patience": 2, "min_delta": 1e9}, "eval_every": 1}
     events = run(settings, tmp_path / "run", max_steps=5, **stopping)
     steps = [e.step for e in events if isinstance(e, StepDone)]
@@ -217,9 +211,7 @@ def test_a_metric_needs_answers(settings: dict[str, Any], tmp_path: Path) -> Non
         run(settings, tmp_path / "run", metrics={"mine": lambda a, b: 1.0})
 
 
-def test_a_metric_is_named_by_module_and_function(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_are_named_by_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_scores.py").write_text("half = lambda completion, reference: 0.5\nn = 3\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")

@@ -59,9 +59,7 @@ def test_a_chat_is_answered_as_generate_does(model: str, client: Any, bank: Adap
     assert choice["finish_reason"] == ("length" if usage["completion_tokens"] == 8 else "stop")
 
 
-def test_an_adapter_that_knows_no_chat_is_asked_as_it_learnt(
-    client: Any, bank: AdapterBank
-) -> None:
+def test_a_plain_adapter_is_prompted_as_trained(client: Any, bank: AdapterBank) -> None:
     text = alone(bank, "two", "the lazy dog", style=Style("plain"), max_new_tokens=8)
     (choice,) = client.post(CHAT, json=chat("two", "the lazy dog")).json()["choices"]
     assert choice["message"]["content"] == text
@@ -245,9 +243,7 @@ def test_the_end_token_counts_as_one_of_the_answer(client: Any, bank: AdapterBan
     assert answer["usage"]["completion_tokens"] == first + 1
 
 
-def test_others_are_answered_while_a_prompt_is_read(
-    client: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoding_interleaves_with_prefill(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     began, go_on = threading.Event(), threading.Event()
     plain = app.prompt_ids
 
@@ -274,9 +270,7 @@ def test_others_are_answered_while_a_prompt_is_read(
     assert not has_waited
 
 
-def test_prompts_are_counted_before_they_are_read(
-    client: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_count_before_prefill(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: Any, **named: Any) -> Any:
         raise AssertionError
 

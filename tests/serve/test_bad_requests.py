@@ -84,9 +84,7 @@ ASKED: Any = {"model": "one", "messages": [{"role": "user", "content": "Hi"}]}
         ),
     ],
 )
-def test_a_request_that_cannot_be_answered(
-    path: str, body: Any, status: int, message: str, client: Any
-) -> None:
+def test_an_invalid_request(path: str, body: Any, status: int, message: str, client: Any) -> None:
     sent = {"content": body} if isinstance(body, bytes) else {"json": body}
     done = client.post(path, **sent)
     assert done.status_code == status, done.text
@@ -141,9 +139,7 @@ def test_a_path_that_is_not_there(method: str, path: str, status: int, client: A
         ({"host": "example.org"}, 403),
     ],
 )
-def test_without_a_key_no_web_page_gets_in(
-    headers: dict[str, str], status: int, client: Any
-) -> None:
+def test_web_pages_require_a_key(headers: dict[str, str], status: int, client: Any) -> None:
     assert client.get("/v1/models", headers=headers).status_code == status
     assert client.get("/health", headers=headers).status_code == 200
 
@@ -204,9 +200,7 @@ MANY = 1000
         (Sample, "prompt", {"chunks": [0] * MANY}),
     ],
 )
-def test_of_the_wrong_elements_of_a_long_list_one_is_looked_at(
-    kind: Any, field: str, value: Any
-) -> None:
+def test_one_wrong_element_of_a_long_list_is_checked(kind: Any, field: str, value: Any) -> None:
     with pytest.raises(ValidationError) as told:
         kind.model_validate({field: value})
     assert sum(error["loc"][0] == field for error in told.value.errors()) < 6

@@ -28,9 +28,7 @@ def bank(tokenizer: Any) -> AdapterBank:
     return AdapterBank(tiny_base(model.eval(), tokenizer))
 
 
-def test_a_short_request_beside_a_long_one_begins_before_the_long_prompt_is_computed(
-    bank: AdapterBank,
-) -> None:
+def test_a_short_request_starts_before_a_long_prefill_ends(bank: AdapterBank) -> None:
     seen: list[tuple[str, int]] = []
 
     def job(name: str, size: int, num_new: int) -> Generation:

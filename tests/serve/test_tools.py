@@ -124,9 +124,7 @@ def same(one: Any, other: Any) -> bool:
         ),
     ],
 )
-def test_a_forced_call_is_made_answered_and_gone_on_from(
-    choice: Any, names: set[str], reason: str, client: Any
-) -> None:
+def test_a_forced_call_is_continued(choice: Any, names: set[str], reason: str, client: Any) -> None:
     answer = ask(client, tool_choice=choice).choices[0]
     (call,) = answer.message.tool_calls
     assert answer.message.content is None

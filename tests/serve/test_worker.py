@@ -51,9 +51,7 @@ def test_a_full_queue_takes_all_prompts_of_a_request_or_none(bank: AdapterBank) 
     assert worker.num_waiting == 2
 
 
-def test_prompts_wait_for_an_operation_that_comes_first_and_hear_of_its_failure(
-    bank: AdapterBank,
-) -> None:
+def test_prompts_wait_for_an_earlier_operation_and_its_failure(bank: AdapterBank) -> None:
     worker, told = Worker(bank, max_waiting=3), list[str]()
     after, failed = Submitted("one", [7]), Submitted("one", [7])
     worker.submit([after.job], first=lambda: told.append(str(worker.num_waiting)))
@@ -97,9 +95,7 @@ def test_the_base_is_as_it_was_when_an_operation_has_its_result(
         worker.stop()
 
 
-def test_what_fails_is_told_and_those_after_it_are_answered(
-    bank: AdapterBank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_affects_one_request(bank: AdapterBank, monkeypatch: pytest.MonkeyPatch) -> None:
     bank.engine()  # probes the model with a step
     real = CachedEngine.step
 
@@ -119,7 +115,7 @@ def test_what_fails_is_told_and_those_after_it_are_answered(
     assert "no more" in str(failed)
 
 
-def test_a_model_that_cannot_begin_to_answer_fails_what_waits(
+def test_a_model_that_fails_to_start_fails_waiting_requests(
     bank: AdapterBank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = AdapterBank.engine
@@ -189,9 +185,7 @@ def test_an_adapter_that_memory_does_not_take_fails_its_own_answers(bank: Adapte
     assert one.num_tokens == base.num_tokens == 4
 
 
-def test_answers_that_failed_leave_no_adapter_in_use(
-    bank: AdapterBank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_frees_its_adapter(bank: AdapterBank, monkeypatch: pytest.MonkeyPatch) -> None:
     real, steps = CachedEngine.step, [0]
 
     def fails_late(self: CachedEngine) -> None:

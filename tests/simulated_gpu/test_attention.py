@@ -60,9 +60,7 @@ def test_documents_are_taken_apart_by_the_kernel_that_the_header_names(
         assert found == pytest.approx(float(own.loss(alone, own.collate(rows))[0]), rel=0.01)
 
 
-def test_nothing_waits_for_where_documents_begin(
-    card: Card, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_document_starts_need_no_wait(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[tuple[int, int]] = []
 
     def passing(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> Any:

@@ -71,9 +71,7 @@ def test_allocator_settings_join_those_of_the_user(
 
 
 @pytest.mark.parametrize("names", [("gated",), ("gated_backward", "rotated"), None])
-def test_without_a_c_compiler_torch_computes_instead_of_triton(
-    names: tuple[str, ...] | None, tmp_path: Path
-) -> None:
+def test_torch_replaces_triton_without_cc(names: tuple[str, ...] | None, tmp_path: Path) -> None:
     """Triton compiles a helper in C at the first launch; slim images have no compiler."""
     expected, _ = train("cpu", tmp_path)
     every = ("gated", "gated_backward", "rotated")
@@ -166,9 +164,7 @@ def test_processes_wait_for_each_other_for_hours(monkeypatch: pytest.MonkeyPatch
     assert handler.timeout.total_seconds() >= 3600
 
 
-def test_waiting_names_no_card_by_a_number_that_may_not_be_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_waiting_names_no_card_that_may_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = World(torch.device("cpu"))
 
     def refused() -> None:

@@ -110,7 +110,7 @@ def test_two_inputs_at_most_are_on_the_card(card: Card) -> None:
 
 
 @pytest.mark.parametrize("forgotten", ["arriving", "leaving"])
-def test_a_wait_that_is_forgotten_is_found(
+def test_a_missing_wait_is_detected(
     card: Card, forgotten: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The simulation would show a stream that is not waited for."""
@@ -188,9 +188,7 @@ def test_a_card_that_is_nearly_full_is_told_once(
 
 
 @pytest.mark.parametrize("way", ["recompute", "offload"])
-def test_generators_are_kept_only_for_blocks_that_draw(
-    way: Activations, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generators_are_saved_if_used(way: Activations, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[bool] = []
     real = torch.utils.checkpoint.checkpoint
 

@@ -72,7 +72,7 @@ def steps(folder: Path, device: str, way: str, stored: bool, count: int = 2) -> 
         pytest.param("mixtral", "offload", False, marks=pytest.mark.slow),
     ],
 )
-def test_steps_are_those_of_a_resident_base(
+def test_steps_of_a_streamed_base_equal_a_resident_base(
     folders: dict[str, Path], family: str, way: str, stored: bool
 ) -> None:
     if stored:
@@ -112,7 +112,7 @@ def test_two_blocks_are_all_that_the_card_holds_of_them(folders: dict[str, Path]
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_a_wait_that_is_forgotten_is_found(
+def test_a_missing_wait_is_detected(
     folders: dict[str, Path], stored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The simulation would show copies that are not waited for."""
@@ -148,9 +148,7 @@ def test_weights_share_pinned_memory_instead_of_being_rounded_up_each(card: Card
         assert torch.equal(tensor, values)
 
 
-def test_a_streamed_base_whose_memory_cannot_be_pinned_goes_through_the_ring(
-    folders: dict[str, Path],
-) -> None:
+def test_an_unpinnable_streamed_base_uses_the_ring_buffer(folders: dict[str, Path]) -> None:
     _, expected = steps(folders["llama"], "cpu", "recompute", False, count=1)
     with simulated() as card:
         card.pinned.limit = 3 * transfer.SLOT

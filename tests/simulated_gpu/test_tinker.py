@@ -63,9 +63,7 @@ def learnt(folder: Path, context: AbstractContextManager[Any], **loading: Any) -
 
 
 @pytest.mark.parametrize("loading", [{}, {"quantize": "nf4"}], ids=["fp32", "nf4"])
-def test_models_learn_on_a_card_what_they_learn_on_a_cpu(
-    model_folder: Path, loading: dict[str, Any]
-) -> None:
+def test_training_is_equal_on_card_and_cpu(model_folder: Path, loading: dict[str, Any]) -> None:
     expected = learnt(model_folder, nullcontext(), **loading)
     found = learnt(model_folder, simulated(), **loading)
     for one, other in zip(found, expected, strict=True):

@@ -75,9 +75,7 @@ def test_every_method_learns_what_it_learns_on_a_cpu(method: str, tmp_path: Path
         pytest.param("int8", False, marks=pytest.mark.slow),
     ],
 )
-def test_every_way_of_keeping_activations_gives_the_same_numbers(
-    quantize: str, packed: bool, tmp_path: Path
-) -> None:
+def test_all_activation_modes_are_equal(quantize: str, packed: bool, tmp_path: Path) -> None:
     expected, _ = train("cpu", tmp_path, quantize=quantize, packed=packed)
     peaks = {}
     for keep in ("auto", True):

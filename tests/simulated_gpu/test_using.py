@@ -119,9 +119,7 @@ def test_a_wrong_merge_is_found_on_a_small_card_too(
         merge(trained, tmp_path / "out", dtype="bf16")
 
 
-def test_a_merge_that_the_card_does_not_hold_ends_well_on_the_cpu(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_a_merge_too_large_for_the_card_uses_the_cpu(trained: Path, tmp_path: Path) -> None:
     told: list[str] = []
     with simulated(Card(memory=100_000)) as card:
         merged = merge(trained, tmp_path / "out", on_event=lambda event: told.append(str(event)))
@@ -147,9 +145,7 @@ def test_a_quantised_base_is_merged_on_the_card(trained: Path, tmp_path: Path) -
     assert torch.isfinite(torch.tensor(merged.agreement.max_difference))
 
 
-def test_a_card_that_does_not_hold_both_models_leaves_the_merge_to_the_cpu(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_a_merge_of_two_large_models_runs_on_the_cpu(trained: Path, tmp_path: Path) -> None:
     adapter = open_adapter(trained, quantize="nf4", device="cpu")
     origin = adapter.file.provenance
     loading = {**origin.loading, "quantize": "nf4"}

@@ -56,7 +56,7 @@ FAST = ("kept", "packed", "nf4")
 @pytest.mark.parametrize(
     "way", [way if way in FAST else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 )
-def test_a_step_waits_once(
+def test_a_step_waits_only_once(
     way: str, card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = Steps(card)

@@ -54,9 +54,7 @@ def counts(events: list[Event]) -> dict[str, str]:
     return {row[0]: row[1] for row in table.rows}
 
 
-def test_a_tokenizer_of_another_model_is_refused(
-    llama: PreTrainedModel, tokenizer: Tokenizer
-) -> None:
+def test_another_tokenizer_is_refused(llama: PreTrainedModel, tokenizer: Tokenizer) -> None:
     other = copy.deepcopy(tokenizer)
     words = llama.get_input_embeddings().weight.shape[0]
     other.add_tokens([f"<{n}>" for n in range(words)])
@@ -133,9 +131,7 @@ def test_no_row_left_is_an_error_whatever_was_allowed(tmp_path: Path, task: Buil
         task(max_dropped=1.0).rows.encode(write(tmp_path / "a.jsonl", masked))
 
 
-def test_load_packs_and_tells_how_full_the_rows_are(
-    tmp_path: Path, task: Build, events: list[Event]
-) -> None:
+def test_load_packs_and_logs_the_fill(tmp_path: Path, task: Build, events: list[Event]) -> None:
     where = write(tmp_path / "a.jsonl", *[said("the fox", "the dog")] * 9)
     plain = task(packing=False).load(where)
     assert len(plain) == 9

@@ -130,9 +130,7 @@ def test_a_sound_too_short_for_its_model_is_told(family: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "family", ["Wav2Vec2", pytest.param("Parakeet", marks=pytest.mark.slow)]
 )  # its norms are of batches
-def test_a_new_vocabulary_is_learnt_measured_merged_and_opened(
-    family: str, rows: Path, tmp_path: Path
-) -> None:
+def test_a_new_vocabulary_trains_merges_and_opens(family: str, rows: Path, tmp_path: Path) -> None:
     made = made_of(family)
     base, run = saved(tmp_path / "base", made), tmp_path / "run"
     result = run_recipe(

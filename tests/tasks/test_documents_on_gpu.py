@@ -95,9 +95,7 @@ def test_spans_teach_what_rows_teach(name: str, calls: Counter[str], tokenizer: 
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral_swa"])
-def test_packed_documents_need_no_mask(
-    name: str, calls: Counter[str], tokenizer: Tokenizer
-) -> None:
+def test_packing_needs_no_mask(name: str, calls: Counter[str], tokenizer: Tokenizer) -> None:
     model = MODELS[name]().eval()
     assert_same(task_on(model, tokenizer, packing=True), model, PACKED, "span_queries")
 
@@ -113,9 +111,7 @@ def test_of_an_encoder_all_is_seen(calls: Counter[str], tokenizer: Tokenizer) ->
 
 
 @pytest.mark.parametrize("way", ["recompute", "keep"])
-def test_recomputed_blocks_find_their_spans(
-    way: Any, calls: Counter[str], tokenizer: Tokenizer
-) -> None:
+def test_recomputed_blocks_keep_spans(way: Any, calls: Counter[str], tokenizer: Tokenizer) -> None:
     model = MODELS["llama"]().train()
     blocks = Blocks(model)
     blocks.set_activations(way)
@@ -124,9 +120,7 @@ def test_recomputed_blocks_find_their_spans(
 
 
 @pytest.mark.parametrize("name", GRID)
-def test_what_spans_cannot_serve_takes_another_way_by_name(
-    name: str, calls: Counter[str], tokenizer: Tokenizer
-) -> None:
+def test_unsupported_spans_fall_back(name: str, calls: Counter[str], tokenizer: Tokenizer) -> None:
     model = MODELS[name]().eval()
     task = task_on(model, tokenizer)
     with task.training(model):
@@ -138,9 +132,7 @@ def test_what_spans_cannot_serve_takes_another_way_by_name(
         assert not calls["varlen"]
 
 
-def test_dropout_of_attention_is_no_work_for_spans(
-    calls: Counter[str], tokenizer: Tokenizer
-) -> None:
+def test_attention_dropout_excludes_spans(calls: Counter[str], tokenizer: Tokenizer) -> None:
     model = MODELS["llama"]()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
@@ -206,9 +198,7 @@ def test_generating_meanwhile_sees_its_own_masks(calls: Counter[str], tokenizer:
         (lambda b, h, q, k: torch.zeros(1, 9)[b, q] > 0, None, None),
     ],
 )
-def test_masks_are_known_by_what_they_let_through(
-    function: Any, window: int | None, kind: MaskKind | None
-) -> None:
+def test_masks_are_recognised(function: Any, window: int | None, kind: MaskKind | None) -> None:
     assert kind_of(function, window) == kind
 
 

@@ -266,9 +266,7 @@ def test_the_file_of_a_function_has_no_longer_than_the_function(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("number", ["10 ** 400", "10 ** 5000", "[10 ** 5000]"])
-def test_a_number_that_no_float_holds_or_that_cannot_be_shown_ends_the_run(
-    tmp_path: Path, number: str
-) -> None:
+def test_an_infinite_or_unprintable_number_ends_the_run(tmp_path: Path, number: str) -> None:
     (tmp_path / "own.py").write_text(f"def grade(sample, item):\n    return {number}\n")
     grader = {"type": "python", "name": "own", "source": f"{tmp_path / 'own.py'}:grade"}
     with pytest.raises(RunError, match=r"returned .* for an answer to a\.jsonl:1"):
@@ -411,9 +409,7 @@ def test_a_recipe_with_graders_is_written_and_read(tmp_path: Path, model_folder:
     assert load(tmp_path / "recipe.yaml") == told
 
 
-def test_the_base_itself_scores_whatever_the_adapter_has_learnt(
-    tmp_path: Path, model_folder: Path
-) -> None:
+def test_score_models_use_the_bare_base_weights(tmp_path: Path, model_folder: Path) -> None:
     base = load_base(str(model_folder), dtype="fp32")
     prompts = [[{"role": "user", "content": text}] for text in ("the dog", "a fox and")]
     settings = {"max_new_tokens": 8}

@@ -179,9 +179,7 @@ def test_rows_are_the_same_wherever_they_lie(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_loss_is_the_models_own_and_training_lowers_it(
-    name: str, folder: Path, tmp_path: Path
-) -> None:
+def test_loss_is_the_model_s_and_decreases(name: str, folder: Path, tmp_path: Path) -> None:
     model = model_of(name)
     task = task_on(model)
     rows = task.load(str(folder))

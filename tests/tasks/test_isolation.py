@@ -34,9 +34,7 @@ def documents() -> list[Row]:
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)
-def test_a_packed_batch_gives_the_loss_and_gradients_of_its_rows_alone(
-    name: str, attention: str
-) -> None:
+def test_packing_keeps_the_loss_and_gradients_of_rows(name: str, attention: str) -> None:
     model = MODELS[name]().eval()
     model.set_attn_implementation(attention)
     task = CausalLM(model, tiny_tokenizer(), DataConfig(train="", packing=True, max_length=32))

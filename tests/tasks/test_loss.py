@@ -60,9 +60,7 @@ def loss(model: nn.Module, data: dict[str, Tensor], head: Head | None = None) ->
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_whole_and_in_chunks_loss_and_gradients_are_the_definitions(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loss_and_gradients_match_definitions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = model_of(name).eval(), batch()  # eval: GPT-2's dropout is on by default
     use_small_chunks(monkeypatch)
     expected = by_definition(model, data)

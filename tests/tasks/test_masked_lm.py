@@ -121,9 +121,7 @@ def test_shares_are_those_asked_for(tmp_path: Path, bert: Any, masking: Tokenize
     assert set(places) == set(rows[0].maskable), "some places are never hidden"
 
 
-def test_targets_are_what_stood_at_the_chosen_places(
-    tmp_path: Path, bert: Any, masking: Tokenizer
-) -> None:
+def test_targets_are_the_masked_tokens(tmp_path: Path, bert: Any, masking: Tokenizer) -> None:
     task = task_on(bert, masking, as_mask=1.0, as_random=0.0)
     rows = task.load(write(tmp_path, TEXTS))
     batch = task.collate(rows)
@@ -148,9 +146,7 @@ def test_training_hides_other_tokens_each_time_whatever_the_batches(
     assert [ids for row in rows for ids in unpadded(task.collate([row]))] == once
 
 
-def test_evaluation_hides_the_same_each_time_and_draws_nothing(
-    tmp_path: Path, bert: Any, masking: Tokenizer
-) -> None:
+def test_evaluation_masks_are_fixed(tmp_path: Path, bert: Any, masking: Tokenizer) -> None:
     task = task_on(bert, masking)
     rows = task.load(write(tmp_path, TEXTS))
     before = torch.get_rng_state()
@@ -219,9 +215,7 @@ def test_metrics_are_of_the_hidden_tokens(tmp_path: Path, bert: Any, masking: To
     assert task.metrics(bert, rows)["accuracy"] == right > 0
 
 
-def test_a_recipe_trains_saves_and_is_measured(
-    tmp_path: Path, bert: Any, masking: Tokenizer
-) -> None:
+def test_a_recipe_trains_and_evaluates(tmp_path: Path, bert: Any, masking: Tokenizer) -> None:
     bert.save_pretrained(tmp_path / "base")
     masking.save_pretrained(tmp_path / "base")
     where = write(tmp_path, TEXTS)
@@ -252,9 +246,7 @@ def test_long_texts_are_split_or_cut(tmp_path: Path, bert: Any, masking: Tokeniz
     assert cut.input_ids == (BOS, *ids[:8], EOS)
 
 
-def test_texts_without_words_are_dropped_and_counted(
-    tmp_path: Path, bert: Any, masking: Tokenizer
-) -> None:
+def test_empty_texts_are_counted(tmp_path: Path, bert: Any, masking: Tokenizer) -> None:
     where = write(tmp_path, ["the fox", "", "<s>"])
     events: list[Event] = []
     config = DataConfig(train="", max_length=64, max_dropped=0.7)

@@ -65,9 +65,7 @@ def plain_loss(loss: str, scores: list[torch.Tensor], row: RerankRow) -> tuple[t
 @pytest.mark.parametrize(
     ("loss", "family"), [("pointwise", "bert"), ("pairwise", "llama"), ("listwise", "llama")]
 )
-def test_loss_and_gradient_are_those_of_each_text_alone(
-    loss: Any, family: str, tmp_path: Path
-) -> None:
+def test_loss_and_gradient_equal_texts_alone(loss: Any, family: str, tmp_path: Path) -> None:
     folder = save_base(tmp_path / family, family)
     model, task, rows = made(folder, write_rows(tmp_path / "a.jsonl", ROWS), loss=loss)
     head = next(p for name, p in model.named_parameters() if p.shape[0] == 1 and p.ndim == 2)
@@ -139,9 +137,7 @@ def test_a_head_starts_as_yes_over_no(tied: bool, tmp_path: Path) -> None:
         load_base(str(folder), purpose=RerankerConfig(answers=("a", "b")).purpose)
 
 
-def test_a_run_learns_to_rank_and_says_what_it_was_before(
-    folder: Path, tmp_path: Path, peftkit: Any
-) -> None:
+def test_a_run_improves_reported_ranking(folder: Path, tmp_path: Path, peftkit: Any) -> None:
     file = write_rows(tmp_path / "a.jsonl", ROWS)
     told = {
         "task": {"type": "reranker", "loss": "listwise"},

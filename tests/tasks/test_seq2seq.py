@@ -162,9 +162,7 @@ def test_a_model_must_say_what_its_decoder_starts_with(tokenizer: Tokenizer) -> 
         task_on(model, tokenizer)
 
 
-def test_rows_are_answered_fewer_at_a_time_where_memory_runs_out(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_batches_shrink_if_memory_runs_out(tmp_path: Path, tokenizer: Tokenizer) -> None:
     model = ARCHITECTURES["t5"]().eval()
     task = task_on(model, tokenizer)
     rows = task.load(write(tmp_path / "a.jsonl", ROWS))
@@ -177,9 +175,7 @@ def test_rows_are_answered_fewer_at_a_time_where_memory_runs_out(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5", "bart"])
-def test_what_is_learnt_by_heart_is_answered(
-    name: str, tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_generation_repeats_training(name: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
     model = ARCHITECTURES[name]()
     attach(model, LoRA(rank=16, alpha=32, targets="all-linear"))
     task = task_on(model, tokenizer)
@@ -199,7 +195,7 @@ def test_what_is_learnt_by_heart_is_answered(
     assert found["num_tokens"] == sum(len(row.labels) for row in rows)
 
 
-def test_a_recipe_trains_saves_and_is_measured(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_recipe_trains_and_evaluates(tmp_path: Path, tokenizer: Tokenizer) -> None:
     build("t5").save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     where = write(tmp_path / "a.jsonl", ROWS)

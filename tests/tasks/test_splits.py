@@ -59,7 +59,7 @@ def test_a_share_of_nothing_is_an_error(
         task_of(llama, tokenizer, data).rows.load_splits(data)
 
 
-def test_weights_and_patterns(
+def test_weights_of_files_and_patterns(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     for name in ("a1", "a2", "b"):
@@ -79,7 +79,7 @@ def test_weights_and_patterns(
         sources_of(DataConfig(train=f"{tmp_path}/c*.jsonl"))
 
 
-def test_repeated_rows_are_told(
+def test_repeated_rows_are_logged(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     train = write(tmp_path / "a.jsonl", ["a", "b", "a", "c"])
@@ -96,9 +96,7 @@ def test_repeated_rows_are_told(
     assert any("4 of 4 rows of" in text and "the same file" in text for text in notices)
 
 
-def test_a_run_learns_from_several_files_and_holds_rows_out(
-    tmp_path: Path, model_folder: Path
-) -> None:
+def test_a_run_splits_rows_of_several_files(tmp_path: Path, model_folder: Path) -> None:
     files = [write(tmp_path / f"{name}.jsonl", [f"{name} {n}" for n in range(40)]) for name in "ab"]
     train = [{"path": files[0], "weight": 2}, {"path": files[1]}]
     settings: dict[str, Any] = {

@@ -157,9 +157,7 @@ def _no_numbers() -> bytes:
         (lambda: encoded(tones(440.0)), "fox " * 80, "Texts longer than 64 tokens: 1"),
     ],
 )
-def test_what_cannot_be_heard_is_one_error(
-    audio: Any, text: str, match: str, tmp_path: Path
-) -> None:
+def test_unreadable_audio_is_an_error(audio: Any, text: str, match: str, tmp_path: Path) -> None:
     (tmp_path / "a.wav").write_bytes(audio())
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"audio": "a.wav", "text": text}) + "\n")
@@ -213,9 +211,7 @@ def test_folders_and_data_sets_read_the_same(rows: Path, tmp_path: Path) -> None
     ("name", "quantize"),
     [("whisper", "none"), ("moonshine", "none"), ("whisper", "nf4"), ("moonshine", "int8")],
 )
-def test_ten_steps_are_those_of_a_plain_loop(
-    name: str, quantize: str, rows: Path, tmp_path: Path
-) -> None:
+def test_steps_match_a_plain_loop(name: str, quantize: str, rows: Path, tmp_path: Path) -> None:
     """PEFT's LoRA on the same base, transformers' own loss and AdamW: the same losses."""
     folder = saved(tmp_path / "base", SEQ2SEQ[name]())
     settings = settings_of(name)

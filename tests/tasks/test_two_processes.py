@@ -123,9 +123,7 @@ def run_out(folder: str, model: str) -> None:
         Path(f"told-{rank}").write_text(f"{error}\n{is_silent(error)}")
 
 
-def test_memory_that_runs_out_in_one_process_ends_all_of_them_saved(
-    tmp_path: Path, model_folder: Path
-) -> None:
+def test_out_of_memory_in_one_process_saves_all(tmp_path: Path, model_folder: Path) -> None:
     write_verdicts(tmp_path / "rows.jsonl")
     children = start_ranks(run_out, str(tmp_path), str(model_folder))
     assert [exit_code(each, 120) for each in children] == [0, 0]

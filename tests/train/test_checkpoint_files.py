@@ -113,9 +113,7 @@ def test_without_any_valid_checkpoint_all_reasons_are_listed(tmp_path: Path) -> 
     assert [line.split(":")[0] for line in error.found.splitlines()] == ["step-6", "step-5"]
 
 
-def test_a_wrong_latest_or_a_file_that_someone_adds_does_not_matter(
-    tmp_path: Path, whole: Played
-) -> None:
+def test_a_wrong_latest_or_foreign_file_does_no_harm(tmp_path: Path, whole: Played) -> None:
     begin(tmp_path)
     (tmp_path / "checkpoints" / "latest").write_text("step-999")
     (tmp_path / "checkpoints" / "step-6" / "notes.txt").write_text("the good one")
@@ -154,9 +152,7 @@ def test_an_invalid_checkpoint_is_neither_counted_nor_deleted(tmp_path: Path) ->
     Checkpoints(tmp_path, keep=1).verified(6)  # rewritten, and valid now
 
 
-def test_nothing_is_deleted_before_the_new_one_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saving_precedes_deletion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, list[str]] = {}
 
     def failpoint(name: str) -> None:
@@ -169,9 +165,7 @@ def test_nothing_is_deleted_before_the_new_one_is_there(
     assert {"step-2", "step-3", "step-4"} < set(seen["latest"])
 
 
-def test_leftovers_of_dead_processes_are_swept_and_those_of_the_living_are_not(
-    tmp_path: Path,
-) -> None:
+def test_leftovers_only_of_dead_processes_are_swept(tmp_path: Path) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
     folder = tmp_path / "checkpoints"
@@ -181,9 +175,7 @@ def test_leftovers_of_dead_processes_are_swept_and_those_of_the_living_are_not(
     assert names(tmp_path) == ["latest", "step-1", "step-3.tmp-1", "step-x"]
 
 
-def test_every_byte_is_durable_before_the_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_are_synced_before_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     real = Path.rename
 

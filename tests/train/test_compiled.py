@@ -93,9 +93,7 @@ def assert_close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         ),
     ],
 )
-def test_blocks_are_traced_in_one_piece_with_their_grouped_layers(
-    family: str, backend: pytest.MonkeyPatch
-) -> None:
+def test_blocks_are_one_graph_with_their_groups(family: str, backend: pytest.MonkeyPatch) -> None:
     model = adapted(family)
     for layers in [m for m in model.modules() if isinstance(m, nn.ModuleList)]:
         if any(layer in Blocks(model).blocks for layer in layers):
@@ -109,9 +107,7 @@ def test_blocks_are_traced_in_one_piece_with_their_grouped_layers(
     assert not any(block._compiled_call_impl for block in blocks.blocks)
 
 
-def test_documents_in_one_row_are_one_graph_whatever_their_lengths(
-    backend: pytest.MonkeyPatch, tokenizer: Any
-) -> None:
+def test_documents_of_any_length_share_a_graph(backend: pytest.MonkeyPatch, tokenizer: Any) -> None:
     model = adapted("llama", targets=("v",))
     task = CausalLM(model, tokenizer, DataConfig(train="", max_length=64))
     batches = [[row_of(n) for n in lengths] for lengths in ((39, 20, 30), (52, 35, 20), (17,) * 7)]
@@ -151,9 +147,7 @@ def test_scales_of_layers_make_no_graph_more(backend: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["recompute", "offload"])
-def test_compiled_and_recomputed_gradients_are_those_of_neither(
-    way: Activations, backend: pytest.MonkeyPatch
-) -> None:
+def test_compiling_and_recomputing_are_exact(way: Activations, backend: pytest.MonkeyPatch) -> None:
     model = adapted("llama", dropout=0.2, targets=("v",))
     wanted = gradients(model, IDS, LONGER)
     blocks = Blocks(model)
@@ -244,7 +238,7 @@ def broken(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize("cause", ["backend", "compiler", "blocks"])
-def test_what_cannot_be_compiled_runs_as_it_is_written(
+def test_compile_failures_are_eager(
     cause: str, tmp_path: Path, backend: pytest.MonkeyPatch
 ) -> None:
     backend.setattr(memory, "WORTH", {"cpu": 0.0})
@@ -271,9 +265,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_written(
     assert words[cause] in str(failure)
 
 
-def test_a_failure_in_the_middle_of_a_run_costs_one_notice(
-    tmp_path: Path, backend: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_within_a_run_is_one_notice(tmp_path: Path, backend: pytest.MonkeyPatch) -> None:
     calls = []
 
     def later(graph: Any, _: Any) -> Any:

@@ -30,9 +30,7 @@ def largest_file(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
-    tmp_path: Path, whole: Played
-) -> None:
+def test_a_full_disk_ends_the_run_at_its_checkpoint(tmp_path: Path, whole: Played) -> None:
     begin(tmp_path, steps=5)
     before = names(tmp_path)
     with largest_file(1500):
@@ -72,9 +70,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return disk
 
 
-def test_too_little_space_for_one_checkpoint_is_refused_before_the_first_step(
-    tmp_path: Path, disk: Disk
-) -> None:
+def test_too_little_space_for_a_checkpoint_fails_at_startup(tmp_path: Path, disk: Disk) -> None:
     disk.bytes = 1000
     run = play(tmp_path)
     assert isinstance(run.error, DiskFullError)
@@ -82,9 +78,7 @@ def test_too_little_space_for_one_checkpoint_is_refused_before_the_first_step(
     assert run.losses == []
 
 
-def test_little_space_is_told_at_the_start_and_refused_before_the_save(
-    tmp_path: Path, disk: Disk
-) -> None:
+def test_little_space_is_reported_and_refused_at_saving(tmp_path: Path, disk: Disk) -> None:
     disk.bytes = 2_000_000
 
     def fill(event: Event) -> None:

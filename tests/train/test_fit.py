@@ -162,9 +162,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path: Pat
     ("changes", "steps"),
     [({}, 12), ({"epochs": 0.5}, 2), ({"max_steps": 7}, 7), ({"epochs": 1.1}, 5)],
 )
-def test_a_run_has_as_many_steps_as_asked(
-    tmp_path: Path, changes: dict[str, Any], steps: int
-) -> None:
+def test_a_run_has_max_steps_steps(tmp_path: Path, changes: dict[str, Any], steps: int) -> None:
     assert len(play(tmp_path, save_every=None, **changes).losses) == steps
     assert config_of(tmp_path, **changes).num_steps(14) == steps
 
@@ -212,9 +210,7 @@ def test_overwrite_starts_anew(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-1", "step-2"]
 
 
-def test_an_output_folder_that_is_a_file_is_refused_before_the_model_is_touched(
-    tmp_path: Path,
-) -> None:
+def test_a_file_as_output_folder_is_refused_before_the_model_changes(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     error = play(tmp_path / "runs").error
     assert isinstance(error, OutputError)

@@ -115,9 +115,7 @@ def settings(folder: Path, **train: Any) -> Settings:
         pytest.param("out of memory", "memory ran out on one process", 1, marks=SLOW),
     ],
 )
-def test_what_is_wrong_is_told_and_ends_all(
-    what: str, message: str, code: int, tmp_path: Path
-) -> None:
+def test_errors_are_reported_once(what: str, message: str, code: int, tmp_path: Path) -> None:
     recipe = settings(tmp_path)
     more = []
     if what == "other folder":

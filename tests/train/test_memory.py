@@ -135,9 +135,7 @@ def test_a_plan_changes_no_more_than_the_order_of_sums(tmp_path: Path, monkeypat
     assert small.losses == pytest.approx(plain.losses, rel=1e-4)
 
 
-def test_a_resumed_run_goes_on_with_its_plan_whatever_is_free(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_resumed_run_keeps_its_memory_plan(tmp_path: Path, monkeypatch: Any) -> None:
     whole = planned(tmp_path / "a", monkeypatch, 15 * KEEP)
     planned(tmp_path / "b", monkeypatch, 15 * KEEP, on_event=crash_after(5))
     rest = planned(tmp_path / "b", monkeypatch, 1e9, resume=True)
@@ -146,9 +144,7 @@ def test_a_resumed_run_goes_on_with_its_plan_whatever_is_free(
     assert rest.notices == []
 
 
-def test_another_budget_that_is_allowed_makes_another_plan(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_another_memory_budget_is_another_plan(tmp_path: Path, monkeypatch: Any) -> None:
     planned(tmp_path, monkeypatch, 15 * KEEP, on_event=crash_after(5))
     refused = planned(tmp_path, monkeypatch, 1e9, resume=True, memory=2.0)
     assert "train.memory: 1.0 -> 2.0" in str(refused.error)

@@ -57,9 +57,7 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Recorder]]:
     return {"wandb": First, "trackio": Second}
 
 
-def test_trackers_get_the_figures_of_every_step_and_evaluation(
-    tmp_path: Path, kinds: dict[str, type[Recorder]]
-) -> None:
+def test_trackers_receive_all_figures(tmp_path: Path, kinds: dict[str, type[Recorder]]) -> None:
     run = play(tmp_path, log_to=["wandb", "trackio"])
     for kind in kinds.values():
         (tracker,) = kind.instances
@@ -101,9 +99,7 @@ def test_a_tracker_that_fails_later_costs_one_notice_and_not_the_others(
     assert len(kinds["trackio"].instances[0].logged) == 16
 
 
-def test_trackers_are_ended_when_the_run_breaks(
-    tmp_path: Path, kinds: dict[str, type[Recorder]]
-) -> None:
+def test_trackers_end_with_a_failure(tmp_path: Path, kinds: dict[str, type[Recorder]]) -> None:
     def crash(event: object) -> None:
         if getattr(event, "step", 0) == 2:
             raise KeyError

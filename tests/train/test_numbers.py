@@ -60,9 +60,7 @@ def weights_before(folder: Path, step: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("-inf")])
-def test_a_loss_that_is_not_finite_stops_before_the_weights_change(
-    tmp_path: Path, factor: float
-) -> None:
+def test_a_non_finite_loss_stops_before_the_update(tmp_path: Path, factor: float) -> None:
     run = play(tmp_path / "a", task=Poisoned(factor), schedule="constant", warmup_ratio=0.0)
     assert isinstance(run.error, RunError)
     assert run.error.exit_code == 1

@@ -100,9 +100,7 @@ def test_a_run_short_of_memory_is_the_run_with_smaller_batches(tmp_path: Path) -
     )
 
 
-def test_memory_that_runs_out_in_the_middle_of_a_group_leaves_no_gradient_behind(
-    tmp_path: Path,
-) -> None:
+def test_running_out_of_memory_leaves_no_partial_gradient(tmp_path: Path) -> None:
     rows = make_rows(14)
     task = Small()
     plain = task.loss
@@ -392,9 +390,7 @@ class RunsOut(RunHooks, ToyTask):
 
 @pytest.mark.parametrize("phase", ["before", "training", "eval"])
 @pytest.mark.parametrize("error", [RuntimeError(CUDA), MemoryError()])
-def test_a_run_that_cannot_go_on_saves_what_it_has(
-    tmp_path: Path, phase: str, error: BaseException
-) -> None:
+def test_a_run_out_of_memory_is_saved(tmp_path: Path, phase: str, error: BaseException) -> None:
     dropout = 0.0 if phase == "training" else 0.3  # a resumed run keeps the smaller batches
     how: dict[str, Any] = {"save_every": 50, "eval_every": 4}
     run = play(tmp_path, model=Toy(dropout=dropout), task=RunsOut(phase, error), **how)

@@ -43,9 +43,7 @@ def assert_same_end(folder: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("step", range(1, NUM_STEPS + 1))
-def test_resuming_after_any_step_changes_nothing(
-    tmp_path: Path, whole: tuple[Played, Path], step: int
-) -> None:
+def test_resuming_anywhere_is_exact(tmp_path: Path, whole: tuple[Played, Path], step: int) -> None:
     first = play(tmp_path, model=Toy(dropout=0.3), on_event=crash_after(step))
     rest = play(tmp_path, model=Toy(dropout=0.3), resume=True)
     assert isinstance(first.error, Crash)
@@ -82,9 +80,7 @@ def test_the_best_evaluation_is_remembered(tmp_path: Path) -> None:
     assert rest.result.best_checkpoint.is_dir()
 
 
-def test_steps_since_the_last_checkpoint_are_done_again_alike(
-    tmp_path: Path, whole: tuple[Played, Path]
-) -> None:
+def test_steps_after_a_checkpoint_repeat(tmp_path: Path, whole: tuple[Played, Path]) -> None:
     def crash(event: object) -> None:
         if getattr(event, "step", 0) == 8:
             raise Crash
@@ -104,9 +100,7 @@ def test_bf16_adapters_resume_to_the_bit(tmp_path: Path) -> None:
     assert same(rest.weights, whole.weights)
 
 
-def test_resuming_a_finished_run_trains_nothing_and_has_its_result(
-    tmp_path: Path, whole: tuple[Played, Path]
-) -> None:
+def test_resuming_a_finished_run_is_a_no_op(tmp_path: Path, whole: tuple[Played, Path]) -> None:
     play(tmp_path, model=Toy(dropout=0.3))
     again = play(tmp_path, model=Toy(dropout=0.3), resume=True)
     assert again.losses == []
@@ -190,9 +184,7 @@ def test_more_epochs_can_be_allowed(tmp_path: Path) -> None:
     assert len(run.losses) == 4
 
 
-def test_how_often_to_save_and_evaluate_may_change_freely(
-    tmp_path: Path, whole: tuple[Played, Path]
-) -> None:
+def test_save_and_eval_intervals_may_change(tmp_path: Path, whole: tuple[Played, Path]) -> None:
     play(tmp_path, model=Toy(dropout=0.3), on_event=crash_after(5))
     moved = tmp_path.with_name(f"{tmp_path.name}-moved")
     tmp_path.rename(moved)
@@ -209,9 +201,7 @@ def test_how_often_to_save_and_evaluate_may_change_freely(
     assert rest.losses == whole[0].losses[5:]
 
 
-def test_another_version_of_a_library_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_library_version_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from peftkit.train import checkpoint, checkpoint_files
 
     play(tmp_path, on_event=crash_after(1))

@@ -135,9 +135,7 @@ def test_two_processes_learn_what_one_does_with_twice_the_accumulation(
         torch.testing.assert_close(weights(folder / "run-")[name], weight, rtol=1e-3, atol=1e-4)
 
 
-def test_both_end_with_the_same_weights_whatever_the_other_began_with(
-    reports: list[dict[str, Any]],
-) -> None:
+def test_ranks_end_equal_from_different_initial_weights(reports: list[dict[str, Any]]) -> None:
     assert len({report[run]["sum"] for report in reports for run in ("", "differ")}) == 1
 
 
@@ -147,9 +145,7 @@ def test_every_row_is_learnt_once_an_epoch_by_one_of_them(reports: list[dict[str
     assert sorted(seen) == sorted(3 * rows)
 
 
-def test_only_the_main_process_speaks_and_writes(
-    folder: Path, reports: list[dict[str, Any]]
-) -> None:
+def test_only_the_main_process_logs(folder: Path, reports: list[dict[str, Any]]) -> None:
     main, other = (report[""] for report in reports)
     assert (main["is_main"], other["is_main"]) == (True, False)
     assert main["events"] > 12
@@ -181,16 +177,12 @@ def test_when_memory_runs_out_on_one_process_all_take_the_same_step_of_the_ladde
     assert notice.startswith("Step 1: Memory ran out. From here on: 1 rows at a time instead of 2.")
 
 
-def test_a_row_may_have_no_counterpart_on_the_other_process(
-    reports: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_ranks_may_have_unequal_rows(reports: list[dict[str, Any]], tmp_path: Path) -> None:
     alone = play(tmp_path, rows=ROWS[:5], batch_size=1, gradient_accumulation=4)
     assert reports[0]["few"]["losses"] == pytest.approx(alone.losses, rel=1e-4)
 
 
-def test_a_number_that_is_not_finite_on_one_process_stops_both(
-    folder: Path, reports: list[dict[str, Any]]
-) -> None:
+def test_a_nan_on_one_rank_stops_both(folder: Path, reports: list[dict[str, Any]]) -> None:
     assert all("RunError" in report["nan"]["error"] for report in reports)
     assert (folder / "run-nan" / "rank1-diagnosis.json").exists()
 

@@ -166,9 +166,7 @@ def test_imported_it_loads_onto_the_base_and_computes_the_same(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [("fp16", 2**-11), ("bf16", 2**-8), ("q8_0", 1 / 127)]
 )
-def test_narrower_types_lose_no_more_than_their_precision(
-    dtype: str, tolerance: float, tmp_path: Path
-) -> None:
+def test_narrower_types_lose_only_precision(dtype: str, tolerance: float, tmp_path: Path) -> None:
     folder, base, _ = saved(tmp_path, "llama", LoRA(rank=32, alpha=6, targets=("q", "down")))
     notes: list[Event] = []
     export_gguf(folder, tmp_path / "a.gguf", dtype=dtype, on_event=notes.append)
@@ -259,9 +257,7 @@ def test_numbers_too_large_for_the_type_are_refused(tmp_path: Path) -> None:
     export_gguf(tmp_path / "large", tmp_path / "a.gguf", dtype="bf16")
 
 
-def test_without_the_library_the_pip_line_is_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_library_names_its_pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(AdapterError, match=r'pip install "gguf'):
         export_gguf(tmp_path, tmp_path / "a.gguf")
@@ -326,7 +322,7 @@ def test_without_an_alpha_the_scale_is_one(
         ({"adapter_lora_alpha": "8"}, "adapter.lora.alpha is '8'"),
     ],
 )
-def test_files_that_say_otherwise_are_refused(
+def test_files_with_contradicting_headers_are_refused(
     keys: dict[str, Any], message: str, base: str, tmp_path: Path
 ) -> None:
     renamed = {k.replace("invocation_tokens", "invocation-tokens"): v for k, v in keys.items()}
@@ -415,9 +411,7 @@ def _info(name: bytes, dims: tuple[int, ...], kind: int, offset: int = 0) -> byt
         ),
     ],
 )
-def test_hostile_files_are_refused_at_once(
-    data: bytes, message: str, base: str, tmp_path: Path
-) -> None:
+def test_hostile_files_are_refused(data: bytes, message: str, base: str, tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
     path.write_bytes(data)
     start = time.perf_counter()

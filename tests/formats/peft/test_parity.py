@@ -269,9 +269,7 @@ def test_a_deeper_and_a_shallower_base_are_refused_with_the_list(tmp_path: Path)
             load_adapter(three, tmp_path)
 
 
-def test_another_base_of_the_same_shapes_is_refused_unless_forced(
-    base: nn.Module, tmp_path: Path
-) -> None:
+def test_another_base_of_equal_shapes_requires_force(base: nn.Module, tmp_path: Path) -> None:
     from peftkit.formats.peft.notes import Provenance
 
     adapter = attach(base, LoRA(rank=2, targets=("q",)))

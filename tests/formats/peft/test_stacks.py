@@ -35,7 +35,7 @@ def base_of(model: Any, folder: Path) -> str:
         ("gpt_oss", False, ("expert_down",)),
     ],
 )
-def test_stacks_of_todays_peft_are_imported(
+def test_peft_stacks_load(
     family: str, notes: bool, targets: tuple[str, ...], tmp_path: Path
 ) -> None:
     model = ARCHITECTURES[family]().eval()

@@ -199,9 +199,7 @@ def test_hostile_requests_are_refused_and_nothing_is_lost(client: Client) -> Non
     assert client.load(path, optimizer=True).forward(DATA)[0] == before
 
 
-def test_bodies_that_are_too_long_or_compressed_are_refused(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_or_compressed_bodies_fail(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     model = client.model()
     headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "zstd"}
     body = message(model.id, 1, DATA)
@@ -213,9 +211,7 @@ def test_bodies_that_are_too_long_or_compressed_are_refused(
     assert client.ask("create_session", tags=["x" * 60]).status_code == 413
 
 
-def test_bodies_are_checked_beside_the_loop(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bodies_are_checked_off_the_loop(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     def beside(read: Any) -> Any:
         def reads(*args: Any) -> Any:
             if OperationBody not in args:  # two numbers
@@ -232,9 +228,7 @@ def test_bodies_are_checked_beside_the_loop(
     assert client.sample(client.sampler(), [5, 6, 7]).sequences
 
 
-def test_sparse_tensors_are_bounded_by_what_they_become(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sparse_tensors_have_a_dense_bound(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     model = client.model()
     body = wire.MESSAGES["ForwardBackward"](model_id=model.id, seq_id=1, loss="cross_entropy")
     for _ in range(3):

@@ -44,9 +44,7 @@ class Job:
         self.ended.set()
 
 
-def test_models_learn_and_answer_beside_a_job_as_they_do_alone(
-    client: Client, tmp_path: Path
-) -> None:
+def test_models_train_and_sample_beside_a_job_as_alone(client: Client, tmp_path: Path) -> None:
     alone = [train_steps(client.model(**config), 3) for config in MIXED_RANKS]
     said = client.sample(client.sampler(), PROMPT, prompt_logprobs=True)
     job = Job(client, recipe(tmp_path, "long", max_steps=100_000, save_every=100_000))

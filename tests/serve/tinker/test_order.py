@@ -61,9 +61,7 @@ def test_a_repeated_session_is_the_same_by_its_key(client: Client) -> None:
     assert create("a", tags=["x"]).status_code == 409
 
 
-def test_what_is_wrong_with_an_operation_is_its_result_and_the_next_one_comes(
-    client: Client,
-) -> None:
+def test_an_operation_s_error_is_its_result_and_the_next_one_runs(client: Client) -> None:
     model = client.model()
     wrong = [
         (DATA, "no_such_loss"),
@@ -115,9 +113,7 @@ def test_what_a_client_that_is_gone_left_behind_gives_its_room_back(
     assert "did not arrive" in client.retrieve(waiting)["error"]
 
 
-def test_a_model_that_nobody_asks_for_makes_room_for_another(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_model_makes_room_for_new(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "MAX_MODELS", 2)
     first, second = client.model(), client.model()
     asked = {"session_id": client.session, "base_model": "base", "lora_config": {"rank": 2}}
@@ -157,9 +153,7 @@ def test_a_model_has_one_operation_in_the_queue_at_a_time() -> None:
     assert told == [0, 1, 2]
 
 
-def test_too_much_that_waits_is_refused_but_for_what_others_wait_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_full_queue_refuses_all_but_dependencies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(futures, "MAX_WAITING_BYTES", 100)
     queue, kept = Queue(), Futures()
     order = OperationQueue(queue.call, kept)
@@ -198,9 +192,7 @@ def test_a_closed_order_takes_nothing_more() -> None:
     assert not queue.waiting
 
 
-def test_a_model_that_cannot_be_unloaded_now_stays(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_busy_model_stays_loaded(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     model = client.model()
     with monkeypatch.context() as patch:
         patch.setattr(worker, "MAX_OPERATIONS", 0)

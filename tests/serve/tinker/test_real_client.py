@@ -63,9 +63,7 @@ def test_tinker_s_client_trains_and_samples(peer: str, model_folder: Path, tmp_p
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["loop", "environment"])
-def test_the_guide_s_programs_run_as_they_stand(
-    number: int, model_folder: Path, tmp_path: Path
-) -> None:
+def test_programs_of_the_guide_run(number: int, model_folder: Path, tmp_path: Path) -> None:
     try:
         python = python_of("tinker")
     except UnavailableError as reason:

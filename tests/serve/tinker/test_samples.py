@@ -191,9 +191,7 @@ def test_a_repeated_sample_is_the_same_one(client: Client) -> None:
     assert client.retrieve(first["request_id"]) == client.retrieve(first["request_id"])
 
 
-def test_a_full_queue_refuses_at_once_and_keeps_what_it_took(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_queue_refuses_new_samples(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     worker, sampler, gate = client.http.app.state.worker, client.sampler(), threading.Event()
     monkeypatch.setattr(worker, "max_waiting", 2)
     worker.call(lambda: gate.wait(60))

@@ -18,9 +18,7 @@ from tests.helpers.wire_client import API, Client, datum
 
 
 @pytest.mark.parametrize("config", MIXED_RANKS[:2])
-def test_a_model_goes_on_from_its_saved_state_bit_equal(
-    client: Client, config: dict[str, Any]
-) -> None:
+def test_a_model_resumes_from_its_state_bit_equal(client: Client, config: dict[str, Any]) -> None:
     model = client.model(**config)
     train_steps(model, 2)
     path = model.call("save_weights", path="half-way")["path"]
@@ -57,9 +55,7 @@ def test_weights_of_a_sampler_have_no_optimizer_to_go_on_with(client: Client) ->
     assert client.load(path, optimizer=False).forward(CE_DATA)[0] == model.forward(CE_DATA)[0]
 
 
-def test_saved_weights_are_an_adapter_that_peft_and_peftkit_load(
-    client: Client, llama: Any, tmp_path: Path
-) -> None:
+def test_peft_and_peftkit_load_saved_weights(client: Client, llama: Any, tmp_path: Path) -> None:
     model = client.model(rank=3, train_unembed=True)
     train_steps(model, 2)
     _, rows = model.forward(CE_DATA)
@@ -161,9 +157,7 @@ def test_checkpoints_are_listed_and_deleted(client: Client, tmp_path: Path) -> N
     assert len(list((tmp_path / "state" / "tinker" / "weights").iterdir())) == 1
 
 
-def test_weights_go_when_their_time_is_over(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_expire_after_their_time(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     model = client.model()
     path = model.call("save_weights", path="a", ttl_seconds=60)["path"]
     now = weights.time.time()
@@ -212,9 +206,7 @@ def test_after_a_restart_saved_weights_are_there_and_lost_models_say_so(serve: S
     ]
 
 
-def test_what_a_save_left_half_done_is_removed_at_the_next_start(
-    serve: Serve, tmp_path: Path
-) -> None:
+def test_a_half_done_save_is_removed_at_startup(serve: Serve, tmp_path: Path) -> None:
     client = Client(serve())
     client.model().call("save_weights", path="x")
     folder = tmp_path / "state" / "tinker" / "weights"

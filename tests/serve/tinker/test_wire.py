@@ -92,9 +92,7 @@ def test_what_is_no_message_is_refused(data: bytes, words: str) -> None:
     [field(3, b"") * 500_000, field(3, field(2, b"") * 500_000), b"\x10\x01" * 500_000],
     ids=["datums", "tensors", "numbers"],
 )
-def test_more_fields_than_a_request_may_have_are_not_made(
-    data: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_fields_are_not_parsed(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(wire.MESSAGES, "ForwardBackward", None)
     with pytest.raises(RequestError, match="more than 400,000 fields"):
         wire.parsed("ForwardBackward", data)

@@ -54,9 +54,7 @@ def test_files_are_listed_page_by_page(client: Client) -> None:
         assert refused.json()["error"]["param"] == next(iter(wrong))
 
 
-def test_a_full_disk_is_told_and_not_where_it_is(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_hides_its_path(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -74,9 +74,7 @@ def test_the_base_scores_in_its_own_thread(shared: Client) -> None:
         (SHARE, 403, "--run-graders"),
     ],
 )
-def test_a_grader_that_cannot_be_is_refused(
-    shared: Client, grader: dict[str, Any], status: int, told: str
-) -> None:
+def test_a_bad_grader_fails(shared: Client, grader: dict[str, Any], status: int, told: str) -> None:
     body = {"grader": grader, "model_sample": "x", "item": ITEM}
     refused = shared.post(f"{PATH}/run", json=body)
     assert refused.status_code == status, refused.text
@@ -94,9 +92,7 @@ def test_functions_are_tried_where_the_operator_says_so(served: Served) -> None:
         assert client.post(f"{PATH}/validate", json={"grader": broken}).status_code == 400
 
 
-def test_a_model_that_fails_is_not_the_client_s_fault(
-    shared: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_model_is_no_4xx(shared: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: CachedEngine) -> None:
         raise MemoryError("no more")
 

@@ -317,9 +317,7 @@ def test_a_job_that_cannot_be_is_refused_by_its_field(
 NONE = [b"", b"{", b"[]", b"\xff", b'{"model": NaN}', b"{" * 2000, b"x" * 2**21]
 
 
-def test_bodies_are_checked_beside_the_loop(
-    shared: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bodies_are_checked_off_the_loop(shared: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(data: bytes, kind: Any) -> Any:
         with pytest.raises(RuntimeError, match="no running event loop"):
             asyncio.get_running_loop()
@@ -367,9 +365,7 @@ def stopped_at(step: int, served: Served) -> tuple[str, Path]:
 
 
 @pytest.mark.parametrize("what", ["pause", "the server ends"])
-def test_a_job_that_was_interrupted_ends_with_the_same_bits(
-    served: Served, alone: bytes, what: str
-) -> None:
+def test_an_interrupted_job_is_bit_equal(served: Served, alone: bytes, what: str) -> None:
     gate = Gated("Step 4/9")
     with served(say=gate.say) as client:
         id = client.job(chats(), method=hyper())["id"]
@@ -426,9 +422,7 @@ def test_jobs_go_on_over_a_base_that_is_loaded_otherwise_and_say_so(
         assert adapter.provenance.loading[name] == value
 
 
-def test_a_job_waits_for_a_server_with_its_base(
-    served: Served, model_folder: Path, tmp_path: Path
-) -> None:
+def test_a_job_waits_for_its_base(served: Served, model_folder: Path, tmp_path: Path) -> None:
     id, _ = stopped_at(4, served)
     other = Path(shutil.copytree(model_folder, tmp_path / "other"))
     model = AutoModelForCausalLM.from_pretrained(other)
@@ -481,9 +475,7 @@ def test_a_job_whose_rows_say_that_a_disk_is_full_fails(served: Served) -> None:
         assert client.until(client.job(rows, method=hyper())["id"])["status"] == "failed"
 
 
-def test_a_server_that_died_before_a_checkpoint_or_after_the_last_one_goes_on(
-    served: Served, alone: bytes
-) -> None:
+def test_a_server_killed_around_a_checkpoint_resumes(served: Served, alone: bytes) -> None:
     id, folder = stopped_at(2, served)
     # as if it had been killed in the midst of writing the checkpoint
     (folder / "checkpoints" / "step-2" / "MANIFEST.json").unlink()
@@ -535,9 +527,7 @@ def test_a_job_is_cancelled_at_its_next_step_or_before_it_begins(served: Served)
             assert "is cancelled" in refused.json()["error"]["message"]
 
 
-def test_the_number_of_jobs_that_wait_is_bounded(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_jobs_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peftkit.serve.tuning.jobs.MAX_JOBS", 2)
     gate = Gated("Step 1/9")
     with served(say=gate.say) as client:
@@ -609,9 +599,7 @@ def test_a_full_disk_before_or_after_its_run_fails_no_job(
         assert client.until(id)["status"] == "succeeded"
 
 
-def test_a_failure_that_a_full_disk_could_not_keep_is_told_later(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unstored_failures_come_later(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     full, plain = Full(monkeypatch), jobs.count_rows
 
     def bad(*args: Any, **named: Any) -> Any:
@@ -626,9 +614,7 @@ def test_a_failure_that_a_full_disk_could_not_keep_is_told_later(
         assert client.until(id)["error"]["code"] == "invalid_n_examples"
 
 
-def test_a_full_disk_is_not_the_client_s_fault(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_a_server_error(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     file, full = client.upload(chats()), Full(monkeypatch)
     full.is_full = True
     refused = client.post(JOBS, json={"model": "base", "training_file": file})

@@ -121,9 +121,7 @@ BAD: list[tuple[Any, Kind, str, str]] = [
 
 
 @pytest.mark.parametrize(("rows", "kind", "code", "told"), BAD, ids=[one[3][:30] for one in BAD])
-def test_bad_rows_are_reported_with_their_lines(
-    tmp_path: Path, rows: Any, kind: Kind, code: str, told: str
-) -> None:
+def test_bad_rows_have_lines(tmp_path: Path, rows: Any, kind: Kind, code: str, told: str) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_bytes(rows if isinstance(rows, bytes) else "\n".join(map(json.dumps, rows)).encode())
     fields = ("answer",) if kind == "reinforcement" else ()

@@ -52,9 +52,7 @@ def test_a_prompt_is_text_or_messages(name: str, text: str, tmp_path: Path) -> N
         ("a.md", "## User\nOne?\n## Assistant\n\n## User\nTwo?", "user follows user"),
     ],
 )
-def test_a_prompt_that_cannot_be_used_is_refused(
-    name: str, text: str, told: str, tmp_path: Path
-) -> None:
+def test_an_unusable_prompt_is_refused(name: str, text: str, told: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=told):
         read_prompt(tmp_path / name)
@@ -145,7 +143,7 @@ def test_a_teacher_is_asked_rows_with_and_without_an_answer(
         assert tokenizer.decode(learnt) == "a pizza<|im_end|>"
 
 
-def test_texts_ask_nothing(
+def test_texts_have_no_prompts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     file = write(tmp_path / "a.jsonl", [{"text": "the quick fox"}])

@@ -73,9 +73,7 @@ def test_the_teacher_answers_once_and_its_score_is_told_first(done: Finished) ->
     assert "agreement" in (done.folder / "metrics.jsonl").read_text()
 
 
-def test_a_resumed_run_ends_bit_equal_and_asks_for_no_answer(
-    done: Finished, tmp_path: Path
-) -> None:
+def test_a_resumed_run_is_bit_equal_without_requests(done: Finished, tmp_path: Path) -> None:
     found = done.resumed(tmp_path / "half", "step-4")
     assert not found.stages("The teacher answers")
     assert len(found.of_kind(StepDone)) == 1
@@ -83,9 +81,7 @@ def test_a_resumed_run_ends_bit_equal_and_asks_for_no_answer(
     assert (found.folder / WEIGHTS).read_bytes() == (done.folder / WEIGHTS).read_bytes()
 
 
-def test_a_teacher_of_other_weights_is_another_run(
-    told: dict[str, Any], model_folder: Path, tmp_path: Path
-) -> None:
+def test_a_new_teacher_is_refused(told: dict[str, Any], model_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "teacher")
     teacher = told["task"]["teacher"] | {"model": str(folder)}
     told = {**told, "task": told["task"] | {"teacher": teacher}}
@@ -132,9 +128,7 @@ def test_what_is_recomputed_or_asked_in_each_step_is_learnt_alike(
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_learns_from_the_adapter_that_it_began_with(
-    done: Finished, told: dict[str, Any]
-) -> None:
+def test_a_resumed_run_keeps_its_initial_teacher(done: Finished, told: dict[str, Any]) -> None:
     told["method"] = {"type": "lora", "start_from": str(done.folder)}
     second = finished(told, train={"eval_before": True})
     before = second.of_kind(EvalDone)[0].metrics["loss"]

@@ -80,9 +80,7 @@ def test_loss_and_gradient_are_the_formulas(
     assert float(found[1].detach()) == pytest.approx(surprise, rel=1e-4)
 
 
-def test_the_divergence_from_the_base_is_added(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_base_kl_is_added(llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     adapter = moved_adapter(llama)
     task = task_of(llama, tokenizer, "dapo", kl=KL)
     groups = make_groups()

@@ -57,9 +57,7 @@ def test_a_built_in_reward(
         ('{"count": 1}', '{"count": 1.0}', 1.0),
     ],
 )
-def test_a_field_is_right_if_it_is_there_with_that_value(
-    right: str, text: str, worth: float
-) -> None:
+def test_a_field_is_right_with_the_same_value(right: str, text: str, worth: float) -> None:
     judge = Rewards((RewardTerm(use="json_fields"),), 10.0)
     (total,), _ = judge.judge(["p"], [text], {"references": [right]}, ["p:1"])
     assert total == pytest.approx(worth)

@@ -149,9 +149,7 @@ def test_a_reward_that_cannot_be_used_is_an_error(function: str, told: str, tmp_
         judge.judge(["a", "b"], ["o", "p"], {}, ["p.jsonl:1", "p.jsonl:2"])
 
 
-def test_steps_that_teach_nothing_end_the_run(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_without_signal_end_a_run(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peftkit.tasks.documents.MAX_EMPTY", 3)
     events: list[Event] = []
     with pytest.raises(RunError, match=r"3 steps in a row had nothing to train on(.|\n)* 1"):

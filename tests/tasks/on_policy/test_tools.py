@@ -163,9 +163,7 @@ def test_what_a_call_returns_is_told_to_the_model(
     assert dialogue.messages[-1] == {"role": "assistant", "content": "It is done."}
 
 
-def test_two_calls_of_a_turn_run_while_the_model_is_free(
-    code: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_calls_of_a_turn_run_in_parallel(code: str, tokenizer: PreTrainedTokenizerFast) -> None:
     tools = tools_of(tokenizer, f"{code}:multiply", f"{code}:waits")
     dialogue = Dialogue(tools, [1], [], None)
     wait = dialogue.reply(said(tokenizer, calls(("waits", {}), ("multiply", {"a": 2, "b": 3}))))
@@ -232,9 +230,7 @@ def test_a_file_that_exits_is_a_file_that_fails(tmp_path: Path) -> None:
         UserCode().load(f"{tmp_path}/exits.py:grade")
 
 
-def test_half_of_a_character_is_told_with_a_mark_in_its_place(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_half_a_character_is_replaced(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     file = tmp_path / "half.py"
     file.write_text("def half() -> str:\n    'Cut a text.'\n    return 'a' + chr(0xD83D)\n")
     dialogue = Dialogue(tools_of(tokenizer, f"{file}:half"), [1], [], None)
@@ -410,9 +406,7 @@ def test_a_resumed_run_with_tools_ends_with_the_same_bits(done: Finished, tmp_pa
         file.write_text(CODE)
 
 
-def test_strangers_tools_are_not_run(
-    done: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_foreign_tools(done: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = done.folder.parent / "tools.py"
     file.write_text("raise SystemExit('it ran')")
     try:
@@ -443,9 +437,7 @@ def test_rewards_get_the_dialogue(tmp_path: Path, model_folder: Path, patched: A
     assert max(one.reward for one in rolled.answers) > 10
 
 
-def test_an_environment_that_fails_ends_the_run(
-    tmp_path: Path, model_folder: Path, patched: Any
-) -> None:
+def test_a_failed_environment_ends_it(tmp_path: Path, model_folder: Path, patched: Any) -> None:
     asked = spec(tmp_path, model_folder, environment=f"{tmp_path}/tools.py:Counter")
     file = tmp_path / "tools.py"
     file.write_text(CODE.replace("self.calls = 0", "self.calls = 0\n        {}[word]"))
@@ -456,9 +448,7 @@ def test_an_environment_that_fails_ends_the_run(
         finished(asked, overwrite=True)
 
 
-def test_a_template_that_rewrites_the_past_is_refused(
-    code: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_rewritten_turns_are_refused(code: str, tokenizer: PreTrainedTokenizerFast) -> None:
     strips = CHATML.replace(
         "{%- if message.content %}", "{%- if message.content and (loop.last or loop.first) %}"
     ).replace(

@@ -96,7 +96,7 @@ def test_loss_and_gradient_are_the_formulas(
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)  # float32 against float64
 
 
-def test_kto_is_its_formula(
+def test_kto_matches_its_formula(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     adapter = moved_adapter(llama)

@@ -124,9 +124,7 @@ def test_other_rows_another_base_and_a_damaged_file_are_asked_about_again(
 
 
 @pytest.mark.parametrize("loss", ["orpo", "kto"])
-def test_a_run_learns_to_prefer_and_eval_says_so(
-    loss: str, told: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_run_learns_preferences(loss: str, told: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "train.jsonl"
     (write_verdicts if loss == "kto" else write_pairs)(file)
     train = {"max_steps": 12, "save_every": None, "batch_size": 5, "gradient_accumulation": 1}
@@ -165,7 +163,7 @@ class TestGoingOnWithAnAdapter:
         half = second.resumed(tmp_path / "half", "step-4")
         assert (half.folder / WEIGHTS).read_bytes() == (second.folder / WEIGHTS).read_bytes()
 
-    def test_another_task_takes_it_up(
+    def test_another_task_continues_the_adapter(
         self, done: Finished, told: dict[str, Any], tmp_path: Path
     ) -> None:
         rows = [{"prompt": "the dog ", "completion": "and the fox"}] * 4
