@@ -54,9 +54,7 @@ def test_conflicting_settings_are_refused_at_load(told: str, sections: dict[str,
 
 
 @pytest.mark.parametrize(("told", "train", "wrong", "right"), LAUNCHED)
-def test_what_depends_on_the_processes_is_refused_where_they_are(
-    told: str, train: dict[str, Any], wrong: int, right: int
-) -> None:
+def test_rank_settings_refused(told: str, train: dict[str, Any], wrong: int, right: int) -> None:
     asked = recipe(train=train)
     check_settings(asked, right)
     with pytest.raises(ConfigError, match=told):

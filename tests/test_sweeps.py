@@ -132,7 +132,7 @@ def test_the_best_member_is_copied_and_all_are_told(base: Path, tmp_path: Path) 
     assert [row[0] for row in table.rows] == [best.name, other.name]
 
 
-def test_the_base_is_loaded_once_and_equal_rows_are_encoded_once(
+def test_the_base_loads_once_and_equal_rows_are_encoded_once(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

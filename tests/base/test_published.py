@@ -507,9 +507,7 @@ def test_four_bits_are_not_rounded_again(tmp_path: Path) -> None:
         (lambda own: {k: v for k, v in own.items() if k != "qzeros"}, "no 'qzeros'"),
     ],
 )
-def test_tensors_that_do_not_belong_together_are_refused(
-    change: Callable[[Tensors], Tensors], told: str, tmp_path: Path
-) -> None:
+def test_mismatched_fail(change: Callable[[Tensors], Tensors], told: str, tmp_path: Path) -> None:
     write(tmp_path, "awq")
     path = tmp_path / "model.safetensors"
     tensors, stem = safetensors.torch.load_file(path), "model.layers.0.mlp.up_proj."

@@ -25,7 +25,7 @@ def shape(monkeypatch: pytest.MonkeyPatch) -> shapes.Shape:
 
 
 @pytest.mark.slow
-def test_products_are_those_of_the_shape_and_the_card_waits_once(
+def test_matmuls_match_the_shape_and_wait_once(
     shape: shapes.Shape, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "figures.json"

@@ -58,7 +58,7 @@ def test_a_table_has_medians_and_ratios(tmp_path: Path, capsys: pytest.CaptureFi
         ({"failed": "out of memory"}, "out of memory"),
     ],
 )
-def test_no_speed_is_told_of_a_run_that_cannot_be_compared(
+def test_an_incomparable_run_has_no_speed(
     theirs: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert tell(settings(), ROWS, {"ours": [run(2.0, [2.0, 1.0])], "trl": [theirs]}) == 1

@@ -148,7 +148,7 @@ def fails_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 @pytest.mark.parametrize(
     ("error", "code"), [(DataError("no rows.", fix="Add some."), 2), (RunError("NaN."), 1)]
 )
-def test_an_error_of_ours_has_its_code_and_no_traceback(
+def test_an_error_of_ours_has_its_exit_code_and_no_traceback(
     error: Exception, code: int, peftkit: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fails_with(monkeypatch, error)
@@ -156,7 +156,7 @@ def test_an_error_of_ours_has_its_code_and_no_traceback(
     assert done == (code, "", f"{type(error).__name__}: {error}\n")
 
 
-def test_an_unknown_error_is_one_message_and_a_traceback_in_a_file(
+def test_an_unknown_error_is_one_message_and_a_logged_traceback(
     peftkit: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("PEFTKIT_DEBUG", raising=False)
@@ -257,7 +257,7 @@ def test_schema_is_a_json_schema_of_the_recipe(peftkit: Run) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["train", "check"])
-def test_what_is_no_recipe_is_named_with_the_command_for_it(
+def test_a_file_that_is_no_recipe_is_named_with_its_command(
     command: str, name: str, text: str, fix: str, peftkit: Run, tmp_path: Path
 ) -> None:
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

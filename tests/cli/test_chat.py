@@ -96,7 +96,7 @@ def test_compare_lets_all_answer(
     assert "nothing to compare" in done.err
 
 
-def test_the_conversation_goes_on_with_the_current_ones_answer(
+def test_the_conversation_continues_from_the_current_adapter_s_reply(
     two: dict[str, Path], answers: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     from peftkit_cli.conversation import Conversation
@@ -124,7 +124,7 @@ def test_the_conversation_goes_on_with_the_current_ones_answer(
         (["--adapter", "a={json}x"], "Did you mean 'json'?"),
     ],
 )
-def test_what_is_wrong_is_told_with_exit_code_2(
+def test_wrong_usage_exits_with_2(
     args: list[str], message: str, two: dict[str, Path], peftkit: Run
 ) -> None:
     done = peftkit("chat", *(arg.format(**two) for arg in args))

@@ -81,9 +81,7 @@ def told(bank: AdapterBank, file: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     return make
 
 
-def test_a_call_is_run_and_the_model_goes_on_from_its_result(
-    told: Callable[..., Told], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_call_is_run(told: Callable[..., Told], capsys: pytest.CaptureFixture[str]) -> None:
     chat = told()
     assert chat.answer(CALL, "It is 42.")[2:] == ["42", "It is 42."]
     assert "double" in chat.prompts[0]

@@ -41,7 +41,7 @@ def questions(tmp_path: Path) -> str:
     return "asked.jsonl"
 
 
-def test_it_writes_its_recipe_trains_and_tells_what_was_reached(
+def test_it_writes_its_recipe_trains_and_reports(
     prompt: Path, questions: str, peftkit: Run, model_folder: Path
 ) -> None:
     more = ("--data", questions, "--base", model_folder, "--out", "out", *FEW)
@@ -57,16 +57,14 @@ def test_it_writes_its_recipe_trains_and_tells_what_was_reached(
     assert peftkit("generate", "out", "--prompt", "what?", "--max-new-tokens", 2).code == 0
 
 
-def test_questions_that_are_not_there_are_told_before_anything_is_loaded(
-    prompt: Path, questions: str, peftkit: Run
-) -> None:
+def test_missing_questions_are_reported_early(prompt: Path, questions: str, peftkit: Run) -> None:
     done = peftkit("distill", prompt, "--data", "ask.jsonl", "--base", "nowhere", "--out", "out")
     assert done.code == 2
     assert questions in done.err
     assert not Path("out").exists()
 
 
-def test_without_questions_the_base_makes_some_and_shows_them(
+def test_without_questions_the_base_generates_some_and_prints_them(
     prompt: Path, peftkit: Run, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(make_rows, "MAX_TOKENS", 24)  # a base of random weights rambles
@@ -83,7 +81,7 @@ def test_without_questions_the_base_makes_some_and_shows_them(
     [("", "is empty"), ("## User\nOne?\n", "user follows user")],
     ids=["empty", "no answer"],
 )
-def test_a_prompt_that_is_of_no_use_is_told_before_anything_is_loaded(
+def test_an_unusable_prompt_is_reported_before_loading(
     text: str, message: str, prompt: Path, questions: str, peftkit: Run
 ) -> None:
     prompt.write_text(text)

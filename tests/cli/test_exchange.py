@@ -68,7 +68,7 @@ def test_an_import_takes_the_base_that_the_adapter_names(peftkit: Run, tmp_path:
     assert "--base MODEL" in refused.err
 
 
-def test_a_pickle_is_refused_with_the_line_that_reads_its_tensors_alone(
+def test_a_pickle_error_names_a_safe_load(
     adapter: Path, peftkit: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = adapter.rename("pickled").resolve()
@@ -123,7 +123,7 @@ def test_a_taken_place_is_left_alone_without_force(adapter: Path, peftkit: Run) 
         (("chat", "me/x"), "there is no folder 'me/x' here, and the adapter me/x cannot be had"),
     ],
 )
-def test_bad_input_is_one_message_and_exit_code_2(
+def test_bad_input_exits_2(
     args: tuple[str, ...], message: str, adapter: Path, peftkit: Run
 ) -> None:
     done = peftkit(*args)

@@ -197,7 +197,7 @@ def test_mlx_lm(peftkit: Run, tmp_path: Path) -> None:
         ({"prompt": "Frage", "response": "Antwort"}, ["dataset_info.mine.columns", "template"]),
     ],
 )
-def test_columns_that_are_recognised_are_not_called_lost(
+def test_recognised_columns_are_not_reported_as_lost(
     columns: dict[str, str], lost: list[str], peftkit: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "data").mkdir()

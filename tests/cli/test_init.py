@@ -101,7 +101,7 @@ def test_bad_answers_are_named(
     assert not (tmp_path / "recipe.yaml").exists()
 
 
-def test_the_questions_name_what_the_rows_suit_first(
+def test_questions_suggest_the_task_of_the_rows(
     peftkit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"anchor": "a", "positive": "b"}] * 120)

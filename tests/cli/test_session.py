@@ -295,7 +295,7 @@ def test_wrong_input_is_told_with_exit_code_2(wrong: str, project: Path, peftkit
 
 
 @pytest.mark.parametrize(("command", "out"), [("train", "eval.jsonl/run"), ("check", "eval.jsonl")])
-def test_an_output_folder_that_cannot_be_is_told_before_the_base_is_loaded(
+def test_an_invalid_output_folder_is_reported_before_loading(
     out: str, command: str, project: Path, peftkit: Run
 ) -> None:
     before = (project / "eval.jsonl").read_bytes()

@@ -121,7 +121,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 TURN = "<|im_start|>system\n"
 
 
-def test_chat_begins_with_the_system_prompt_of_training_until_another_is_given(
+def test_chat_starts_with_the_training_prompt(
     adapter: Path, peftkit: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = sent(monkeypatch)

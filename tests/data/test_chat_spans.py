@@ -166,9 +166,7 @@ def learnt(tokenizer: Any, row: Row) -> list[str]:
         ("endless", [" the dog\n", A2 + "<|im_end|>"]),
     ],
 )
-def test_the_assistants_turns_and_their_ends_are_learnt_and_nothing_else(
-    tokenizer: Any, name: str, spans: list[str]
-) -> None:
+def test_only_assistant_turns_are_targets(tokenizer: Any, name: str, spans: list[str]) -> None:
     custom = with_template(tokenizer, TEMPLATES[name])
     row = encoded(custom, {"messages": messages(TURNS)})
     assert learnt(custom, row) == spans

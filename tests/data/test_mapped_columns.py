@@ -82,7 +82,7 @@ STANFORD = "### Instruction:\nwhy?\n\n### Response:\nso"
 
 
 @pytest.mark.parametrize(("text", "mark"), [(CHATML, "<|im_start|>user"), (STANFORD, "###")])
-def test_texts_that_hold_turns_are_told_before_they_are_learnt_whole(
+def test_texts_that_contain_turns_are_reported(
     text: str, mark: str, llama: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "texts.jsonl"

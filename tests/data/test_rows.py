@@ -148,7 +148,7 @@ def test_numbers_and_lists_have_the_digest_of_what_is_read_back(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["csv", "json", "folder"])
-def test_rows_of_any_file_are_encoded_in_processes_and_once(
+def test_rows_of_any_file_are_encoded_once_by_processes(
     kind: str, tmp_path: Path, encoder: DocumentEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import datasets
@@ -221,7 +221,7 @@ def _is_alive(process: int) -> bool:
         return False
 
 
-def test_a_killed_process_is_one_message(
+def test_a_killed_worker_process_is_one_message(
     tmp_path: Path, encoder: DocumentEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DocumentEncoder, "read", lambda *args: os._exit(9))

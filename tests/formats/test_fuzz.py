@@ -184,7 +184,7 @@ def test_a_mutated_json_file_is_an_object_or_a_typed_error(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("made_here", [True, False], ids=["with our notes", "PEFT's files alone"])
-def test_a_mutated_folder_loads_equal_or_is_a_typed_error(
+def test_mutated_folders_fail_typed(
     llama: PreTrainedModel, tmp_path: Path, made_here: bool
 ) -> None:
     adapter = attach(llama, LoRA(rank=2, alpha=4, targets=("q", "down"), rank_pattern={"q": 3}))

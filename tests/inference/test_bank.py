@@ -228,9 +228,7 @@ def test_adapters_move_but_are_not_in_the_state_dict(bank: AdapterBank, model: n
 # ------------------------------------------------------------------- add and drop
 
 
-def test_adapters_come_and_go_while_others_are_in_use(
-    bank: AdapterBank, model: nn.Module, paths: dict[str, Path]
-) -> None:
+def test_adapters_come_and_go(bank: AdapterBank, model: nn.Module, paths: dict[str, Path]) -> None:
     ids = some_ids(2)
     rows: list[str | None] = ["rslora", "ffn"]
     bank.drop("plain")
@@ -302,9 +300,7 @@ def test_an_adapter_of_other_weights_needs_force(model: nn.Module, tmp_path: Pat
     assert AdapterBank(base, {"a": path}, force=True).names == ("a",)
 
 
-def test_what_does_not_fit_is_listed_and_leaves_the_base_bare(
-    model: nn.Module, paths: dict[str, Path], tmp_path: Path
-) -> None:
+def test_misfits_are_listed(model: nn.Module, paths: dict[str, Path], tmp_path: Path) -> None:
     other = FAMILIES["gpt2"]()
     foreign = write_adapter(other, METHODS["plain"], tmp_path / "foreign", 0)
     modules = list(model.modules())
@@ -337,7 +333,7 @@ def test_a_reused_name_serves_its_new_adapter(llama: Any, tokenizer: Any, tmp_pa
     assert before[0][0].ids != right.ids
 
 
-def test_an_adapter_that_learnt_over_other_bits_is_told(
+def test_training_over_other_bits_is_reported(
     llama: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = {}

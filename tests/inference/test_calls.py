@@ -140,9 +140,7 @@ CODER_SHIPPED = shipped(
 @pytest.mark.parametrize(
     ("template", "response"), [(OWN, OWN_SHIPPED), (TEMPLATES["coder"], CODER_SHIPPED)]
 )
-def test_what_a_tokenizer_ships_to_read_its_calls_comes_first(
-    template: str, response: dict[str, Any], tokenizer: Any
-) -> None:
+def test_tokenizer_schemas_win(template: str, response: dict[str, Any], tokenizer: Any) -> None:
     pytest.importorskip("transformers.utils.chat_parsing", reason="transformers before 5.13")
     render = renderer(tokenizer, template)
     form = format_of(render, response)
@@ -214,7 +212,7 @@ GOOD = '<tool_call>\n{"name": "f", "arguments": {"t": "</tool_call> <tool"}}\n</
         ("none", "<think>hm</think>the <tool_call>{}", "the <tool_call>{}", "hm", 0),
     ],
 )  # fmt: skip
-def test_text_reasoning_and_calls_are_told_apart(
+def test_text_reasoning_and_calls_are_separated(
     name: str, text: str, said: str | None, thought: str, num_calls: int
 ) -> None:
     found = (

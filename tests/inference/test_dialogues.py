@@ -85,7 +85,7 @@ def test_turns_are_those_of_single_requests(
     assert answers(llama, tokenizer, seeds=None)[0][0].num_learnt > 0
 
 
-def test_a_row_that_waits_goes_on_from_its_cache(
+def test_a_waiting_row_resumes(
     llama: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[int] = []
@@ -106,7 +106,7 @@ def test_a_row_that_waits_goes_on_from_its_cache(
     assert sum(computed) > 2 * with_cache
 
 
-def test_what_is_kept_is_dropped_where_memory_is_short(
+def test_caches_are_dropped_if_memory_is_short(
     llama: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines: list[Any] = []

@@ -18,9 +18,7 @@ from tests.helpers.generation import greedy_tokens
 PROMPTS = [[9, 41, 77, 130], [55], [201, 33, 8, 99, 120, 61, 340], [17, 18]]
 
 
-def test_greedy_is_the_likeliest_token_each_time_in_any_batch(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_greedy_is_argmax(llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     for batch_size in (1, 3, 8):
         completions = generate_ids(
             llama, tokenizer, PROMPTS, max_new_tokens=9, batch_size=batch_size
@@ -36,9 +34,7 @@ def always(model: PreTrainedModel, token: int) -> None:
     head.bias.data[token] = 1e4
 
 
-def test_an_answer_ends_at_any_end_token_and_leaves_it_out(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_any_eos_ends_a_reply(llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     for token, ends in (
         (EOS, {}),
         (200, {"model": [199, 200]}),
@@ -53,9 +49,7 @@ def test_an_answer_ends_at_any_end_token_and_leaves_it_out(
     assert generate_ids(llama, tokenizer, PROMPTS, max_new_tokens=5) == [[200] * 5] * 4
 
 
-def test_a_seed_repeats_and_leaves_the_generators_alone(
-    llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_seed_repeats_a_text(llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     def sample(seed: int) -> list[list[int]]:
         return generate_ids(
             llama, tokenizer, PROMPTS, max_new_tokens=12, temperature=1.0, seed=seed
@@ -127,7 +121,7 @@ def test_what_cannot_be_done_is_told(
         call(llama, tokenizer)
 
 
-def test_a_text_is_asked_through_the_chat_template_unless_the_style_says_otherwise(
+def test_a_text_uses_the_chat_template(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     def answer_to(text: str) -> str:

@@ -189,7 +189,7 @@ def test_peft_reads_it_and_merges(case: Case, run_folder: Path, data: Path, tmp_
 
 
 @SOUNDS
-def test_a_resumed_run_ends_as_one_never_stopped(
+def test_a_resumed_run_ends_equal(
     case: Case, base_folder: Path, data: Path, run_folder: Path, tmp_path: Path
 ) -> None:
     half = tmp_path / "half"

@@ -41,7 +41,7 @@ def groups_of(model: nn.Module) -> set[bool | None]:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama", "nf4"), ("qwen3_moe", "none")])
-def test_layers_that_are_ready_say_what_they_say_alone(
+def test_prepared_layers_compute_the_same(
     name: str, kind: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model: Any = MODELS[name]().eval()

@@ -130,7 +130,7 @@ def test_a_model_that_waits_for_the_host_is_not_recorded(caplog: pytest.LogCaptu
         ((12, 0), torch.bfloat16, False),
     ],
 )
-def test_experts_are_recorded_only_where_their_products_ask_nobody(
+def test_experts_are_recorded_only_without_waits(
     capability: tuple[int, int], dtype: torch.dtype, is_recorded: bool
 ) -> None:
     model: Any = FAMILIES["mixtral"]().eval().to(dtype)
@@ -152,7 +152,7 @@ class Capture:
         raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
 
-def test_a_recording_that_fails_leaves_the_thread_on_its_stream(
+def test_a_failed_recording_restores_the_stream(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model: Any = FAMILIES["llama"]().eval()

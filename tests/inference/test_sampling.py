@@ -75,9 +75,7 @@ def test_a_row_is_drawn_alike_whatever_the_others_ask_for(spread: float) -> None
         (Sampling(temperature=1.0, top_p=0.9), FLAT, 1, True),
     ],
 )
-def test_a_card_sorts_all_tokens_only_where_the_likeliest_are_too_few(
-    asked: Sampling, spread: float, num_waits: int, sorts: bool
-) -> None:
+def test_full_sorts_if_needed(asked: Sampling, spread: float, num_waits: int, sorts: bool) -> None:
     with simulated() as card:
         values = logits(spread, 2).to("cuda")
         table = SamplingTable([asked, asked], [1, 2], [4, 4], "cuda")

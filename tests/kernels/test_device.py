@@ -66,7 +66,7 @@ def test_without_a_gpu_all_is_the_cpu_s() -> None:
     assert device_name(torch.device("cpu"), 2) == "2 x cpu"
 
 
-def test_auto_is_bf16_where_the_cpu_multiplies_in_it(
+def test_auto_is_bf16_on_a_cpu_with_bf16_units(
     bf16_units: bool, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast = torch.bfloat16 if bf16_units else torch.float32
@@ -123,9 +123,7 @@ def test_generators_of_the_cpu_are_as_before() -> None:
 
 
 @pytest.mark.parametrize("way", ["recompute", "offload"])
-def test_a_block_computed_again_on_a_mac_drops_what_it_dropped_before(
-    way: Activations, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropout_repeats_on_a_mac(way: Activations, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch sets back the generators of the CPU and of CUDA, not that of MPS."""
     generator = torch.Generator().manual_seed(1)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)

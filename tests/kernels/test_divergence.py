@@ -61,7 +61,7 @@ def test_a_teacher_that_equals_the_student_is_at_zero(divergence: Divergence) ->
 
 
 @of_each
-def test_chunks_give_hidden_rows_the_gradient_of_the_whole(
+def test_chunks_give_the_gradient_of_the_whole(
     divergence: Divergence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_small_chunks(monkeypatch)

@@ -196,7 +196,7 @@ def test_bitsandbytes_is_never_asked_for_more_values_than_it_counts(kind: str) -
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "fp8"])
 @pytest.mark.parametrize("shape", [(3, 16, 128), (5, 7, 192)])
-def test_values_unpacked_in_parts_are_the_same(
+def test_unpacking_in_chunks_is_exact(
     kind: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import_bitsandbytes()

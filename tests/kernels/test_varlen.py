@@ -44,7 +44,7 @@ def alone(inputs: list[Tensor], document: list[int], *, causal: bool, window: in
 
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 3), (True, 1), (False, None)])
 @pytest.mark.parametrize("documents", [APART, SHARED], ids=["apart", "shared"])
-def test_each_document_is_attended_to_as_it_is_alone(
+def test_each_document_attends_only_to_itself(
     documents: list[list[int]], causal: bool, window: int | None
 ) -> None:
     if not causal and documents is SHARED:

@@ -238,7 +238,7 @@ def test_a_lossy_method_keeps_to_its_rank_and_tells_its_error(rule: str, folders
         (BASE, replace(BASE, task_type="SEQ_CLS"), "for different tasks\n.*CAUSAL_LM\n.*SEQ_CLS"),
     ],
 )
-def test_adapters_that_do_not_belong_together_are_refused(
+def test_foreign_adapters_are_errors(
     one: Provenance, other: Provenance, message: str, folders: Folders
 ) -> None:
     folders.save("a", adapter(1), one)

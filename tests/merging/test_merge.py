@@ -303,9 +303,7 @@ def test_what_is_read_from_is_never_written_to(saved: Saver, which: str) -> None
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_space_is_looked_for_before_anything_is_written(
-    saved: Saver, whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_space_is_checked_first(saved: Saver, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     saved()
     if whole:
         monkeypatch.setattr("peftkit.merging.merge.changes_of", lambda *args: None)

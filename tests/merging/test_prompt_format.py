@@ -87,9 +87,7 @@ def test_files_that_transformers_prefers_do_not_hide_the_template(tmp_path: Path
     ("kind", "words", "frame"),
     [("alpaca", "style alpaca", ALPACA.format("QUESTION")), ("plain", "style plain", "")],
 )
-def test_formats_without_a_template_are_named_with_their_frame(
-    saved: Saver, kind: StyleName, words: str, frame: str
-) -> None:
+def test_formats_have_their_frame(saved: Saver, kind: StyleName, words: str, frame: str) -> None:
     saved()
     set_style(saved, Style(kind))
     events: list[Event] = []

@@ -119,7 +119,7 @@ def test_gradients_of_a_group_match_finite_differences(with_bias: bool, dropped:
         torch.testing.assert_close(output, expected + bias if with_bias else expected)
 
 
-def test_the_last_product_with_a_base_is_not_made_again_when_a_block_is_recomputed(
+def test_recomputation_skips_the_last_base_product(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)

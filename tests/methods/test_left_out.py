@@ -79,7 +79,7 @@ def test_towers_are_left_out_where_no_targets_are_named() -> None:
         ({"train_fully": ["lm_haed"]}, "Did you mean 'lm_head'"),
     ],
 )
-def test_a_recipes_targets_are_checked_before_weights_are_read(
+def test_targets_are_checked_before_loading(
     method: dict[str, Any], found: str, tmp_path: Path
 ) -> None:
     model = FAMILIES["llama"]()

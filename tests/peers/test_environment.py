@@ -17,7 +17,7 @@ def test_an_answer_is_found_among_what_a_program_says_before_and_after_it() -> N
         answer_in("loading\n")
 
 
-def test_a_program_without_its_environment_is_told_with_the_command_that_makes_it(
+def test_a_missing_environment_names_its_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PEFTKIT_PEERS", str(tmp_path))

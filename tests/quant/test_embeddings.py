@@ -57,7 +57,7 @@ def opened(folder: Path, embeddings: str, **more: Any) -> Any:
 
 @pytest.mark.parametrize("double_quant", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_and_pieces_are_those_of_the_whole_matrix_to_the_bit(
+def test_rows_and_slices_match_the_whole_matrix_bit_for_bit(
     kind: str, double_quant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = torch.randn(1030, 128)
@@ -107,7 +107,7 @@ def test_model_says_what_it_says_with_the_dequantised_tables(folder: Path, kind:
     ],
 )
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_every_use_of_a_shared_table_reads_the_packed_one(
+def test_shared_tables_are_packed(
     family: str, purpose: Purpose, dtype: str, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)

@@ -105,7 +105,7 @@ def test_tampered_scaling_is_refused(file: str, command: Any, saved: Path, tmp_p
 
 
 @pytest.mark.parametrize("field", ["prompt_style", "loading", START])
-def test_what_prompts_and_comparisons_depend_on_is_held_against_its_hash(
+def test_prompts_and_templates_are_hashed(
     field: str, saved_once: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     base = load_base(str(model_folder), dtype="fp32")
@@ -204,7 +204,7 @@ IMPORTS: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("fields", IMPORTS, ids=lambda fields: next(iter(fields)))
 @pytest.mark.parametrize("with_notes", [True, False])
-def test_nothing_that_a_config_names_is_imported(
+def test_a_config_never_causes_an_import(
     fields: dict[str, Any], with_notes: bool, saved: Path, canary: Path
 ) -> None:
     change_json(saved / CONFIG, **fields)
@@ -286,9 +286,7 @@ def test_no_name_in_a_folder_leads_out_of_it(saved: Path, tmp_path: Path, peftki
         open_adapter(saved)
 
 
-def test_without_our_notes_another_base_is_still_known_by_the_tensor_file(
-    saved: Path, tmp_path: Path, model_folder: Path
-) -> None:
+def test_tensor_hashes_detect_another_base(saved: Path, tmp_path: Path, model_folder: Path) -> None:
     (saved / NOTES).unlink()
     open_adapter(saved)
     other = tmp_path / "other"

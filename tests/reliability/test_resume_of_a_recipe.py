@@ -119,7 +119,7 @@ def test_every_changed_setting_is_listed_at_once(with_bos: Recipe) -> None:
     assert "method.rank: 2 -> 4" in lines
 
 
-def test_changed_settings_are_refused_before_the_base_is_loaded(
+def test_changed_settings_are_refused_early(
     with_bos: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def loads(*_: object, **__: object) -> None:
@@ -145,7 +145,7 @@ def test_a_refused_resume_changes_nothing(with_bos: Recipe, tmp_path: Path) -> N
     assert after == before
 
 
-def test_the_command_line_names_what_was_skipped_and_ends_where_the_whole_run_does(
+def test_the_cli_names_skipped_checkpoints(
     with_bos: Recipe, recipe_file: Path, tmp_path: Path, peftkit: Run
 ) -> None:
     whole = tmp_path / "whole"
@@ -161,7 +161,7 @@ def test_the_command_line_names_what_was_skipped_and_ends_where_the_whole_run_do
     assert (tmp_path / "run" / TENSORS).read_bytes() == (whole / TENSORS).read_bytes()
 
 
-def test_without_a_part_of_the_state_there_is_no_exact_resume(
+def test_resuming_needs_the_whole_state(
     with_bos: Recipe, recipe_file: Path, tmp_path: Path, peftkit: Run
 ) -> None:
     """The scheduler is a function of the step, which is in state.json."""

@@ -92,7 +92,7 @@ def test_an_error_without_a_signal_stays_what_it_is() -> None:
         raise BaseError("no signal came")
 
 
-def test_a_signal_while_the_adapter_is_written_waits_until_it_is(
+def test_a_signal_waits_for_the_adapter(
     asked: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     number, save = signal.SIGTERM, AdapterFolder.save

@@ -32,7 +32,7 @@ def notices(events: list[Event]) -> list[str]:
     return [event.text for event in events if isinstance(event, Notice)]
 
 
-def test_a_card_that_cannot_be_made_costs_one_notice(
+def test_a_failed_model_card_is_one_notice(
     asked: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RunRecord, "card", fail)
@@ -67,7 +67,7 @@ def test_an_unwritable_adapter_is_saved_by_resuming(asked: Recipe, tmp_path: Pat
 
 
 @pytest.mark.parametrize("screen", ["closed", "full"])
-def test_a_screen_that_goes_away_costs_only_what_it_would_have_shown(
+def test_a_lost_screen_loses_nothing(
     screen: str, asked: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if screen == "full":
@@ -93,7 +93,7 @@ def train_slowly(path: str) -> None:
 
 
 @pytest.mark.parametrize("moment", range(int(os.environ.get("PEFTKIT_KILLS", "1"))))
-def test_a_recipe_killed_at_any_moment_ends_with_the_same_adapter(
+def test_a_killed_recipe_ends_equal(
     moment: int, recipe_file: Path, asked: Recipe, tmp_path: Path
 ) -> None:
     """PEFTKIT_KILLS=50 pytest tests/reliability -k killed: for longer."""

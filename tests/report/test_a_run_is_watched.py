@@ -121,9 +121,7 @@ def test_memory_that_runs_out_while_it_generates_halves_the_prompts_at_once(
 
 
 @pytest.mark.parametrize("prompt", ["", "yes " * 5000])
-def test_a_prompt_that_cannot_be_read_is_refused_before_training(
-    settings: dict[str, Any], tmp_path: Path, prompt: str
-) -> None:
+def test_bad_prompts_are_refused(settings: dict[str, Any], tmp_path: Path, prompt: str) -> None:
     settings["data"]["packing"] = False
     rows = json.dumps({"prompt": "a", "completion": "b"}) + "\n"  # asked as they stand
     for name in ("train", "eval"):

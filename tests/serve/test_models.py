@@ -41,7 +41,7 @@ def ask(client: TestClient, model: str, **headers: str) -> Any:
     return client.post("/v1/completions", json=body, headers=headers)
 
 
-def test_a_published_adapter_answers_its_owner_alone_and_after_a_restart(
+def test_published_adapters_belong_to_an_owner(
     llama: Any, tokenizer: Any, folder: Path, tmp_path: Path
 ) -> None:
     store = Store(tmp_path / "state")
@@ -66,7 +66,7 @@ def test_a_published_adapter_answers_its_owner_alone_and_after_a_restart(
         assert client.get("/v1/models").status_code == 401
 
 
-def test_adapters_that_were_published_without_their_inner_name_as_parent_are_found(
+def test_published_adapters_are_found_by_id(
     llama: Any, tokenizer: Any, folder: Path, tmp_path: Path
 ) -> None:
     store, bank = Store(tmp_path / "state"), AdapterBank(tiny_base(llama, tokenizer))

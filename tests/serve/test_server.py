@@ -60,7 +60,7 @@ def test_a_second_signal_does_not_wait_for_a_step(monkeypatch: pytest.MonkeyPatc
     asyncio.run(ends())
 
 
-def test_adapters_beside_a_base_that_trains_are_checked_as_others(
+def test_training_servers_check_adapters(
     llama: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "load_base", lambda *_, **__: tiny_base(llama, tokenizer))

@@ -69,9 +69,7 @@ def test_prompts_wait_for_an_earlier_operation_and_its_failure(bank: AdapterBank
     assert worker.num_waiting == 0
 
 
-def test_the_base_is_as_it_was_when_an_operation_has_its_result(
-    bank: AdapterBank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_operation_restores_the_base(bank: AdapterBank, monkeypatch: pytest.MonkeyPatch) -> None:
     is_bare, plain = threading.Event(), bank.lifted
 
     @contextmanager

@@ -138,9 +138,7 @@ def call(device: str, key_heads: int, mask: Any = None) -> Call:
     ("capability", "key_heads", "name"),
     [((7, 5), 2, "sdpa, heads repeated"), ((7, 5), 4, "sdpa"), ((8, 0), 2, "sdpa")],
 )
-def test_grouped_heads_are_repeated_where_no_fast_kernel_takes_them(
-    capability: tuple[int, int], key_heads: int, name: str
-) -> None:
+def test_slow_kernels_repeat_heads(capability: tuple[int, int], key_heads: int, name: str) -> None:
     expected = KERNELS[-1].run(call("cpu", key_heads))
     with simulated(Card(capability=capability)):
         asked = call("cuda", key_heads)

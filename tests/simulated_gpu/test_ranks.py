@@ -127,7 +127,7 @@ def test_the_precision_that_the_launcher_was_told_is_in_the_header(
 
 
 @pytest.mark.parametrize(("rank", "cards", "number"), [(0, 1, 0), (3, 1, 0), (3, 4, 3), (5, 4, 1)])
-def test_a_process_takes_the_card_that_accelerate_gives_it(
+def test_each_rank_uses_its_card_of_accelerate(
     rank: int, cards: int, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under Slurm and Kubernetes each process may see one card alone."""

@@ -109,9 +109,7 @@ def test_merging_verifies_in_float32_where_there_is_room(
         assert merged.agreement.max_difference < 1e-4
 
 
-def test_a_wrong_merge_is_found_on_a_small_card_too(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_cards_verify(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = LoRALinear.merged_weight
     monkeypatch.setattr(LoRALinear, "merged_weight", lambda *args: 2 * args[1] - right(*args))
     monkeypatch.setattr("peftkit.merging.verify.FLOAT32_ROOM", 1e9)
@@ -164,7 +162,7 @@ def test_a_merge_of_two_large_models_runs_on_the_cpu(trained: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["none", pytest.param("nf4", marks=pytest.mark.slow)])
-def test_base_that_the_card_cannot_hold_is_one_error_and_nothing_stays(
+def test_a_base_too_large_for_the_card_is_one_error(
     model_folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # transformers' reserves memory first, and asks for less than none on a card so small

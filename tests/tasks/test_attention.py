@@ -33,9 +33,7 @@ def trained(model: nn.Module, mask: Tensor) -> tuple[Tensor, list[Tensor]]:
     ("family", "padded"),
     [("llama", False), ("bert", False), *((name, True) for name in FAMILIES + VALUES_APART)],
 )
-def test_loss_and_gradients_are_those_of_torchs_attention(
-    family: str, padded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loss_matches_torch(family: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = {**ARCHITECTURES, **FURTHER}[family]()
     model.eval()  # dropout would go to torch's attention; gradients are asked for all the same

@@ -105,9 +105,7 @@ def test_every_row_is_counted(tmp_path: Path, task: Build, events: list[Event]) 
     assert any(isinstance(event, Progress) for event in events)
 
 
-def test_dropping_more_than_was_allowed_is_an_error_that_names_the_rows(
-    tmp_path: Path, task: Build, events: list[Event]
-) -> None:
+def test_too_many_dropped_rows_are_named(tmp_path: Path, task: Build, events: list[Event]) -> None:
     rows = [said("the fox", "the dog")] * 8 + [said("the fox", "")] + [said("a " * 99, "b")]
     where = write(tmp_path / "a.jsonl", *rows)
     with pytest.raises(DataError) as caught:
@@ -143,7 +141,7 @@ def test_load_packs_and_logs_the_fill(tmp_path: Path, task: Build, events: list[
     assert notices[-1].startswith(f"Packed 9 documents into {len(packed)} rows of up to 64 tokens")
 
 
-def test_the_last_answer_and_its_prompt_are_what_generation_gives(
+def test_the_last_turn_matches_generation(
     tmp_path: Path, task: Build, tokenizer: Tokenizer
 ) -> None:
     maker = task()
@@ -154,7 +152,7 @@ def test_the_last_answer_and_its_prompt_are_what_generation_gives(
     assert prompt == prompt_ids(tokenizer, turns[:3], maker.rows.style)
 
 
-def test_the_end_of_turn_is_learnt_though_it_pads_too(
+def test_eos_is_a_target_even_as_padding(
     tmp_path: Path, llama: PreTrainedModel, tokenizer: Tokenizer
 ) -> None:
     own = copy.deepcopy(tokenizer)

@@ -146,7 +146,7 @@ def test_attention_dropout_excludes_spans(calls: Counter[str], tokenizer: Tokeni
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_causal_documents_in_rows_of_their_own_need_no_mask(
+def test_causal_documents_in_separate_rows_need_no_mask(
     name: str, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
 ) -> None:
     masks: list[Tensor | None] = []

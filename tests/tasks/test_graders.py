@@ -381,9 +381,7 @@ def test_a_run_learns_from_graders_and_its_recipe_says_so(
     assert "with --run-rewards; left out: grader" in " ".join(printed.err.split())
 
 
-def test_a_number_in_reasoning_that_the_template_opened_is_no_grade(
-    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reasoning_is_no_grade(llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     opens = CHATML.replace("assistant\\n' }}{%- endif %}", "assistant\\n<think>\\n' }}{%- endif %}")
     assert opens != CHATML
     monkeypatch.setattr(tokenizer, "chat_template", opens)

@@ -133,9 +133,7 @@ def test_targets_are_the_masked_tokens(tmp_path: Path, bert: Any, masking: Token
     assert task.num_targets(task.collate(rows[3:])) == 1, "a short text teaches something too"
 
 
-def test_training_hides_other_tokens_each_time_whatever_the_batches(
-    tmp_path: Path, bert: Any, masking: Tokenizer
-) -> None:
+def test_training_masks_change_each_time(tmp_path: Path, bert: Any, masking: Tokenizer) -> None:
     bert.train()
     task = task_on(bert, masking)
     rows = task.load(write(tmp_path, TEXTS))

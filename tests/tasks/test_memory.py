@@ -34,7 +34,7 @@ def rows_of(tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel, folder: 
     return task, task.load(str(folder / "rows.jsonl"))
 
 
-def test_a_loss_is_measured_in_smaller_batches_where_memory_is_short(
+def test_evaluation_uses_smaller_batches_if_memory_is_short(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     task, rows = rows_of(tokenizer, llama, tmp_path)

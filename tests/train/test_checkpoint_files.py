@@ -52,7 +52,7 @@ def replace_by_link(path: Path) -> None:
         (FILES[3], delete),
     ],
 )
-def test_a_harmed_checkpoint_is_skipped_with_its_reason(
+def test_a_damaged_checkpoint_is_skipped_with_its_reason(
     tmp_path: Path, whole: Played, name: str, harm: Callable[[Path], None]
 ) -> None:
     begin(tmp_path)
@@ -85,7 +85,7 @@ def other_schema(path: Path) -> None:
         (other_schema, "schema is 2"),
     ],
 )
-def test_a_harmed_manifest_makes_a_checkpoint_invalid(
+def test_a_damaged_manifest_makes_a_checkpoint_invalid(
     tmp_path: Path, whole: Played, harm: Callable[[Path], None], reason: str
 ) -> None:
     begin(tmp_path)

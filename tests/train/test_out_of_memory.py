@@ -315,9 +315,7 @@ def test_rows_without_a_length_do_not_hide_the_error(tmp_path: Path) -> None:
     assert "does not fit into memory" in str(run.error)
 
 
-def test_memory_in_holes_is_given_back_after_the_plan_and_now_and_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fragmented_memory_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
     steps: list[int] = []
     monkeypatch.setattr(loop_module, "GIVE_BACK_EVERY", 3)

@@ -47,9 +47,7 @@ def go_on(folder: Path) -> Played:
 
 
 @pytest.mark.parametrize("number", BOTH)
-def test_a_signal_within_a_step_saves_after_that_step_and_stops(
-    tmp_path: Path, whole: Played, number: signal.Signals
-) -> None:
+def test_a_signal_in_a_step_saves(tmp_path: Path, whole: Played, number: signal.Signals) -> None:
     task = Signalling({8: number})  # the first of the two batches of step 5
     run = play(tmp_path, model=Toy(dropout=0.3), task=task, save_every=None)
     assert isinstance(run.error, Interrupted)
@@ -86,7 +84,7 @@ def test_a_signal_between_two_steps_never_loses_the_step_before(
     assert run.losses + go_on(tmp_path).losses == whole.losses
 
 
-def test_a_signal_within_an_evaluation_stops_it_and_the_resumed_run_makes_up_for_it(
+def test_a_signal_within_an_evaluation_defers_it_to_the_resume(
     tmp_path: Path, whole: Played
 ) -> None:
     rows = [Row((n, n + 1), (-100, n), "eval") for n in range(10)]
@@ -143,9 +141,7 @@ def test_a_second_signal_ends_the_run_at_once(
     assert go_on(tmp_path).losses == whole.losses[4:]
 
 
-def test_a_second_signal_within_a_save_leaves_the_checkpoint_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_signal_in_a_save_is_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passed = 0
 
     def failpoint(name: str) -> None:

@@ -126,7 +126,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Played, Path]:
     return run, folder
 
 
-def test_two_processes_learn_what_one_does_with_twice_the_accumulation(
+def test_two_ranks_equal_double_accumulation(
     folder: Path, reports: list[dict[str, Any]], one: tuple[Played, Path]
 ) -> None:
     # sums in another order, magnified where AdamW divides by a small gradient
@@ -153,9 +153,7 @@ def test_only_the_main_process_logs(folder: Path, reports: list[dict[str, Any]])
     assert len((folder / "run-" / "metrics.jsonl").read_text().splitlines()) == main["events"]
 
 
-def test_a_signal_to_one_process_stops_both_after_the_same_step_and_they_resume(
-    folder: Path, reports: list[dict[str, Any]]
-) -> None:
+def test_a_signal_to_one_rank_stops_both(folder: Path, reports: list[dict[str, Any]]) -> None:
     assert [report["terminate"]["code"] for report in reports] == [143, 143]
     assert all("after step 3" in report["terminate"]["error"] for report in reports)
     main = reports[0]
@@ -167,7 +165,7 @@ def test_a_signal_in_the_last_save_still_counts_on_both(reports: list[dict[str, 
     assert [report["late"]["code"] for report in reports] == [143, 143]
 
 
-def test_when_memory_runs_out_on_one_process_all_take_the_same_step_of_the_ladder(
+def test_out_of_memory_on_one_rank_degrades_all(
     reports: list[dict[str, Any]], one: tuple[Played, Path]
 ) -> None:
     main, other = (report["short"] for report in reports)

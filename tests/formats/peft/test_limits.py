@@ -58,9 +58,7 @@ def bert() -> PreTrainedModel:
     ("build", "kind", "target", "labels"),
     [(gpt2, "SEQ_CLS", "c_attn", 6), (bert, "TOKEN_CLS", "query", 5)],
 )
-def test_a_head_that_peft_adds_by_itself_is_opened(
-    build: type, kind: str, target: str, labels: int, tmp_path: Path
-) -> None:
+def test_an_added_head(build: type, kind: str, target: str, labels: int, tmp_path: Path) -> None:
     theirs = peft.get_peft_model(
         build(), peft.LoraConfig(task_type=kind, r=8, target_modules=[target])
     ).eval()

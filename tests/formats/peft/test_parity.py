@@ -239,7 +239,7 @@ def test_the_config_is_the_oldest_keys_and_what_differs(base: nn.Module, tmp_pat
     ],
     ids=str,
 )
-def test_a_config_that_does_not_suit_the_tensors_is_refused(
+def test_a_config_that_contradicts_its_tensors_is_refused(
     change: dict[str, Any], message: str, base: nn.Module, tmp_path: Path
 ) -> None:
     adapter = attach(base, LoRA(rank=4, alpha=8, targets=("q", "v")))
@@ -291,7 +291,5 @@ def test_another_base_of_equal_shapes_requires_force(base: nn.Module, tmp_path: 
         (["q"], ["a.q"], ["q"]),
     ],
 )
-def test_targets_are_the_shortest_endings_that_name_no_other_module(
-    paths: list[str], others: list[str], endings: list[str]
-) -> None:
+def test_targets_are_short_endings(paths: list[str], others: list[str], endings: list[str]) -> None:
     assert shortest_endings(paths, others) == endings

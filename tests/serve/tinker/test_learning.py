@@ -149,9 +149,7 @@ def test_tenants_of_unlike_ranks_learn_what_each_learns_alone(client: Client) ->
     assert alone[0] != alone[2]
 
 
-def test_tenants_that_were_on_the_disk_learn_the_same(
-    client: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_offloaded_tenants(client: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     alone = [train_steps(client.model(**config), 3) for config in MIXED_RANKS]
     monkeypatch.setattr(tenants, "MAX_LOADED", 1)
     models = [client.model(**config) for config in MIXED_RANKS]
@@ -205,9 +203,7 @@ class Memory:
         raise torch.OutOfMemoryError("out of memory")
 
 
-def test_memory_that_runs_out_gives_fewer_rows_and_the_same_gradient(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fewer_rows_give_the_same_gradient(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = train_steps(client.model(), 2)
     model = client.model()
     model.forward(CE_DATA[:1])
@@ -258,7 +254,7 @@ def test_a_row_that_fits_without_the_others_sends_them_to_the_disk(
     assert model.forward(CE_DATA)[0] == pytest.approx(expected, rel=1e-5)
 
 
-def test_only_a_pass_that_went_well_makes_later_ones_smaller(
+def test_failed_pass_plans_nothing(
     llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     teacher = Learner(tiny_base(llama, tokenizer))
@@ -275,9 +271,7 @@ def test_only_a_pass_that_went_well_makes_later_ones_smaller(
     assert teacher.plan.less_than(before)
 
 
-def test_a_step_that_runs_out_of_memory_is_done_again_as_if_it_had_not(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_out_of_memory_is_repeated(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (client.model(seed=3) for _ in range(2))
     expected = (first.forward(CE_DATA), first.step(grad_clip_norm=1.0), first.forward(CE_DATA))
     zeros, num_calls = torch.zeros_like, 0
@@ -332,7 +326,7 @@ def test_a_gradient_is_whole_before_its_factor_grows(llama: Any, tokenizer: Any)
     torch.testing.assert_close(gradients(), expected)
 
 
-def test_rows_are_planned_by_what_their_activations_take(
+def test_rows_are_planned_by_size(
     llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     teacher = Learner(tiny_base(llama, tokenizer))

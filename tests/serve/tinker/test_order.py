@@ -81,9 +81,7 @@ def test_an_operation_s_error_is_its_result_and_the_next_one_runs(client: Client
     assert 'loss_fn="importance_sampling"' in failed["error"]
 
 
-def test_a_lost_operation_fails_those_after_it_and_the_model_goes_on(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_operation_fails_later_ones(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     model = client.model()
     waiting = model.submit(DATA, number=2)
     monkeypatch.setattr(api, "HOLD_SECONDS", 0.05)
@@ -102,9 +100,7 @@ def test_a_lost_operation_fails_those_after_it_and_the_model_goes_on(
     assert "out of order" in far.json()["error"]["message"]
 
 
-def test_what_a_client_that_is_gone_left_behind_gives_its_room_back(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_client_frees_its_queue(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     gone, other = client.model(), client.model()
     waiting = gone.submit(DATA, number=2)
     monkeypatch.setattr(futures, "LOST_SECONDS", 0.0)
@@ -168,9 +164,7 @@ def test_a_full_queue_refuses_all_but_dependencies(monkeypatch: pytest.MonkeyPat
     order.submit(3, "", "", dict, 99)
 
 
-def test_what_waits_for_a_model_that_is_unloaded_fails_and_gives_its_room_back(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unloading_fails_queued_operations(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(futures, "MAX_WAITING_BYTES", 100)
     monkeypatch.setattr(api, "HOLD_SECONDS", 1.0)
     model, other = client.model(), client.model()
@@ -200,9 +194,7 @@ def test_a_busy_model_stays_loaded(client: Client, monkeypatch: pytest.MonkeyPat
     assert model.forward(DATA)[1]
 
 
-def test_an_operation_that_was_taken_is_not_refused_for_those_that_wait(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_queued_operations_are_served(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     model, gate = client.model(), threading.Event()
     client.http.app.state.worker.call(lambda: gate.wait(60))
     monkeypatch.setattr(worker, "MAX_OPERATIONS", 1)

@@ -145,7 +145,7 @@ def test_a_sampler_keeps_its_weights_while_the_model_learns_on(client: Client) -
     assert "already" in model.call("save_weights_for_sampler", path="first")["error"]
 
 
-def test_weights_without_a_name_leave_when_others_came(
+def test_unnamed_weights_are_evicted_for_new_ones(
     client: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.setattr(weights, "MAX_UNNAMED", 2)

@@ -304,9 +304,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, int]] = [
 @pytest.mark.parametrize(
     ("body", "param", "status"), REFUSED, ids=[str(r[0])[:40] for r in REFUSED]
 )
-def test_a_job_that_cannot_be_is_refused_by_its_field(
-    shared: Client, body: dict[str, Any], param: str | None, status: int
-) -> None:
+def test_invalid_jobs(shared: Client, body: dict[str, Any], param: str | None, status: int) -> None:
     number = len(shared.get(JOBS, params={"limit": 100}).json()["data"])
     file = shared.upload(chats())
     refused = shared.post(JOBS, json={"model": "base", "training_file": file, **body})
@@ -401,7 +399,7 @@ def test_an_interrupted_job_is_bit_equal(served: Served, alone: bytes, what: str
         ),
     ],
 )
-def test_jobs_go_on_over_a_base_that_is_loaded_otherwise_and_say_so(
+def test_jobs_resume_over_another_dtype(
     served: Served, other: dict[str, Any], changes: list[str]
 ) -> None:
     gate = Gated("Step 4/9")
@@ -438,7 +436,7 @@ def test_a_job_waits_for_its_base(served: Served, model_folder: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("when", ["in its midst", "at its start"])
-def test_a_job_waits_where_no_checkpoint_fits_and_goes_on(
+def test_a_job_waits_for_space(
     served: Served, alone: bytes, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """As `tests/train/test_disk.py`; the store is smaller, and can still write."""
@@ -566,7 +564,7 @@ class Full:
         self.is_full = False
 
 
-def test_a_job_goes_on_when_a_disk_that_was_full_has_room_again(
+def test_a_job_survives_a_full_disk(
     served: Served, alone: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full, gate = Full(monkeypatch), Gated("Step 5/9")
@@ -582,7 +580,7 @@ def test_a_job_goes_on_when_a_disk_that_was_full_has_room_again(
 
 
 @pytest.mark.parametrize("where", ["_make_recipe", "_run", "_finish"])
-def test_a_full_disk_before_or_after_its_run_fails_no_job(
+def test_a_full_disk_around_a_run_fails_no_job(
     served: Served, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     full, plain = Full(monkeypatch), getattr(jobs.Jobs, where)
@@ -624,9 +622,7 @@ def test_a_full_disk_is_a_server_error(client: Client, monkeypatch: pytest.Monke
     assert client.post(JOBS, json={"model": "base", "training_file": file}).status_code == 200
 
 
-def test_a_job_has_what_it_starts_from_when_that_is_gone_meanwhile(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_keeps_its_start_adapter(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "MAX_CHECKPOINTS", 1)
     gate = Gated("Step 5/9")
     with served(say=gate.say) as client:

@@ -100,9 +100,7 @@ def test_a_new_teacher_is_refused(told: dict[str, Any], model_folder: Path, tmp_
     assert anew.stages("The teacher answers") == ["The teacher answers 5 rows"]
 
 
-def test_answers_that_are_missing_or_of_another_prompt_are_made(
-    done: Finished, told: dict[str, Any], tmp_path: Path
-) -> None:
+def test_missing_samples_are_made(done: Finished, told: dict[str, Any], tmp_path: Path) -> None:
     whole = (done.folder / FILE).read_text().splitlines(keepends=True)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / FILE).write_text("".join(whole[:3]) + whole[3][:20] + "\n")
@@ -113,7 +111,7 @@ def test_answers_that_are_missing_or_of_another_prompt_are_made(
     assert again.stages("The teacher")[0] == "The teacher answers 5 rows"
 
 
-def test_what_is_recomputed_or_asked_in_each_step_is_learnt_alike(
+def test_recomputed_and_requested_values_train_alike(
     told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def learnt(name: str, **train: Any) -> list[float]:

@@ -128,7 +128,7 @@ def test_a_teacher_may_be_another_adapter_or_model(
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.usefixtures("bf16_units")
-def test_a_model_teaches_in_the_students_dtype(
+def test_a_teacher_computes_in_the_student_s_dtype(
     dtype: str, model_folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     student = load_base(str(model_folder), dtype=dtype, store="off").model

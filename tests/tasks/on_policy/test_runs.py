@@ -209,7 +209,7 @@ def test_a_reward_that_is_not_there_is_refused(
         Rewards((RewardTerm(**term),), timeout=1.0)
 
 
-def test_functions_that_a_foreign_recipe_names_are_not_run(
+def test_functions_named_by_a_foreign_recipe_never_run(
     done: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = done.folder.parent / "rewards.py"
@@ -229,9 +229,7 @@ def test_functions_that_a_foreign_recipe_names_are_not_run(
     assert run(["train", *given, *changes, "--set", "train.eval_every=null"]) == 0
 
 
-def test_a_reward_adapter_over_the_same_base_is_a_reward(
-    asked: Asked, done: Finished, model_folder: Path, tmp_path: Path
-) -> None:
+def test_reward_adapters(asked: Asked, done: Finished, model_folder: Path, tmp_path: Path) -> None:
     pairs = [
         {"prompt": f"the quick brown {n}", "chosen": "a fox jumps", "rejected": "the dog"}
         for n in range(4)

@@ -141,7 +141,7 @@ def calls(*pairs: tuple[str, dict[str, Any]]) -> str:
         (("hangs", {}), "{'error': 'It took longer than 0.2 seconds.'}", 1),
     ],
 )
-def test_what_a_call_returns_is_told_to_the_model(
+def test_the_model_reads_the_result_of_a_call(
     call: Any, told: str, failed: int, code: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     names = ("multiply", "later", "fails", "hangs")
@@ -174,7 +174,7 @@ def test_calls_of_a_turn_run_in_parallel(code: str, tokenizer: PreTrainedTokeniz
     assert [each["content"] for each in dialogue.messages[1:]] == ["it went on", "6"]
 
 
-def test_a_result_that_does_not_fit_ends_the_answer(
+def test_a_result_beyond_the_context_ends_the_completion(
     code: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tools = tools_of(tokenizer, f"{code}:huge", max_turns=2)
@@ -193,9 +193,7 @@ def test_a_result_that_does_not_fit_ends_the_answer(
     assert cut.num_calls == 0
 
 
-def test_an_environment_in_which_a_call_hung_is_not_used_again(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_hung_environment_is_replaced(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
         "import threading\nclass Slow:\n"
         "    def reset(self, **row):\n        self.goes_on = threading.Event()\n"

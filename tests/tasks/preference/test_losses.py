@@ -126,7 +126,7 @@ def test_kto_matches_its_formula(
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-def test_kto_is_measured_over_all_rows_as_in_a_run(
+def test_kto_is_evaluated_over_all_rows_as_in_training(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     moved_adapter(llama)

@@ -105,7 +105,7 @@ def test_a_resumed_run_ends_bit_equal_and_asks_nothing(done: Finished, tmp_path:
     assert (found.folder / WEIGHTS).read_bytes() == (done.folder / WEIGHTS).read_bytes()
 
 
-def test_other_rows_another_base_and_a_damaged_file_are_asked_about_again(
+def test_changed_inputs_are_recomputed(
     done: Finished, told: dict[str, Any], tmp_path: Path
 ) -> None:
     kept = tmp_path / "run" / FILE

@@ -15,7 +15,7 @@ from tests.helpers.pair_cases import settings, task_on, write, write_pairs, writ
 LONG = "the quick brown fox jumps over the lazy dog and the other dog " * 2
 
 
-def test_both_documents_are_the_prompt_and_an_answer_that_ends(
+def test_both_documents_are_prompt_and_completion_with_eos(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     task, rows = task_on(llama, tokenizer, settings("dpo"), write_pairs(tmp_path / "a.jsonl"))
@@ -30,7 +30,7 @@ def test_both_documents_are_the_prompt_and_an_answer_that_ends(
     assert [name for name, _ in task.spans(rows[0])] == ["", "chosen", "", "rejected"]
 
 
-def test_of_texts_without_a_prompt_it_is_what_both_begin_with_in_tokens(
+def test_the_prompt_of_plain_texts_is_their_common_token_prefix(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     both = {"chosen": "the quick brown fox", "rejected": "the quick brown dog and the dog"}
@@ -67,7 +67,7 @@ def test_answers_are_cut_alike_and_pairs_that_do_not_fit_are_dropped_and_counted
         task_on(llama, tokenizer, settings("dpo"), file, max_length=24)
 
 
-def test_a_verdict_is_measured_against_the_answer_of_the_row_before(
+def test_a_verdict_is_compared_with_the_row_before(
     llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     file = write_verdicts(tmp_path / "a.jsonl")
