@@ -65,7 +65,7 @@ def assert_same_values(model: nn.Module, expected: nn.Module) -> None:
 @pytest.mark.parametrize(
     "architecture", [a if a in FAST else pytest.param(a, marks=pytest.mark.slow) for a in FAMILIES]
 )
-def test_every_architecture_loads_as_by_transformers(architecture, tmp_path) -> None:
+def test_every_architecture_loads_as_by_transformers(architecture, tmp_path):
     purpose = SEQ2SEQ if architecture == "t5" else CAUSAL_LM
     where = write_random(tmp_path, architecture, purpose.auto_class)
     with parsed_once(where):

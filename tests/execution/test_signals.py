@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import signal
 
-import pytest
-
 from peftkit.execution.signals import stop_requests
 
 
-def test_the_first_signal_says_what_it_waits_for(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_signal_says_what_it_waits_for(capfd):
     with stop_requests(waits_for="this step and its checkpoint") as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.signum == signal.SIGINT

@@ -68,9 +68,7 @@ def turn_by_turn(model: Any, tokenizer: Tokenizer, place: tuple[int, int]) -> Sa
 
 
 @pytest.mark.parametrize("read", [1, 1 << 30])
-def test_turns_are_those_of_single_requests(
-    read: int, llama: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_turns_are_those_of_single_requests(read, llama, tokenizer, monkeypatch):
     # what prompts have in common is read where it is, or each row has a copy
     monkeypatch.setattr("peftkit.inference.cached_engine.MIN_READ", read)
     found = answers(llama, tokenizer)
@@ -85,9 +83,7 @@ def test_turns_are_those_of_single_requests(
     assert answers(llama, tokenizer, seeds=None)[0][0].num_learnt > 0
 
 
-def test_a_waiting_row_resumes(
-    llama: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_waiting_row_resumes(llama, tokenizer, monkeypatch):
     computed: list[int] = []
     start = Prefill.__init__
 
@@ -106,9 +102,7 @@ def test_a_waiting_row_resumes(
     assert sum(computed) > 2 * with_cache
 
 
-def test_caches_are_dropped_if_memory_is_short(
-    llama: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_are_dropped_if_memory_is_short(llama, tokenizer, monkeypatch):
     engines: list[Any] = []
     expected = answers(llama, tokenizer)
 
@@ -122,9 +116,7 @@ def test_caches_are_dropped_if_memory_is_short(
     assert not any(span.num_users for span in engines[0]._prefixes._spans)
 
 
-def test_dialogue_rows_grow_during_generation(
-    llama: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dialogue_rows_grow_during_generation(llama, tokenizer, monkeypatch):
     step, steps, grown = CachedEngine.step, [0], list[int]()
 
     def counted(self: CachedEngine) -> None:

@@ -50,7 +50,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("family", "count"), SIZES.items())
-def test_tiled_layers_are_those_whose_output_has_one_reader(family: str, count: int) -> None:
+def test_tiled_layers_are_those_whose_output_has_one_reader(family, count):
     assert len(feed_forward_modules(ARCHITECTURES[family]())) == count
 
 
@@ -66,9 +66,7 @@ def test_tiled_layers_are_those_whose_output_has_one_reader(family: str, count: 
         ("parallel", "t5", "nf4"),
     ],
 )
-def test_gradients_equal_those_without_tiles(
-    method: str, family: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_equal_those_without_tiles(method, family, kind, monkeypatch):
     torch.manual_seed(0)
     model = ARCHITECTURES[family]()
     for part in model.modules():  # those of a family's own draw other numbers tile by tile
@@ -91,7 +89,7 @@ def test_gradients_equal_those_without_tiles(
         torch.testing.assert_close(values[name], grad, rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_of_a_tile_repeats_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_of_a_tile_repeats_in_backward(monkeypatch):
     monkeypatch.setattr(plan, "TILE", 5)
     model: Any = moved(ARCHITECTURES["llama"](), LoRA(rank=3, dropout=0.5))
     layer = model.model.layers[0].mlp
@@ -112,7 +110,7 @@ def test_dropout_of_a_tile_repeats_in_backward(monkeypatch: pytest.MonkeyPatch) 
     assert float(grad[3, 1]) == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-2)
 
 
-def test_recomputation_ends_before_the_feed_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputation_ends_before_the_feed_forward(monkeypatch):
     monkeypatch.setattr(plan, "TILE", 5)
     model: Any = moved(ARCHITECTURES["llama"](), LoRA(rank=3))
     seen: list[int] = []
@@ -129,7 +127,7 @@ def test_recomputation_ends_before_the_feed_forward(monkeypatch: pytest.MonkeyPa
     assert seen == [12]
 
 
-def test_computing_between_two_steps_keeps_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_computing_between_two_steps_keeps_the_tiles(monkeypatch):
     monkeypatch.setattr(plan, "TILE", 5)
     model: Any = moved(ARCHITECTURES["llama"](), LoRA(rank=3))
     seen: list[int] = []

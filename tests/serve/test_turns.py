@@ -66,7 +66,7 @@ def alone(bank: AdapterBank, name: str | None, ids: list[int]) -> list[int]:
     return completion.ids
 
 
-def test_requests_leave_a_run_bit_equal(bank: AdapterBank, tmp_path: Path) -> None:
+def test_requests_leave_a_run_bit_equal(bank, tmp_path):
     prompts = {"one": [7, 8, 9], "two": [10, 11], None: [12, 13, 14, 15]}
     expected = {name: alone(bank, name, ids) for name, ids in prompts.items()}
     with bank.lifted():
@@ -101,7 +101,7 @@ def test_requests_leave_a_run_bit_equal(bank: AdapterBank, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["preference", "grpo"])
-def test_requests_at_any_event_keep_a_run(kind: str, bank: AdapterBank, tmp_path: Path) -> None:
+def test_requests_at_any_event_keep_a_run(kind, bank, tmp_path):
     tasks = {
         "preference": {"type": "preference"},
         "grpo": {
@@ -153,7 +153,7 @@ def test_requests_at_any_event_keep_a_run(kind: str, bank: AdapterBank, tmp_path
     assert adapter_bytes(tmp_path / "beside") == adapter_bytes(tmp_path / "alone")
 
 
-def test_an_answer_waits_for_a_step_not_for_the_run(bank: AdapterBank, tmp_path: Path) -> None:
+def test_an_answer_waits_for_a_step_not_for_the_run(bank, tmp_path):
     working = Working(bank, recipe(tmp_path, "run"))
     answered_at: list[int] = []
     steps: list[int] = []
@@ -181,7 +181,7 @@ def test_an_answer_waits_for_a_step_not_for_the_run(bank: AdapterBank, tmp_path:
     assert set(answered_at) == {2}
 
 
-def test_a_stopped_run_resumes_bit_equal(bank: AdapterBank, tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_bit_equal(bank, tmp_path):
     with bank.lifted():
         run(recipe(tmp_path, "alone"), base=bank.base)
     stopped = Working(bank, recipe(tmp_path, "run"))
@@ -197,7 +197,7 @@ def test_a_stopped_run_resumes_bit_equal(bank: AdapterBank, tmp_path: Path) -> N
     assert adapter_bytes(tmp_path / "run") == adapter_bytes(tmp_path / "alone")
 
 
-def test_shutdown_saves_the_run_and_refuses_waiting_ones(bank: AdapterBank, tmp_path: Path) -> None:
+def test_shutdown_saves_the_run_and_refuses_waiting_ones(bank, tmp_path):
     working = Working(bank, recipe(tmp_path, "run", max_steps=400))
     begun, calls = threading.Event(), []
 
@@ -219,7 +219,7 @@ def test_shutdown_saves_the_run_and_refuses_waiting_ones(bank: AdapterBank, tmp_
         working.worker.call(lambda: 3)
 
 
-def test_operations_run_in_order_and_tell_what_fails(bank: AdapterBank) -> None:
+def test_operations_run_in_order_and_tell_what_fails(bank):
     worker = Worker(bank)
     order: list[int] = []
     calls = [worker.call(lambda n=n: order.append(n) or n) for n in range(5)]
@@ -239,7 +239,7 @@ def test_operations_run_in_order_and_tell_what_fails(bank: AdapterBank) -> None:
 
 
 @pytest.mark.parametrize("outside", [False, True])
-def test_code_of_a_job_that_exits_stops_nothing_else(bank: AdapterBank, outside: bool) -> None:
+def test_code_of_a_job_that_exits_stops_nothing_else(bank, outside):
     worker = Worker(bank)
 
     def work(give_way: Callable[[], None]) -> None:
@@ -256,7 +256,7 @@ def test_code_of_a_job_that_exits_stops_nothing_else(bank: AdapterBank, outside:
         worker.stop()
 
 
-def test_no_request_waits_on_a_dead_one(bank: AdapterBank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_request_waits_on_a_dead_one(bank, monkeypatch):
     def broken() -> Any:
         raise MemoryError("no more")
 
