@@ -284,6 +284,7 @@ def environment() -> dict[str, Any]:
 
     from peftkit.figures import size
     from peftkit.forward.blocks import cpp_compiler
+    from peftkit.inference.fallbacks import fallbacks_here
 
     installed = {each.metadata["Name"]: each.version for each in distributions()}
     cards = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
@@ -296,8 +297,9 @@ def environment() -> dict[str, Any]:
         "processor": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "torch threads": torch.get_num_threads(),
-        "c++ compiler": cpp_compiler() or "none: blocks are not compiled on a CPU",
+        "c++ compiler": cpp_compiler() or "none",
         "accelerators": "; ".join([*shown, *others]) or "none",
         "cuda": torch.version.cuda or "not in this torch",
+        "fallbacks": " ".join(fallback.text for fallback in fallbacks_here()) or "none",
         "libraries": {name: installed[name] for name in LIBRARIES if name in installed},
     }

@@ -276,7 +276,7 @@ def describe(event: Event) -> str | None:
                 f"parameters ({share:.2f} %) on {event.device}: {event.num_rows:,} rows, "
                 f"{event.num_steps:,} steps{start}"
                 + (f"\n  plan: {event.plan}" if event.plan else "")
-                + (f"\n  computed by: {event.paths}" if event.paths and _debug() else "")
+                + (f"\n  computed by: {event.paths}" if event.paths else "")
             )
         case events.EvalDone(step, metrics, best):
             return f"eval at step {step}: {metrics_line(metrics)}{' (best so far)' * best}"
@@ -290,10 +290,6 @@ def describe(event: Event) -> str | None:
             parts = (f"{metrics_line({n: v})}{means * (n == 'loss')}" for n, v in metrics.items())
             return f"{took}; {', '.join(parts)}" if metrics else took
     return None
-
-
-def _debug() -> bool:
-    return bool(os.environ.get("PEFTKIT_DEBUG"))  # the report has the paths, whoever asks
 
 
 def _sample_line(sample: events.Sample) -> str:

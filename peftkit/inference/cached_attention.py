@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from peftkit.forward.attention import MaskKind, kind_of
 from peftkit.forward.attention_kernels import PLAIN
+from peftkit.forward.compat import with_all_methods
 from peftkit.inference.cache import Arena, Row, Span, joined
 
 _numbers = count()
@@ -347,6 +348,7 @@ class CachedAttention(Cache):
         return out.transpose(1, 2).contiguous(), None
 
 
+@with_all_methods
 class _Layer(CacheLayerMixin):
     """The interface of a cache's layer; the rows know their lengths themselves."""
 
@@ -363,9 +365,6 @@ class _Layer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         return 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 @contextmanager

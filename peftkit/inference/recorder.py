@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from peftkit.events import Fallback
 from peftkit.execution.out_of_memory import is_out_of_memory
 from peftkit.inference.cache import SMALLEST, Arena, power_of_two
 from peftkit.inference.cached_attention import Block, Decode
 from peftkit.inference.engine import Completion, masked, table_of
+from peftkit.model.blocks import is_sharded, is_streamed
 
 EAGER_STEPS = 4
 """Calls before a step is recorded, which rarer shapes are not worth."""
@@ -63,9 +65,15 @@ class Batch:
                 owner.take(choice)
 
 
-def is_recordable(model: Any) -> bool:
-    """Whether a model's steps can be recorded: none has failed, and no product asks the host."""
-    return model not in _unrecordable and not _asks_the_host(model)
+def why_not_recorded(model: Any) -> str:
+    """Return why a model's decoding steps on a GPU are not recorded; "" if they are."""
+    if is_sharded(model) or is_streamed(model):
+        return "Its blocks wait for other processes or for main memory, which no graph records."
+    if model in _unrecordable:
+        return "Recording a step has failed."
+    if _asks_the_host(model):
+        return "The grouped product of its experts reads its sizes on the host."
+    return ""
 
 
 def _asks_the_host(model: Any) -> bool:
@@ -74,6 +82,16 @@ def _asks_the_host(model: Any) -> bool:
         return False
     major, _ = torch.cuda.get_device_capability(model.device)
     return major not in GROUPED_ON_CARD or model.dtype != torch.bfloat16
+
+
+def unrecorded(cause: str) -> Fallback:
+    """Return the fallback of a model whose decoding steps are not recorded."""
+    return Fallback(
+        path="Decoding runs without CUDA graphs",
+        cause=cause,
+        cost="Each token launches hundreds of kernels; small batches are several times slower.",
+        fix="Keep the whole base on one GPU; for mixtures of experts, load it in bf16.",
+    )
 
 
 class Recorder:
@@ -128,7 +146,7 @@ class Recorder:
             self.is_able = False
             if not is_out_of_memory(problem):
                 _unrecordable.add(self._model)
-            _LOG.warning("Steps of decoding are not recorded: %s", str(problem).splitlines()[0])
+            _LOG.warning("%s", unrecorded(str(problem).splitlines()[0]).text)
             return None
         self.num_recorded += 1
         return graph, out
