@@ -124,7 +124,7 @@ def run(
 
 
 def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> None:
-    """Check everything up to the first step, and emit the first rows with their target tokens.
+    """Check a recipe up to the first step, and emit the first rows with their target tokens.
 
     Raises:
         PeftkitError: The first error that would have stopped the run.
@@ -147,10 +147,9 @@ def _warn_if_short(record: RunRecord, processes: int, on_event: Listener) -> boo
     """Return whether a run has too few steps to train well, and emit the reason."""
     rows = record.train
     num_documents = len(getattr(rows, "documents", rows))
-    why = why_too_short(record.recipe.train, len(rows), num_documents, processes)
-    if why:
-        on_event(Notice(why))
-    return bool(why)
+    if warning := why_too_short(record.recipe.train, len(rows), num_documents, processes):
+        on_event(Notice(warning))
+    return bool(warning)
 
 
 def prepare(
@@ -207,7 +206,7 @@ def prepare(
     data, fields = recipe.data, settings.data_fields
     if data.packing and "packing" in fields and adapter.method.acts_on_input:
         data = data.without_packing()
-        reason = f"with {adapter.method.type} each has its own virtual tokens"
+        reason = f"{adapter.method.type} prepends virtual tokens to each row"
         on_event(Notice(f"Rows are not packed: {reason}."))
     style = continued.style if continued and "chat_template" in fields else None
     task = settings.on(
@@ -232,11 +231,11 @@ def prepare(
     rows, eval_rows = loader.load_splits(loader.data)
     new_style = loader.style
     if style and new_style and replace(style, system=new_style.system) != new_style:
-        text = "As the data section requests, training continues with another prompt style"
-        on_event(Notice(f"{text} than the adapter's: {new_style.kind} instead of {style.kind}."))
+        text = "The data section changes the prompt style of the adapter"
+        on_event(Notice(f"{text}: {new_style.kind} instead of {style.kind}."))
     if world is not None:
         world.check_equal_across_ranks(rows={"train": _digest(rows), "eval": _digest(eval_rows)})
-    recipe = recipe.model_copy(update={"data": loader.data})  # the rows decided about packing
+    recipe = recipe.model_copy(update={"data": loader.data})  # packing is resolved by the rows
     return RunRecord(recipe, plan, base, adapter, task, settings, rows, eval_rows, continued)
 
 
@@ -302,7 +301,5 @@ def _watch(record: RunRecord, metrics: Mapping[str, Any] | None, on_event: Liste
     from peftkit.evaluation.text_watch import TextWatch
     from peftkit.tasks.completions import CompletingTask
 
-    assert isinstance(record.task, CompletingTask), (
-        "check_settings refuses tasks that write no text"
-    )
+    assert isinstance(record.task, CompletingTask)  # see check_settings
     return TextWatch(record.base, record.task, record.eval, config, metrics, on_event)

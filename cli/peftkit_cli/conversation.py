@@ -22,7 +22,7 @@ from peftkit.evaluation.predict import media_task
 from peftkit.formats.open_adapter import Opened
 from peftkit.inference.bank import AdapterBank
 from peftkit.inference.call_formats import Call
-from peftkit.inference.calls import Said
+from peftkit.inference.calls import AnswerPiece
 from peftkit.inference.generate import stream
 from peftkit.tasks.media.media_text import MediaPrompt
 from peftkit_cli.arguments import note
@@ -328,7 +328,7 @@ class Conversation:
     def _stream_answer(self, name: str, messages: Sequence[dict[str, Any]]) -> _Answer | None:
         """Stream the answer of a voice and return it; None if the prompt was refused."""
         style, tokenizer, tools = self.voices[name].style, self.base.tokenizer, self._tools
-        pieces: list[Said] = []
+        pieces: list[AnswerPiece] = []
         is_complete = False
         try:
             with self.voices[name].using():
@@ -342,7 +342,7 @@ class Conversation:
                     stops=stops,
                     **self._settings,
                 ):
-                    pieces += _echoed(reader.feed(piece) if reader else [Said(piece)])
+                    pieces += _echoed(reader.feed(piece) if reader else [AnswerPiece(piece)])
                 if reader is not None:
                     pieces += _echoed(reader.feed("", over=True))
             is_complete = True
@@ -370,7 +370,7 @@ class _Answer(NamedTuple):
     calls: list[Call]
 
 
-def _echoed(pieces: Iterable[Said]) -> Iterator[Said]:
+def _echoed(pieces: Iterable[AnswerPiece]) -> Iterator[AnswerPiece]:
     """Print and yield the pieces of an answer, including the reasoning."""
     for piece in pieces:
         typer.echo(piece.thought + piece.text, nl=False)

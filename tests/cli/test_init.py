@@ -20,9 +20,7 @@ from tests.helpers.folders import write_rows
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("task", GOALS)
-def test_every_recipe_is_valid_and_says_what_was_asked(
-    task: str, on_cpu: bool, tmp_path: Path
-) -> None:
+def test_every_recipe_is_valid_and_has_the_answers(task, on_cpu, tmp_path):
     text = recipe_text(
         task,
         data="my: rows.jsonl",
@@ -53,7 +51,7 @@ def test_every_recipe_is_valid_and_says_what_was_asked(
     assert text.count("  # ") >= 4
 
 
-def test_options_answer_the_questions(peftkit: Run, tmp_path: Path, model_folder: Path) -> None:
+def test_options_answer_the_questions(peftkit, tmp_path, model_folder):
     write_rows(tmp_path / "rows.jsonl", [turn("a", f"b {n}") for n in range(9)])
     args = ("--data", "rows.jsonl", "--model", str(model_folder), "--memory", "12GB")
     done = peftkit("init", *args, "--task", "causal_lm")
@@ -95,9 +93,7 @@ TASK = ("--data", "rows.jsonl", "--task", "embedding")
         ((*TASK, "--fields", "anchor,positive"), "The task embedding does not accept field names."),
     ],
 )
-def test_what_is_missing_or_wrong_is_named(
-    options: tuple[str, ...], message: str, peftkit: Run, tmp_path: Path
-) -> None:
+def test_bad_answers_are_named(options, message, peftkit, tmp_path):
     write_rows(tmp_path / "rows.jsonl", [{"anchor": "a", "positive": "b"}])
     done = peftkit("init", *options)
     assert (done.code, done.out) == (2, "")
@@ -105,9 +101,7 @@ def test_what_is_missing_or_wrong_is_named(
     assert not (tmp_path / "recipe.yaml").exists()
 
 
-def test_the_questions_name_what_the_rows_suit_first(
-    peftkit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_questions_suggest_the_task_of_the_rows(peftkit, tmp_path, monkeypatch):
     write_rows(tmp_path / "rows.jsonl", [{"anchor": "a", "positive": "b"}] * 120)
     questions: list[str] = []
 
@@ -125,9 +119,7 @@ def test_the_questions_name_what_the_rows_suit_first(
     assert (recipe.task.type, recipe.base.model) == ("embedding", "all-minilm-l6-v2")
 
 
-def test_columns_with_names_of_their_own_are_named_by_an_option(
-    peftkit: Run, tmp_path: Path
-) -> None:
+def test_columns_with_other_names_are_named_by_an_option(peftkit, tmp_path):
     rows = "".join(f"{n},Where is {n}?,On its way.\n" for n in range(30))
     (tmp_path / "own.csv").write_text("Ticket,Customer Message,Agent Reply\n" + rows)
     args = ("init", "--data", "own.csv", "--task", "causal_lm", "--model", "smollm2-135m")
@@ -143,21 +135,21 @@ def test_columns_with_names_of_their_own_are_named_by_an_option(
     assert not recipe.data.packing
 
 
-def test_a_task_written_as_its_name_takes_settings_of_its_own(peftkit: Run, tmp_path: Path) -> None:
+def test_a_task_written_as_its_name_takes_settings_of_its_own(peftkit, tmp_path):
     write_rows(tmp_path / "rows.jsonl", [turn("a", "b")])
     peftkit("init", "--data", "rows.jsonl", *("--task", "causal_lm"), "--model", "m", *CPU)
     overrides = ["task.prompt=Customer Message", "task.completion=Agent Reply"]
     assert load(tmp_path / "recipe.yaml", overrides).task.prompt == "Customer Message"
 
 
-def test_rows_that_cannot_be_read_suit_no_task(peftkit: Run, tmp_path: Path) -> None:
+def test_rows_that_cannot_be_read_suit_no_task(peftkit, tmp_path):
     write_rows(tmp_path / "rows.jsonl", [{"messages": [{"role": "agent", "content": "a"}]}])
     done = peftkit("init", "--data", "rows.jsonl", "--task", "causal_lm")
     assert "no task accepts the rows of rows.jsonl." in done.err
     assert "rows.jsonl:1: messages[0].role: unknown role 'agent'" in done.err
 
 
-def test_an_editor_finds_the_schema_beside_a_recipe(peftkit: Run, tmp_path: Path) -> None:
+def test_an_editor_finds_the_schema_beside_a_recipe(peftkit, tmp_path):
     write_rows(tmp_path / "rows.jsonl", [turn("a", "b")])
     peftkit("init", "--data", "rows.jsonl", "--task", "causal_lm", "--model", "m", *CPU)
     first = (tmp_path / "recipe.yaml").read_text(encoding="utf-8").splitlines()[0]
@@ -166,9 +158,7 @@ def test_an_editor_finds_the_schema_beside_a_recipe(peftkit: Run, tmp_path: Path
     assert schema == peftkit("schema").out
 
 
-def test_a_prompt_and_its_completion_are_named_so_that_a_chat_model_chats(
-    peftkit: Run, tmp_path: Path
-) -> None:
+def test_prompt_and_completion_are_named_for_a_chat_model(peftkit, tmp_path):
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "Why?", "answer": "So."}] * 3)
     args = ("init", "--data", "rows.jsonl", "--task", "sft", "--model", "m", *CPU)
     assert peftkit(*args).code == 0
@@ -185,7 +175,7 @@ def init_of_folder(peftkit: Run, tmp_path: Path, *names: str) -> Done:
     return peftkit("init", "--data", "plants", "--task", "causal_lm", "--model", "m", *CPU)
 
 
-def test_files_of_a_folder_are_told_apart_by_their_names(peftkit: Run, tmp_path: Path) -> None:
+def test_files_of_a_folder_are_told_apart_by_their_names(peftkit, tmp_path):
     done = init_of_folder(peftkit, tmp_path, "train", "valid", "test")
     assert "Training data: plants/train.jsonl; evaluation data: plants/valid.jsonl." in done.err
     recipe = load(tmp_path / "recipe.yaml")
@@ -200,9 +190,7 @@ def test_files_of_a_folder_are_told_apart_by_their_names(peftkit: Run, tmp_path:
 
 
 @pytest.mark.parametrize("names", ["0,1", "true,1e3", "null,-", "0x1f,.inf"])
-def test_names_that_yaml_reads_as_something_else_are_quoted(
-    names: str, peftkit: Run, tmp_path: Path
-) -> None:
+def test_names_special_to_yaml_are_quoted(names, peftkit, tmp_path):
     prompt, completion = names.split(",")
     write_rows(tmp_path / "12.jsonl", [{prompt: "Why is it so?", completion: "So."}] * 3)
     args = ("init", "--data", "12.jsonl", "--task", "causal_lm", "--model", "12", *CPU)
@@ -232,16 +220,14 @@ def test_names_that_yaml_reads_as_something_else_are_quoted(
         ),
     ],
 )
-def test_a_folder_is_read_as_its_files_are_named(
-    names: list[str], expected: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_folder_is_read_by_the_names_of_its_files(names, expected, tmp_path):
     for name in names:
         write_rows(tmp_path / f"{name}.jsonl", [turn("a", name)])
     found = {split: Path(place).name for split, place in splits_of(tmp_path).items()}
     assert found == {split: f"{name}.jsonl" for split, name in expected.items()}
 
 
-def test_all_shards_of_a_folder_are_read(peftkit: Run, tmp_path: Path) -> None:
+def test_all_shards_of_a_folder_are_read(peftkit, tmp_path):
     shards = ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001")
     done = init_of_folder(peftkit, tmp_path, *shards)
     assert "Training data: plants/train-*-of-*.jsonl" in done.err
@@ -265,9 +251,7 @@ WITH_TOOLS = {
 }
 
 
-def test_rows_with_tools_get_a_template_that_writes_them(
-    peftkit: Run, tmp_path: Path, model_folder: Path
-) -> None:
+def test_tool_rows_get_a_tool_template(peftkit, tmp_path, model_folder):
     args = ("init", "--task", "causal_lm", "--model", model_folder, *CPU)
     write_rows(tmp_path / "calls.jsonl", [WITH_TOOLS] * 3)
     write_rows(tmp_path / "chats.jsonl", [turn("a", "b")] * 3)
@@ -277,9 +261,7 @@ def test_rows_with_tools_get_a_template_that_writes_them(
         assert load(tmp_path / f"{name}.yaml").data.chat_template == template
 
 
-def test_rows_are_as_long_as_the_base_reads(
-    peftkit: Run, tmp_path: Path, model_folder: Path
-) -> None:
+def test_max_length_is_that_of_the_base(peftkit, tmp_path, model_folder):
     write_rows(tmp_path / "rows.jsonl", [turn("a", "b")])
     args = ("--data", "rows.jsonl", "--task", "causal_lm", "--model", model_folder)
     peftkit("init", *args, *CPU)
@@ -287,9 +269,7 @@ def test_rows_are_as_long_as_the_base_reads(
     assert load(tmp_path / "recipe.yaml").data.max_length == min(limit, 2_048)
 
 
-def test_a_wrong_answer_is_asked_again(
-    peftkit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_answer_repeats_its_question(peftkit, tmp_path, monkeypatch):
     rows = "".join(f"{n},Where is order {n}?,It is on its way.\n" for n in range(60))
     (tmp_path / "own.csv").write_text("Ticket,Customer Message,Agent Reply\n" + rows)
     answers = iter(["absent.csv", "own.csv", "sing", "sft", "Ticket", "", "smollm2", "cpu", "m"])

@@ -133,13 +133,13 @@ def refused(arguments: str) -> str:
     return ""
 
 
-def test_the_pages_are_full_of_commands() -> None:
+def test_the_pages_are_full_of_commands():
     assert len(COMMANDS) > 90
     assert {c.split()[0] for _, c in COMMANDS} >= {*root().commands}
 
 
 @pytest.mark.parametrize(("where", "command"), COMMANDS, ids=[f"{w} {c}" for w, c in COMMANDS])
-def test_a_command_parses(where: str, command: str) -> None:
+def test_a_command_parses(where, command):
     for several, one in PLACEHOLDERS.items():
         command = command.replace(several, one)
     assert not refused(command), where
@@ -148,11 +148,11 @@ def test_a_command_parses(where: str, command: str) -> None:
 @pytest.mark.parametrize(
     "wrong", ["trian recipe.yaml", "train recipe.yaml --epochs 3", "merge ADAPTER", "recipes list"]
 )
-def test_a_wrong_command_would_be_found(wrong: str) -> None:
+def test_a_wrong_command_would_be_found(wrong):
     assert refused(wrong)
 
 
-def test_what_is_run_with_python_or_make_exists() -> None:
+def test_what_is_run_with_python_or_make_exists():
     shell = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     modules = set(re.findall(r"python -m (benchmarks\.\w+)", shell))
     assert len(modules) >= 5
@@ -184,7 +184,7 @@ def recipe_of(text: str, folder: Path, overrides: tuple[str, ...] = ()) -> Recip
 
 
 @pytest.mark.parametrize("block", in_languages("yaml"))
-def test_a_recipe_loads(block: Block, tmp_path: Path) -> None:
+def test_a_recipe_loads(block, tmp_path):
     values = yaml.safe_load(block.text)
     if set(values) <= SECTIONS:
         recipe_of(block.text, tmp_path)
@@ -194,7 +194,7 @@ def test_a_recipe_loads(block: Block, tmp_path: Path) -> None:
         recipe_of("", tmp_path, ("method.type=lora", *own))
 
 
-def test_a_recipe_with_a_misspelt_key_would_be_found(tmp_path: Path) -> None:
+def test_a_recipe_with_a_misspelt_key_would_be_found(tmp_path):
     with pytest.raises(PeftkitError):
         recipe_of("train: {learning_rates: 1e-4}\n", tmp_path)
 
@@ -251,17 +251,17 @@ def read(block: Block, folder: Path, model: Any = None, tokenizer: Any = None) -
 
 
 @pytest.mark.parametrize("block", in_languages("jsonl", "csv"))
-def test_rows_are_read(block: Block, tmp_path: Path, llama: Any, tokenizer: Any) -> None:
+def test_rows_are_read(block, tmp_path, llama, tokenizer):
     assert read(block, tmp_path, llama, tokenizer)
 
 
-def test_rows_of_no_known_format_would_be_found(tmp_path: Path) -> None:
+def test_rows_of_no_known_format_would_be_found(tmp_path):
     wrong = Block(PAGES[0], 0, "", "jsonl", '{"ask": "x", "reply": "y"}\n')
     with pytest.raises(PeftkitError):
         read(wrong, tmp_path)
 
 
-def test_there_are_rows_for_each_task(tmp_path: Path) -> None:
+def test_there_are_rows_for_each_task(tmp_path):
     rows = [b for b in ALL if b.page.name == "data.md" and b.language == "jsonl"]
     assert {task_above(block, tmp_path).type for block in rows} == set(TASKS)
 
@@ -277,7 +277,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
-def test_every_link_within_the_house_leads_somewhere(page: Path) -> None:
+def test_every_link_within_the_house_leads_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
         name, _, anchor = link.partition("#")
@@ -295,7 +295,7 @@ EXAMPLES = {"reward_funcs", "unsloth_zoo"}
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
-def test_files_and_names_that_a_page_mentions_exist(page: Path) -> None:
+def test_files_and_names_that_a_page_mentions_exist(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for file in re.findall(r"`([\w/]+\.py)`", text):
         assert any(f"/{path}".endswith(f"/{file}") for path in TRACKED), file
@@ -303,7 +303,7 @@ def test_files_and_names_that_a_page_mentions_exist(page: Path) -> None:
         assert re.search(rf"\b{name}\b", CODE), name
 
 
-def test_functions_in_the_pictures_of_the_design_pages_are_in_their_files() -> None:
+def test_functions_in_the_pictures_of_the_design_pages_are_in_their_files():
     text = "\n".join(page.read_text(encoding="utf-8") for page in DESIGN)
     pairs = re.findall(r"(?m)^[│├└─ ]*([\w/]+\.py) +([A-Za-z_.]+)", text)
     assert len(pairs) > 60
@@ -313,7 +313,7 @@ def test_functions_in_the_pictures_of_the_design_pages_are_in_their_files() -> N
         assert re.search(rf"(def|class) {name}\b", path.read_text(encoding="utf-8")), (file, name)
 
 
-def test_every_page_is_in_the_menu_of_the_site() -> None:
+def test_every_page_is_in_the_menu_of_the_site():
     menu = set(re.findall(r"(?m)^ +- .+: (\S+\.md)$", SITE.read_text(encoding="utf-8")))
     hooks = (ROOT / "docs" / "hooks.py").read_text(encoding="utf-8")
     above = set(re.findall(r'"(\w+\.md)": "(\w+\.md)"', hooks))
@@ -321,7 +321,7 @@ def test_every_page_is_in_the_menu_of_the_site() -> None:
     assert all((ROOT / name).is_file() for name, _ in above)
 
 
-def test_the_api_page_has_every_public_name_once() -> None:
+def test_the_api_page_has_every_public_name_once():
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
     for text in (page, page.replace("::: peftkit.attach\n", "")):  # the site adds what is missing
@@ -329,7 +329,7 @@ def test_the_api_page_has_every_public_name_once() -> None:
         assert sorted(named) == sorted(peftkit.__all__)
 
 
-def test_the_page_of_errors_has_every_kind_with_its_exit_code() -> None:
+def test_the_page_of_errors_has_every_kind_with_its_exit_code():
     text = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
     sections = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
     for kind in PeftkitError.__subclasses__():

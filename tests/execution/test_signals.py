@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import signal
 
-import pytest
-
 from peftkit.execution.signals import STOPPING, stop_requests
 
 
-def test_the_first_signal_prints_its_message(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_signal_prints_its_message(capfd):
     with stop_requests(message=STOPPING) as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.signum == signal.SIGINT
