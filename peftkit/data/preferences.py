@@ -48,10 +48,9 @@ OPENAI_SIDES = ("preferred_output", "non_preferred_output")
 PAIRS = "pairs of a chosen and a rejected answer"
 """The rows' format, in words."""
 LABEL = "label"
-USELESS = 0
-"""Why a row is dropped: it has an empty answer, or two equal ones."""
-NOTHING_TO_COMPARE = {"an empty answer, or two equal ones": "give these rows two answers"}
-"""The first reason of encoders of pairs; see `RowEncoder.drops`."""
+USELESS = "an empty answer, or two equal ones"
+"""Reason to drop a pair; see `RowEncoder.drops`."""
+NOTHING_TO_COMPARE = {USELESS: "give these rows two answers"}
 
 
 @dataclass(frozen=True, slots=True)

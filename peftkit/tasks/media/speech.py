@@ -187,8 +187,8 @@ METADATA = ("metadata.jsonl", "metadata.csv")
 """Files that list the media of a folder, with their texts or labels."""
 FILE_NAME = "file_name"
 """Field of such a file with the path of the medium."""
-NO_TEXT, MANY, SILENT, LONG, SHORT = range(5)
-NO_AUDIO = {SilentAudio: SILENT, LongAudio: LONG, ShortAudio: SHORT}
+NO_TEXT, SILENT, SHORT = "no text", "silent or empty audio", "audio that is too short"
+"""Reasons to drop a record; see `RowEncoder.drops`."""
 TASKS = ("transcribe", "translate")
 
 
@@ -257,13 +257,15 @@ class SpeechEncoder(RecordEncoder):
     ) -> None:
         self._hearing, self._names, self._labels = hearing, names, labels
         self._fits, self._has_decoder = fits, has_decoder
+        self._too_many, long = too_many, f"audio longer than {hearing.max_seconds:g} s"
         self.drops = {
-            "no text": "give these rows a text",
+            NO_TEXT: "give these rows a text",
             too_many: "cut them into pieces",
-            "silent or empty audio": "give these rows another clip",
-            f"audio longer than {hearing.max_seconds:g} s": "cut it into pieces",
-            "audio that is too short": "give these rows another clip",
+            SILENT: "give these rows another clip",
+            long: "cut it into pieces",
+            SHORT: "give these rows another clip",
         }
+        self._reasons = {SilentAudio: SILENT, LongAudio: long, ShortAudio: SHORT}
         self._key = (names, key, hearing.key)
 
     def key(self, where: str) -> object:
@@ -283,14 +285,14 @@ class SpeechEncoder(RecordEncoder):
             return Dropped(parsed.source, NO_TEXT)
         try:
             (samples,) = self._hearing.decoded([parsed.clip])
-        except tuple(NO_AUDIO) as problem:
-            return Dropped(parsed.source, NO_AUDIO[type(problem)])
+        except (SilentAudio, LongAudio, ShortAudio) as problem:
+            return Dropped(parsed.source, self._reasons[type(problem)])
         labels, num_prefix = self._labels(parsed)
         positions = self._hearing.positions(len(samples))
         if positions < self._hearing.fewest:
             return Dropped(parsed.source, SHORT)
         if not self._fits(labels, positions):
-            return Dropped(parsed.source, MANY)
+            return Dropped(parsed.source, self._too_many)
         milliseconds = len(samples) * 1000 // self._hearing.rate
         self.counts.update(milliseconds=milliseconds, targets=len(labels))
         return SpeechRow(

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 
 from peftkit.data.encode import shared_system
 from peftkit.data.pack import IGNORE, Row, cut_document
-from peftkit.data.preferences import Pair, Verdict, check_both_labels, read_pairs_of, read_verdicts
+from peftkit.data.preferences import (
+    USELESS,
+    Pair,
+    Verdict,
+    check_both_labels,
+    read_pairs_of,
+    read_verdicts,
+)
 from peftkit.data.records import Dropped, Record
 from peftkit.data.row_text import labelled_segments
 from peftkit.data.rows.columns import StoredRows
@@ -40,6 +47,7 @@ from peftkit.tasks.pairs.preference_losses import (
     rewards,
 )
 from peftkit.tasks.pairs.preference_rows import (
+    NOTHING_LEFT,
     AnswerEncoder,
     Compared,
     Judged,
@@ -152,7 +160,7 @@ class ComparedEncoder(AnswerEncoder):
             both = self.encode(pair.chosen), self.encode(pair.rejected)
             both = after_common_tokens(*both) if pair.shared else both
             row = compared(*both, self.max_length)
-            rows.append(row or Dropped(pair.source, 1))
+            rows.append(row or Dropped(pair.source, NOTHING_LEFT))
             if row is not None:
                 counts.update(cut=row.is_cut, targets=row.num_targets, common=row.common)
         agreed = next((self.agreed(pair.chosen) for pair in pairs if isinstance(pair, Pair)), {})
@@ -246,7 +254,8 @@ class JudgedEncoder(AnswerEncoder):
             row = cut_document(whole, self.max_length)
             counts["wanted" if verdict.wanted else "unwanted"] += 1
             if row.num_targets == 0:
-                rows.append(Dropped(verdict.source, 1 if whole.num_targets else 0))
+                reason = NOTHING_LEFT if whole.num_targets else USELESS
+                rows.append(Dropped(verdict.source, reason))
                 continue
             is_cut = row is not whole
             counts.update(cut=is_cut, targets=row.num_targets)

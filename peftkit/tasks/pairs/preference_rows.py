@@ -75,12 +75,16 @@ class Judged:
         return replace(both, is_cut=self.is_cut or other.is_cut or both.is_cut)
 
 
+NOTHING_LEFT = "no answer, or no difference, before the cut"
+"""Reason to drop a row; see `RowEncoder.drops`."""
+
+
 class AnswerEncoder(RowEncoder):
     """Base of the encoders of prompts with answers, of at most `max_length` tokens."""
 
     drops: Mapping[str, str] = {
         **NOTHING_TO_COMPARE,
-        "no answer, or no difference, before the cut": "raise data.max_length",
+        NOTHING_LEFT: "raise data.max_length",
     }
 
     def __init__(self, tokenizer: Any, template: str | None, max_length: int) -> None:

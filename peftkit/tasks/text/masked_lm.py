@@ -59,11 +59,15 @@ class MaskedRow:
     source: str
 
 
+NO_WORDS = "no words"
+"""Reason to drop a text; see `RowEncoder.drops`."""
+
+
 class MaskedEncoder(RowEncoder):
     """Encoder of texts, which makes one row of each, or several of a long one."""
 
     kind: ClassVar[type[MaskedRow]] = MaskedRow
-    drops: Mapping[str, str] = {"no words": "give these rows a text"}
+    drops: Mapping[str, str] = {NO_WORDS: "give these rows a text"}
 
     def __init__(self, tokenizer: Any, config: MaskedLMConfig, name: Any, max_length: int) -> None:
         self._tokenizer, self._name = tokenizer, name
@@ -95,7 +99,7 @@ class MaskedEncoder(RowEncoder):
             counts["split" if self._splits else "cut"] += len(ids) > self._room
             rows_of_text = self._rows(ids, example.source)
             counts["targets"] += sum(num_chosen(row, self._share) for row in rows_of_text)
-            rows += rows_of_text or [Dropped(example.source, 0)]
+            rows += rows_of_text or [Dropped(example.source, NO_WORDS)]
         return EncodedRows(rows, {"format": read.format}, counts, read.unused)
 
     def summary(self, rows: StoredRows) -> list[tuple[str, str]]:
