@@ -34,7 +34,8 @@ PAIRS = (
 )
 REWARDS = (
     *CAUSAL,
-    *_tasks("documents", "rewards/grpo", "rewards/grpo_losses", "rewards/reward_functions"),
+    *_tasks("documents", "rewards/grpo", "rewards/grpo_losses", "rewards/grpo_rows"),
+    *_tasks("rewards/reward_functions"),
     "inference",
 )
 CLASSES = (*TRAINING, *_tasks("classes/labels", "metrics", "texts"))

@@ -95,7 +95,7 @@ class TaskConfig(Config, ABC):
 
     @property
     def makes_answers(self) -> str:
-        """The setting that generates the answers of rows after the adapter is attached; "": none."""
+        """The setting that has answers generated after the adapter is attached; "": none."""
         return ""
 
     def saved(self) -> dict[str, Any]:

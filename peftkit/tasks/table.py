@@ -24,7 +24,7 @@ _ADDRESSES = {
     "distill": "distill.distill:DistillConfig",
     "reward": "pairs.reward:RewardConfig",
     "embedding": "retrieval.embedding:EmbeddingConfig",
-    "grpo": "rewards.grpo:GRPOConfig",
+    "grpo": "rewards.grpo_config:GRPOConfig",
     "reranker": "retrieval.reranker:RerankerConfig",
     "transcription": "media.transcription:TranscriptionConfig",
     "ctc": "media.ctc:CTCConfig",

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import log_softmax
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from peftkit.tasks.rewards.grpo import Group
 from peftkit.tasks.rewards.grpo_losses import advantages
+from peftkit.tasks.rewards.grpo_rows import Group
 from tests.helpers.on_policy import (
     FORMULAS,
     KL,

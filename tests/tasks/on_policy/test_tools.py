@@ -22,7 +22,8 @@ from peftkit.events import EvalDone, RolledOut, StepDone
 from peftkit.inference.call_formats import Call
 from peftkit.inference.calls import Said
 from peftkit.inference.generate import SampledAnswer
-from peftkit.tasks.rewards.grpo import Group, GRPOConfig
+from peftkit.tasks.rewards.grpo_config import GRPOConfig
+from peftkit.tasks.rewards.grpo_rows import Group
 from peftkit.tasks.rewards.grpo_tools import Dialogue, Tools
 from peftkit.tasks.user_code import UserCode
 from peftkit_cli.app import run
@@ -249,9 +250,9 @@ def test_what_cannot_be_a_tool_is_refused(code: str, tokenizer: PreTrainedTokeni
         tools_of(tokenizer, f"{code}:untold")
     with pytest.raises(ConfigError, match="no function absent"):
         tools_of(tokenizer, f"{code}:absent")
-    with pytest.raises(ConfigError, match="two tools have one name"):
+    with pytest.raises(ConfigError, match="Two tools have the same name"):
         tools_of(tokenizer, f"{code}:later", environment=f"{code}:Counter")
-    with pytest.raises(ConfigError, match="nothing rewards"):
+    with pytest.raises(ConfigError, match="No reward is set"):
         GRPOConfig(tools=(f"{code}:multiply",))
 
 
@@ -452,7 +453,7 @@ def test_an_environment_that_fails_ends_the_run(
     with pytest.raises(RunError, match=r"reset\(\) of .* failed: KeyError(.|\n)*p\.jsonl:\d"):
         finished(asked)
     file.write_text(CODE.replace("get_reward", "_reward"))
-    with pytest.raises(ConfigError, match="no get_reward"):
+    with pytest.raises(ConfigError, match="no method get_reward"):
         finished(asked, overwrite=True)
 
 
