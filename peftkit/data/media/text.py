@@ -326,8 +326,8 @@ Read = tuple[ParsedRow, list[tuple[Media, ...]]]
 class MediaEncoder(RowEncoder):
     """Encoder of examples with media as rows, and of rows as a model's inputs.
 
-    No pixels or samples are stored. Each medium is decoded once, so that a damaged one is found
-    now. Processors compute with torch, which forked processes cannot.
+    No pixels or samples are stored. Each medium is decoded once to find damaged files. Processors
+    compute with torch, which forked processes cannot.
 
     Args:
         needed: The kind of media that conversations are about.

@@ -48,11 +48,11 @@ class Hearing:
 
     Args:
         processor: The base's, with or without a tokenizer.
-        max_seconds: Longest clip; None: what the extractor takes at once, or MAX_SECONDS.
+        max_seconds: Longest clip; None: the extractor's chunk length, or MAX_SECONDS.
 
     Attributes:
-        rate: Samples a second.
-    max_seconds: Longest clip.
+        rate: Samples per second.
+        max_seconds: Longest clip.
 
     Raises:
         BaseError: There is no feature extractor.
@@ -229,7 +229,7 @@ class Utterance:
 
 
 class SpeechEncoder(RecordEncoder):
-    """Encoder of audio clips with their texts; decodes each clip once, so that damage shows now.
+    """Encoder of audio clips with their texts; decodes each clip once to find damaged files.
 
     Args:
         names: Of the fields with the clip and the text.
@@ -316,7 +316,7 @@ def metadata_or_self(where: str) -> str:
 def medium_in(
     record: Record, name: str, setting: str, kind: MediaClass, where: str
 ) -> tuple[Any, str]:
-    """Return the medium of a record, and the field that it is in: `name`, or else FILE_NAME.
+    """Return the medium of a record, and its field: `name` or, if that is missing, FILE_NAME.
 
     Args:
         setting: Names the field in a recipe.
@@ -384,7 +384,7 @@ class SpeechConfig(TaskConfig):
     data_fields: ClassVar[frozenset[str]] = frozenset({"max_dropped"})
 
     audio: str = "audio"
-    """Field with the audio clip: a path beside the file, or bytes; file_name is read too."""
+    """Field with the audio clip: a path relative to the file, or bytes; file_name works, too."""
     text: str = "text"
     """Field with its transcript."""
 

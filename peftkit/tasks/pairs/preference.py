@@ -90,7 +90,7 @@ class Preference(DocumentTask):
         return self.positions(lengths, shared=sum(row.common for row in rows))
 
     def collate(self, rows: Sequence[Compared]) -> dict[str, Tensor]:
-        """Return a batch: see `documents`; and reference (B, 2), where it was computed before."""
+        """Return a batch (see `documents`), with reference (B, 2) if it was computed before."""
         batch = self._batch(rows)
         reference = self._values.of(rows) if self.config.needs_reference else None
         return batch if reference is None else {**batch, "reference": reference}
@@ -100,9 +100,9 @@ class Preference(DocumentTask):
         return {**batch, "cut": torch.tensor([row.is_cut for row in rows])}
 
     def documents(self, documents: Sequence[Row]) -> dict[str, Tensor]:
-        """Return documents as a batch, in one row if that is faster.
+        """Return documents as a batch, padding-free if that is faster.
 
-        Besides what all token tasks have: document (n,), whose each answer token is.
+        document (n,): the document of each answer token.
         """
         return super().collate(documents)
 
@@ -237,7 +237,7 @@ OTHER = "other_"
 
 
 class JudgedEncoder(AnswerEncoder):
-    """Encoder of judged answers; drops those that are cut away."""
+    """Encoder of judged answers; drops answers beyond the cut."""
 
     kind: ClassVar[type[Judged]] = Judged
 
@@ -309,7 +309,7 @@ class KTO(WholeStepTask, Preference):
 
     encoder_type: ClassVar[type[AnswerEncoder]] = JudgedEncoder
     _measured: Tensor | None = None
-    """Gains of all rows that are measured; None: the step's, or those of a batch."""
+    """Gains of all rows of an evaluation; None: use the gains of the step or of the batch."""
 
     @property
     def paths(self) -> dict[str, str]:

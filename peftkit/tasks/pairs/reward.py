@@ -56,7 +56,7 @@ TOO_LONG = "an answer ends beyond data.max_length"
 
 
 class RewardEncoder(TextsEncoder):
-    """Encoder of pairs; drops those that are too long, as the value is read at the last token."""
+    """Encoder of pairs; drops long pairs, since the reward is read at the last token."""
 
     kind: ClassVar[type[RewardRow]] = RewardRow
     what = PAIRS

@@ -467,7 +467,7 @@ def test_a_template_that_rewrites_the_past_is_refused(
         "{%- for call in (message.tool_calls or []) if messages[-1].role == 'assistant' %}",
     )
     asked = GRPOConfig(tools=(f"{code}:multiply",), rewards=({"use": "exact_match"},))  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="in another way once something follows"):
+    with pytest.raises(DataError, match="differently if a message follows"):
         Tools(tokenizer, Style("chat", strips), asked, UserCode(), 200)
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(ConfigError, match="no calls"):
