@@ -87,9 +87,7 @@ def never(*args: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rows_come_back_as_they_were_encoded_and_only_once(
-    name: str, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_come_back_as_they_were_encoded_and_only_once(name, tmp_path, tokenizer, monkeypatch):
     made, given = CASES[name]
     where = write(tmp_path / "rows.jsonl", given)
     encoder = made(copy.deepcopy(tokenizer))

@@ -277,7 +277,7 @@ class GRPO(RolloutTask):
     ) -> list[Group]:
         """Return the answers to train on as a group; [] if all of their advantages are 0."""
         answers = [
-            (answer.ids, advantage, answer.learnt or (True,) * len(answer.ids))
+            (answer.ids, advantage, answer.is_target or (True,) * len(answer.ids))
             for answer, advantage in zip(group, values, strict=True)
             if not (answer.is_cut and self.config.mask_cut)
         ]
@@ -327,7 +327,7 @@ class GRPO(RolloutTask):
             **means,
             "taught": share_with_signal,
             "cut": sum(answer.is_cut for _, answer in pairs) / number,
-            "length": sum(answer.num_learnt for _, answer in pairs) / number,
+            "length": sum(answer.num_targets for _, answer in pairs) / number,
         }
 
     # The loss.

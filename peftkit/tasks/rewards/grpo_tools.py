@@ -302,8 +302,8 @@ def _with_common_prompt(group: list[Dialogue], answers: Sequence[SampledAnswer])
     after_prompt = []
     for dialogue, answer in zip(group, answers, strict=True):
         rest = tuple(dialogue.prompt[size:])
-        mask = (*[False] * len(rest), *(answer.learnt or ()))
-        after_prompt.append(replace(answer, ids=rest + answer.ids, learnt=mask))
+        mask = (*[False] * len(rest), *(answer.is_target or ()))
+        after_prompt.append(replace(answer, ids=rest + answer.ids, is_target=mask))
     return Sampled(tuple(first[:size]), after_prompt, group)
 
 
