@@ -118,12 +118,7 @@ class TaskConfig(Config, ABC):
         return replace(self.plain_purpose, head=self.head)
 
     def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:
-        """Write the task's further files into the folder of a merged model.
-
-        Args:
-            config: The merged model's config.
-            base: The base's folder; None: it has none.
-        """
+        """Write the task's further files into a merged model's folder; `base`: the base's folder."""
         return None
 
     def on(
