@@ -118,7 +118,7 @@ class TaskConfig(Config, ABC):
         return replace(self.plain_purpose, head=self.head)
 
     def write_beside(self, folder: Path, config: Any, base: Path | None) -> None:
-        """Write the task's further files into a merged model's folder; `base`: the base's folder."""
+        """Write the task's further files into a merged model's folder; `base`: its base's."""
         return None
 
     def on(
