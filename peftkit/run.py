@@ -18,7 +18,13 @@ from peftkit.errors import ConfigError
 from peftkit.events import Event, Listener, Notice, Table, ignore, to_all
 from peftkit.execution.environment import default_device, world_size
 from peftkit.execution.plan import ExecutionPlan, compute_dtype, plan_of
-from peftkit.execution.signals import Interrupted, stop_requests, stopping_at_once
+from peftkit.execution.signals import (
+    SAVING,
+    STOPPING,
+    Interrupted,
+    stop_requests,
+    stopping_immediately,
+)
 from peftkit.execution.state import Result
 from peftkit.execution.world import World, joined_ranks
 from peftkit.figures import size
@@ -84,7 +90,7 @@ def run(
         stack.enter_context(locked(folder))
         if is_new:
             stack.enter_context(removed_if_empty(folder))
-        with stopping_at_once("stopped before the first step; the output folder is unchanged."):
+        with stopping_immediately("stopped before the first step; the output folder is unchanged."):
             early_events: list[Event] = []
             recorder = to_all(early_events.append, on_event)
             record = prepare(recipe, base=base, resume=resume, world=world, on_event=recorder)
@@ -92,7 +98,7 @@ def run(
             record = replace(record, events=early_events)
             watch = _watch(record, metrics, on_event)
             base_metrics = {} if resume else metrics_before_training(record, recorder)
-        with stop_requests(waits_for="this step and its checkpoint") as stop:
+        with stop_requests(message=STOPPING) as stop:
             training = new_run(
                 record.base.model,
                 record.task,
@@ -107,7 +113,7 @@ def run(
             weights, identity = record.adapter_folder(), record.identity()
             result = train(training, **start, weights=weights, identity=identity, watch=watch)
         if result.is_main or is_sharded(record.base.model):  # all processes run a sharded model
-            with stop_requests(waits_for="the adapter is saved") as stop:
+            with stop_requests(message=SAVING) as stop:
                 result = replace(result, metrics={**base_metrics, **result.metrics})
                 result = save_result(record, result, on_event=on_event)
             if stop.signum:
@@ -132,8 +138,8 @@ def check(recipe: Recipe, *, num_rows: int = 2, on_event: Listener = ignore) -> 
         spans = tuple(record.task.spans(row))
         on_event(Table(f"{row.source}, as the loss sees it", ("", "text"), spans))
     num_steps = recipe.train.num_steps(len(record.train))
-    on_event(Notice(f"Plan: {plan.describe()}."))
-    verdict = "The recipe runs" if _warn_if_short(record, 1, on_event) else "All checks passed"
+    on_event(Notice(f"Execution plan: {plan.describe()}."))
+    verdict = "Valid, but short" if _warn_if_short(record, 1, on_event) else "Ready to train"
     on_event(Notice(f"{verdict}: {len(record.train)} rows, {num_steps} optimizer steps."))
 
 

@@ -27,7 +27,7 @@ from peftkit.errors import ConfigError, OutputError, PeftkitError, RunError
 from peftkit.events import Event, Listener, Notice, Saved, Stage, Table, ignore, to_all
 from peftkit.execution.environment import world_size
 from peftkit.execution.out_of_memory import release_memory
-from peftkit.execution.signals import Interrupted, stopping_at_once
+from peftkit.execution.signals import Interrupted, stopping_immediately
 from peftkit.figures import duration, loss_name
 from peftkit.files.disk import LOCKS, new_folder, read_json, writable_folder, write_json
 from peftkit.formats.folders import SWEEP
@@ -232,7 +232,7 @@ def sweep(
             try:
                 if base is None:
                     release_memory()
-                    with stopping_at_once("stopped before the base was loaded."):
+                    with stopping_immediately("stopped before the base was loaded."):
                         plans = [resolve_plan(m.recipe, on_event) for m in waiting]
                         plan = next((p for p in plans if p.placement == "stream"), plans[-1])
                         base = open_base(member.recipe.base, purpose, plan, on_event=on_event)

@@ -55,7 +55,7 @@ def open_or_build(request: BaseRequest, on_event: Listener) -> LoadedModel:
         try:
             return open_stored(folder, request)
         except BaseError as error:
-            on_event(Notice(f"The base is packed again. {error.asked} {error.found}"))
+            on_event(Notice(f"The base is packed again. {error.problem} {error.found}"))
     num_bytes = packed_size(request)
     if num_bytes < MIN_STORED_BYTES and not is_stored:
         return build(request, on_event=on_event)
@@ -71,7 +71,7 @@ def _build_and_keep(
         pack = f"To store it anyway: peftkit base pack {request.location.name}"
         problem = f"{sizes} {pack}" if is_tight else ""
     except PeftkitError as error:  # the run does not need the cache
-        problem = f"{error.asked} {error.found}"
+        problem = f"{error.problem} {error.found}"
     if problem:
         on_event(Notice(f"The packed base is not stored. {problem}"))
         return build(request, on_event=on_event)
@@ -84,7 +84,7 @@ def _build_and_keep(
             keep(folder, loaded, request)
             on_event(Notice(f"The packed base is stored in {folder}. {sizes}"))
         except PeftkitError as error:
-            on_event(Notice(f"The packed base is not stored. {error.asked} {error.found}"))
+            on_event(Notice(f"The packed base is not stored. {error.problem} {error.found}"))
     return loaded
 
 

@@ -176,7 +176,7 @@ def test_commands_pack_list_and_remove(folder, capsys) -> None:
     (kept.parent / ".left-behind").mkdir()
     assert run(["base", "ls"]) == 0
     shown = capsys.readouterr()
-    assert "not finished" in " ".join(shown.out.split())
+    assert "incomplete" in " ".join(shown.out.split())
     assert "2 packed bases in" in shown.err
     assert run(["base", "rm", ".left-behind"]) == 0
     assert run(["base", "rm", "nothing"]) == 2

@@ -93,7 +93,7 @@ def test_a_time_that_was_measured_beside_other_programs_says_so(
     assert run(["plan", *given, "--set", "train.gradient_checkpointing=false"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "once loaded" in told
-    assert ("on this busy machine" in told) == busy
+    assert ("with the current load" in told) == busy
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 
 from peftkit.errors import BaseError
 from peftkit.events import Event, Progress, Saved, Stage, Table
-from peftkit.execution.signals import Interrupted, stopping_at_once
+from peftkit.execution.signals import Interrupted, stopping_immediately
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.folder import AdapterFolder
 from peftkit.recipe import Recipe
@@ -87,12 +87,12 @@ def rename() -> None:
 def test_a_library_that_swallows_or_renames_the_stop_does_not_undo_it(
     library: Callable[[], None],
 ) -> None:
-    with pytest.raises(Interrupted), stopping_at_once("here"):
+    with pytest.raises(Interrupted), stopping_immediately("here"):
         library()
 
 
 def test_an_error_without_a_signal_stays_what_it_is() -> None:
-    with pytest.raises(BaseError), stopping_at_once("here"):
+    with pytest.raises(BaseError), stopping_immediately("here"):
         raise BaseError("no signal came")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -115,7 +116,7 @@ def test_a_wrong_merge_is_found_on_a_small_card_too(
     right = LoRALinear.merged_weight
     monkeypatch.setattr(LoRALinear, "merged_weight", lambda *args: 2 * args[1] - right(*args))
     monkeypatch.setattr("peftkit.merging.verify.FLOAT32_ROOM", 1e9)
-    with simulated(), pytest.raises(RunError, match="does not compute"):
+    with simulated(), pytest.raises(RunError, match="does not match base and adapter"):
         merge(trained, tmp_path / "out", dtype="bf16")
 
 
@@ -164,7 +165,7 @@ def test_a_card_that_does_not_hold_both_models_leaves_the_merge_to_the_cpu(
     assert merged.agreement is not None
     assert merged.agreement.max_difference < 1e-4
     (notice,) = (e.text for e in events if isinstance(e, Notice) and "CPU" in e.text)
-    assert "take 0.00 GB together; 0.00 GB are free on the GPU" in notice
+    assert re.search(r"take [\d.]+ kB together; the GPU has [\d.]+ kB free", notice)
 
 
 @pytest.mark.parametrize("kind", ["none", pytest.param("nf4", marks=pytest.mark.slow)])

@@ -177,7 +177,7 @@ def test_auto_takes_a_share_of_what_is_free_on_a_cpu(tmp_path: Path, monkeypatch
     monkeypatch.setattr(memory, "free_bytes", lambda: (20 * KEEP + trained) / memory.AUTO_SHARE + 1)
     little = play(tmp_path / "b", model=Deep(), **settings)
     (notice,) = little.notices
-    assert "iB of free memory for activations" in notice
+    assert "B of free memory for activations" in notice
     assert state_of(tmp_path / "b")["plan"]["tokens"] == 20
     assert little.losses == pytest.approx(plenty.losses, rel=1e-4)
 

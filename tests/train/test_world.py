@@ -242,7 +242,7 @@ def test_processes_that_do_not_find_each_other_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "-1")
     monkeypatch.setattr("accelerate.Accelerator", Alone)
-    with pytest.raises(RunError, match="2 processes were launched, and accelerate has joined 1"):
+    with pytest.raises(RunError, match="2 processes were launched, but accelerate has joined 1"):
         World(torch.device("cpu"))
 
 
