@@ -1,7 +1,7 @@
 """The key-value cache of concurrent completions.
 
-Prompts are computed in chunks, each prompt in a `Span` of exactly its size. A shared prefix stays in
-its span, which several completions read. Other spans move into an `Arena`, in whose slots
+Prompts are computed in chunks, each in a `Span` of exactly its size. A shared prefix stays in its
+span, which several completions read. Other spans move into an `Arena`, in whose slots
 completions of similar final length grow token by token, without a copy. An arena grows layer by
 layer: the number of slots and their length double, up to the need of its completions and the memory
 limit. Shared prefixes are computed once (`Prefixes`), and kept within a limit.
