@@ -169,8 +169,11 @@ def load_optimizer_state(
                 full = f"{name}/{key}"
                 unused.discard(full)
                 saved = tensors.get(full, numbers.get(full))
-                is_tensor = isinstance(value, Tensor) and isinstance(saved, Tensor)
-                if is_tensor and (value.shape, value.dtype) == (saved.shape, saved.dtype):
+                if (
+                    isinstance(value, Tensor)
+                    and isinstance(saved, Tensor)
+                    and (value.shape, value.dtype) == (saved.shape, saved.dtype)
+                ):
                     value.copy_(saved)  # in place: bitsandbytes' paged memory stays paged
                 elif not isinstance(value, Tensor) and isinstance(saved, int | float):
                     state[key] = saved
