@@ -111,7 +111,7 @@ class AdapterBank:
         check_name(name)
         if name in self._files:
             raise AdapterError(
-                f"there is already an adapter '{name}'",
+                f"the bank has an adapter '{name}' already",
                 found=f"It is from {self._files[name].folder}.",
                 fix="Drop it first, or choose another name.",
             )
