@@ -73,7 +73,7 @@ def sentences(path: Path) -> Iterator[str]:
             and isinstance(node.value, str)
             and len(node.value.split()) > 3
         ):
-            yield re.sub(r"`[^`\n]*`", " x ", node.value)
+            yield re.sub(r"`[^`\n]*`", " x ", value)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and len(token.string.split()) > 2:
             yield token.string.lstrip("# ")
