@@ -38,7 +38,7 @@ PAIRS = (
 REWARDS = (
     *CAUSAL,
     *_tasks("documents", "run_hooks", "rewards/grpo", "rewards/grpo_losses"),
-    "tasks/rewards/reward_functions.py",
+    *_tasks("rewards/grpo_rows", "rewards/reward_functions"),
     "inference",
 )
 CLASSES = (*TRAINING, *_tasks("classes/labels", "metrics", "texts"))

@@ -19,7 +19,8 @@ from peftkit.inference import dialogues
 from peftkit.inference.engine import Request
 from peftkit.recipe import Recipe
 from peftkit.settings import DataConfig
-from peftkit.tasks.rewards.grpo import Group, GRPOConfig
+from peftkit.tasks.rewards.grpo_config import GRPOConfig
+from peftkit.tasks.rewards.grpo_rows import Group
 from peftkit.tasks.rewards.grpo_tools import Tools
 from peftkit.tasks.rewards.reward_functions import RewardTerm
 
