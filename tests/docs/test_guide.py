@@ -321,6 +321,13 @@ def test_every_page_is_in_the_menu_of_the_site():
     assert all((ROOT / name).is_file() for name, _ in above)
 
 
+def test_links_to_pages_in_the_root_are_rewritten_for_the_site():
+    site_links = runpy.run_path(str(ROOT / "docs" / "hooks.py"))["site_links"]
+    assert site_links("[a](../CHANGELOG.md)") == "[a](changelog.md)"
+    assert site_links("[a](../../README.md#x)", "../") == "[a](../readme.md#x)"
+    assert site_links("[a](docs/design/run.md)") == "[a](design/run.md)"
+
+
 def test_the_api_page_has_every_public_name_once():
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
