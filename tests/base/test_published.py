@@ -1,7 +1,5 @@
 """Published checkpoints: read, they are codes less zeros, times scales, to the bit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

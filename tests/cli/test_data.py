@@ -1,7 +1,5 @@
 """`peftkit data`: what is in a file, before any model is loaded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The templates below do, in few lines, what those of well-known families do.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows are understood by their fields; what cannot be used is named by file, line and field."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a signal tells."""
 
-from __future__ import annotations
-
 import os
 import signal
 

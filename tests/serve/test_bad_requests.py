@@ -1,7 +1,5 @@
 """Requests that the server refuses, with their status; none reaches the model."""
 
-from __future__ import annotations
-
 import json
 import socket
 from functools import partial

@@ -5,8 +5,6 @@ the process takes as much of it as CUDA's context does. So plans and limits meet
 there; the simulated card refuses what it does not hold.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

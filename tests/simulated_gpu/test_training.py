@@ -1,7 +1,5 @@
 """Training on a card gives the CPU's numbers: methods, bits, activations, tasks."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

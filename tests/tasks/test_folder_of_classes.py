@@ -1,7 +1,5 @@
 """From a recipe to a folder that says its task, opened again here, by PEFT, and from PEFT."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Owners cannot access each other's objects, and no request breaks the server."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Iterator

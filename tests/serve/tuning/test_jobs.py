@@ -1,7 +1,5 @@
 """Jobs give the weights of their recipes, and responses in OpenAI's format."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import csv
