@@ -13,13 +13,15 @@ LORA = (*KERNELS, "adapter.py", "methods/base.py", "methods/lora.py", "model", "
 """Of peftkit/: what any run of a LoRA adapter goes through on a CPU."""
 LOADING = ("base/build.py", "base/load.py", "base/pack.py", "base/pretrained.py", "base/store.py")
 GGUF = ("base/gguf_file.py", "base/published", "kernels/gguf_blocks.py")
-LOSS = ("forward", "tasks/batches.py", "tasks/base.py")
-TRAINING = (*LORA, "execution", "train", "data/pack.py", "data/rows/lazy.py", *LOSS)
-CAUSAL = (*TRAINING, "tasks/tokens.py")
 
 
 def _tasks(*names: str) -> tuple[str, ...]:
     return tuple(f"tasks/{name}.py" for name in names)
+
+
+LOSS = ("forward", *_tasks("base", "batches", "packing", "row_loader"))
+TRAINING = (*LORA, "execution", "train", "data/pack.py", "data/rows/lazy.py", *LOSS)
+CAUSAL = (*TRAINING, *_tasks("completions", "metrics", "tokens"))
 
 
 PAIRS = (
@@ -29,12 +31,14 @@ PAIRS = (
         "pairs/preference",
         "pairs/preference_losses",
         "pairs/preference_rows",
+        "run_hooks",
         "whole_step",
     ),
 )
 REWARDS = (
     *CAUSAL,
-    *_tasks("documents", "rewards/grpo", "rewards/grpo_losses", "rewards/reward_functions"),
+    *_tasks("documents", "run_hooks", "rewards/grpo", "rewards/grpo_losses"),
+    "tasks/rewards/reward_functions.py",
     "inference",
 )
 CLASSES = (*TRAINING, *_tasks("classes/labels", "metrics", "texts"))
@@ -163,7 +167,7 @@ ENTRIES: Mapping[str, Benchmark] = {
             "python -m benchmarks.families --families t5 --rows 400 --train '{\"compile\": true}' "
             "--repeats 1",
         ),
-        (*CLASSES, *_tasks("text/seq2seq", "tokens")),
+        (*CLASSES, *_tasks("completions", "text/seq2seq", "tokens")),
     ),
     "startup": Benchmark(
         ("python -m benchmarks.startup --peers PEERS",), (*LOADING, *LORA, "merging", "formats")

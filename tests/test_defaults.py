@@ -7,12 +7,12 @@ import pytest
 
 from peftkit.defaults import (
     EPOCH_STEPS,
-    FEWEST_STEPS,
-    OF_PREFERENCES,
+    MIN_STEPS,
+    PREFERENCE_RATE,
     batch_of,
     defaults_for,
-    is_worth_packing,
     learning_rate_of,
+    should_pack,
     why_too_short,
 )
 from peftkit.recipe import load
@@ -32,8 +32,8 @@ def test_an_epoch_has_dozens_of_steps_whatever_the_rows(num_rows, tokens):
 def test_few_rows_are_not_packed_and_many_are():
     assert not defaults_for(180, 180 * 60, 2_048).packing
     assert defaults_for(60_000, 60_000 * 60, 2_048).packing
-    assert is_worth_packing(192)
-    assert not is_worth_packing(191)
+    assert should_pack(192)
+    assert not should_pack(191)
     assert [batch_of(number) for number in (9, 100, 300, 1_000, 10**6)] == [4, 4, 8, 16, 16]
 
 
@@ -53,7 +53,7 @@ def test_the_newcomers_recipe_is_called_too_short():
     assert changes in told
     cured = TrainConfig(epochs=5, batch_size=4)
     assert why_too_short(cured, 180, 180) == ""
-    assert cured.num_steps(180) >= FEWEST_STEPS
+    assert cured.num_steps(180) >= MIN_STEPS
 
 
 def test_a_number_of_steps_that_was_asked_for_is_not_short():
@@ -67,7 +67,7 @@ def test_a_number_of_steps_that_was_asked_for_is_not_short():
 def test_no_recipe_of_the_rules_is_called_too_short(num_rows):
     rules = defaults_for(num_rows)
     config = TrainConfig(epochs=rules.epochs, batch_size=min(rules.batch_size, num_rows))
-    assert rules.num_steps >= FEWEST_STEPS
+    assert rules.num_steps >= MIN_STEPS
     assert why_too_short(config, num_rows, num_rows) == ""
 
 
@@ -87,6 +87,6 @@ def test_ready_made_recipes_keep_the_rule_of_the_learning_rate(file):
     if recipe.task.type not in ("causal_lm", "distill", "preference"):
         return
     rate = learning_rate_of(WIDTHS[recipe.base.model.split("/")[-1]])
-    rate *= OF_PREFERENCES if recipe.task.type == "preference" else 1
+    rate *= PREFERENCE_RATE if recipe.task.type == "preference" else 1
     assert rate / 2.6 <= recipe.train.learning_rate <= rate * 2.6
     assert recipe.train.rows_per_step() <= 16

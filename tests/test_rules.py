@@ -27,7 +27,7 @@ READ: tuple[tuple[str, dict[str, Any]], ...] = (
     ("method.start_from", {"base": {"new_tokens": ["<a>"]}, "method": {"start_from": "run"}}),
     ("method.token_rows", {"base": {"new_tokens": ["<a>"]}, "method": {"token_rows": [3]}}),
     ("data.eval is not set", {"train": {"keep_best": True}}),
-    ("writes no text", {
+    ("generates no text", {
         "task": {"type": "masked_lm"}, "train": {"eval_generate": 4}, "data": {"eval": "r.jsonl"},
     }),
     ("method.type: bitfit", {"method": {"type": "bitfit"}, "train": {"shard": "base"}}),

@@ -153,7 +153,7 @@ def test_a_member_that_fails_fails_alone(base, tmp_path):
     assert [outcome.state for outcome in outcomes] == ["done", "done", "failed"]
     assert outcomes[2].name == members[1].name
     assert "loss of nan" in outcomes[2].error
-    assert any(isinstance(e, Notice) and "the others go on" in e.text for e in events)
+    assert any(isinstance(e, Notice) and "the sweep continues" in e.text for e in events)
     single = alone(recipe, members[2].settings, tmp_path / "alone")
     assert as_saved(tmp_path / "out" / members[2].name) == as_saved(single)
     assert json.loads((tmp_path / "out" / "sweep.json").read_text())["members"][1]["error"]
@@ -203,7 +203,7 @@ def test_an_interrupted_sweep_ends_equal(stop_in, base, tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
 
     members = grid(recipe, over, out=tmp_path / "out")
-    with pytest.raises(Interrupted, match="Go on with --resume"):
+    with pytest.raises(Interrupted, match="Continue with --resume"):
         sweep(members, tmp_path / "out", on_event=interrupt)
     with pytest.raises(OutputError, match="already holds a sweep"):
         sweep(members, tmp_path / "out")
@@ -250,7 +250,7 @@ def test_members_with_other_labels_need_another_base(base, tmp_path):
         write_rows(tmp_path / f"{labels}.jsonl", rows)
     classify = ["task=sequence_classification", "data.packing=true", "data.eval=null"]
     over = [f"data.train={tmp_path}/ab.jsonl,{tmp_path}/ac.jsonl"]
-    with pytest.raises(ConfigError, match="what the task loads the base for differs"):
+    with pytest.raises(ConfigError, match="the task's form of the base differs"):
         check_members(grid(recipe, over, classify, out=tmp_path / "out"))
 
 

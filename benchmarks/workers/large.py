@@ -91,7 +91,7 @@ def work(way: str, folder: Path, num_tokens: int) -> dict[str, float]:
         anonymous, files, store: at most, from the start of the loading on.
     """
     copies.COPY_SHARE = 0.0  # no unpacked copies of weights
-    store.WORTH_KEEPING = 0
+    store.MIN_STORED_BYTES = 0
     with Watch() as watch:
         began = time.perf_counter()
         model: Any

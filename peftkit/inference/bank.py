@@ -313,7 +313,7 @@ def open_bank(
     files = read_files(adapters)
     naming = next((f for f in files.values() if f.provenance.base), next(iter(files.values())))
     loaded = base_of(naming, base, on_event=on_event)
-    tell_other_bases(files, naming.provenance.loading, on_event)
+    report_other_bases(files, naming.provenance.loading, on_event)
     on_event(Stage(f"Loading {len(files)} adapter{'s' * (len(files) > 1)}"))
     return AdapterBank(loaded, adapters, force=force)
 
@@ -332,7 +332,7 @@ def read_files(adapters: Mapping[str, str | Path]) -> dict[str, AdapterFile]:
     return files
 
 
-def tell_other_bases(
+def report_other_bases(
     files: Mapping[str, AdapterFile], here: Mapping[str, Any], on_event: Listener
 ) -> None:
     """Tell which adapters learnt over a base that was loaded otherwise.

@@ -25,7 +25,7 @@ Render = Callable[[Sequence[Mapping[str, Any]]], str]
 """Writes a conversation with a chat template."""
 
 
-class Said(NamedTuple):
+class AnswerPiece(NamedTuple):
     """A piece of an answer: text, reasoning, or calls."""
 
     text: str = ""
@@ -122,7 +122,7 @@ class Reader:
         self._is_fresh, self._trims = True, thinks  # nothing said yet; drops white space
         self._mark = self._space = ""
 
-    def feed(self, text: str, *, over: bool = False) -> Iterator[Said]:
+    def feed(self, text: str, *, over: bool = False) -> Iterator[AnswerPiece]:
         """Yield what has become certain.
 
         Args:
@@ -132,22 +132,22 @@ class Reader:
         goes_on = True
         while goes_on:
             said, goes_on = self._step(over)
-            if said != Said():
+            if said != AnswerPiece():
                 yield said
 
-    def _in_text(self, over: bool) -> tuple[Said, bool]:
+    def _in_text(self, over: bool) -> tuple[AnswerPiece, bool]:
         if self._is_fresh:
             head = self._buffer.lstrip()
             mark = next((mark for mark in self._first if head.startswith(mark)), None)
             if mark is not None:
                 return self._open(mark, len(self._buffer) - len(head))
             if not over and any(mark.startswith(head) for mark in self._first):
-                return Said(), False
+                return AnswerPiece(), False
         found = [(at, mark) for mark in self._marks if (at := self._buffer.find(mark)) >= 0]
         if not found:
             text = self._taken(self._marks, over)
             self._is_fresh = self._is_fresh and not text
-            return Said(text), False
+            return AnswerPiece(text), False
         at, mark = min(found)
         text = self._buffer[:at].rstrip()
         if self._trims:
@@ -155,27 +155,27 @@ class Reader:
         if text:
             self._is_fresh = self._trims = False
             self._buffer = self._buffer[len(self._buffer[:at].rstrip()) :]
-            return Said(text), True
+            return AnswerPiece(text), True
         return self._open(mark, at)
 
-    def _open(self, mark: str, at: int) -> tuple[Said, bool]:
+    def _open(self, mark: str, at: int) -> tuple[AnswerPiece, bool]:
         """Go into reasoning or a call, or over a mark that is to be skipped."""
         self._space = "" if self._trims else self._buffer[:at]
         self._mark, self._buffer = mark, self._buffer[at:]
         if mark in self._form.opens:
             self._step, self._searched = self._in_call, len(mark)
-            return Said(), True
+            return AnswerPiece(), True
         self._buffer = self._buffer[len(mark) :]
         self._step = self._in_thought if mark == self._form.thought[0] else self._in_text
         self._is_fresh = self._trims = True
-        return Said(), True
+        return AnswerPiece(), True
 
-    def _in_thought(self, over: bool) -> tuple[Said, bool]:
+    def _in_thought(self, over: bool) -> tuple[AnswerPiece, bool]:
         thought, close, rest = self._buffer.partition(self._form.thought[1])
         if not close:
-            return Said(thought=self._taken(self._form.thought[1:], over)), False
+            return AnswerPiece(thought=self._taken(self._form.thought[1:], over)), False
         thought = thought.rstrip()
-        said = Said(thought=thought.lstrip() if self._trims else thought)
+        said = AnswerPiece(thought=thought.lstrip() if self._trims else thought)
         self._buffer, self._step = rest, self._in_text
         self._is_fresh = self._trims = True
         return said, True
@@ -192,22 +192,22 @@ class Reader:
         self._trims = self._trims and not text
         return text
 
-    def _in_call(self, over: bool) -> tuple[Said, bool]:
+    def _in_call(self, over: bool) -> tuple[AnswerPiece, bool]:
         close, calls, at = self._form.close, None, -1
         while calls is None:
             at = -1 if close is None else self._buffer.find(close, self._searched)
             if at < 0 and not over:
                 self._searched = max(self._searched, len(self._buffer) - len(close or ""))
-                return Said(), False
+                return AnswerPiece(), False
             self._searched = len(self._buffer) if at < 0 else at + len(close or "")
             calls = self._read(self._buffer[: self._searched], is_last=at < 0)
         self._step = self._in_text
         if not calls:  # it began as one and is none
             text, self._buffer = self._space + self._mark, self._buffer[len(self._mark) :]
             self._is_fresh = self._trims = False
-            return Said(text), True
+            return AnswerPiece(text), True
         self._buffer, self._trims = self._buffer[self._searched :], True
-        return Said(calls=tuple(calls)), True
+        return AnswerPiece(calls=tuple(calls)), True
 
     def _read(self, text: str, *, is_last: bool) -> list[Call] | None:
         """Return the calls of a text, [] if there are none; None: it ends in one of its strings."""
@@ -233,15 +233,15 @@ def read_answer(
     tools: Sequence[Mapping[str, Any]] = (),
     *,
     thinks: bool = False,
-) -> Said:
+) -> AnswerPiece:
     """Return the text, the reasoning and the calls of a whole answer; arguments as of `Reader`."""
     return whole(Reader(form, tools, thinks=thinks), text)
 
 
-def whole(reader: Reader, text: str) -> Said:
+def whole(reader: Reader, text: str) -> AnswerPiece:
     """Return what a reader makes of a whole answer."""
     pieces = [*reader.feed(text, over=True)]
-    return Said(
+    return AnswerPiece(
         "".join(piece.text for piece in pieces),
         "".join(piece.thought for piece in pieces),
         tuple(call for piece in pieces for call in piece.calls),

@@ -1,7 +1,4 @@
-"""Decoding steps: what they compute, and their recordings as CUDA graphs.
-
-A recorded step is one launch instead of hundreds.
-"""
+"""Decoding steps, and their capture as CUDA graphs: one launch instead of hundreds."""
 
 from __future__ import annotations
 
@@ -19,24 +16,23 @@ from peftkit.inference.cached_attention import Block, Decode
 from peftkit.inference.engine import Completion, masked, table_of
 
 EAGER_STEPS = 4
-"""Calls before a step is recorded, which rarer shapes are not worth."""
-
+"""Eager calls of a shape before it is captured as a CUDA graph."""
 GROUPED_ON_CARD = (9, 10)
-"""Compute capabilities on which torch has a grouped product of bf16 that asks nobody."""
+"""Major compute capabilities whose bf16 grouped_mm does not synchronise with the host."""
 _LOG = logging.getLogger(__name__)
 _unrecordable: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Models of which no step could be recorded; later engines do not try again."""
+"""Models whose steps cannot be captured; later engines do not try again."""
 
 
 def static_block(arena: Arena) -> Block:
-    """Return the slots and lengths of a step that also serves rows after these."""
+    """Return the slots and lengths of a step that later rows can use too."""
     longest = power_of_two(1 + max(row.length for row in arena.rows))
     num_slots = min(power_of_two(len(arena.rows)), arena.num_slots)
     return Block(arena, num_slots, min(max(longest, SMALLEST), arena.capacity))
 
 
 class Step(NamedTuple):
-    """A forward pass over some slots, whatever rows they hold; `run` returns the logits."""
+    """A forward pass over some slots, with any rows; `run` returns the logits."""
 
     blocks: list[Block]
     decode: Decode
@@ -44,7 +40,7 @@ class Step(NamedTuple):
 
 
 class Batch:
-    """The growing rows, as long as they stay the same."""
+    """A fixed set of growing rows."""
 
     def __init__(self, step: Step) -> None:
         self.decode, self._run = step.decode, step.run
@@ -54,37 +50,39 @@ class Batch:
         self._table = table_of(self._owners, step.decode.device)
 
     def step(self) -> None:
-        """Choose the next tokens; they are the model's next input and continue the answers."""
+        """Choose the next tokens, and append them to the completions and the model's input."""
         chosen = self._table.choose(masked(self._run(), self._owners))
         self.decode.advance(chosen[:, :1])
-        choices = self._table.choices(chosen.tolist())  # the one wait for the device
+        choices = self._table.choices(chosen.tolist())  # the only synchronisation
         for owner, choice in zip(self._owners, choices, strict=True):
             if owner is not None:
                 owner.take(choice)
 
 
 def is_recordable(model: Any) -> bool:
-    """Whether a model's steps can be recorded: none has failed, and no product asks the host."""
-    return model not in _unrecordable and not _asks_the_host(model)
+    """Return whether a model's steps can be captured as CUDA graphs.
 
-
-def _asks_the_host(model: Any) -> bool:
-    """Whether torch reads on the host how many rows each expert has (ATen's GroupedBlas.cpp)."""
-    if getattr(model.config.get_text_config(), "_experts_implementation", "") != "grouped_mm":
+    They cannot if a capture has failed, or if torch reads the rows of each expert on the host
+    (ATen's GroupedBlas.cpp).
+    """
+    if model in _unrecordable:
         return False
+    if getattr(model.config.get_text_config(), "_experts_implementation", "") != "grouped_mm":
+        return True
     major, _ = torch.cuda.get_device_capability(model.device)
-    return major not in GROUPED_ON_CARD or model.dtype != torch.bfloat16
+    return major in GROUPED_ON_CARD and model.dtype == torch.bfloat16
 
 
 class Recorder:
-    """Records the decoding steps of one engine as CUDA graphs, which share one memory pool.
+    """Captures the decoding steps of one engine as CUDA graphs, which share one memory pool.
 
     Args:
-        model: The engine's; remembered where recording fails for another reason than memory.
+        model: The engine's model. If a capture fails, except for lack of memory, later engines of
+            the model do not try again.
 
     Attributes:
         num_recorded: Number of graphs.
-        is_able: False once a step could not be recorded: it waited for the host, say.
+        is_able: False after a failed capture, for example of a step that waits for the host.
     """
 
     def __init__(self, model: Any) -> None:
@@ -93,10 +91,10 @@ class Recorder:
         self._pool: Any = None
 
     def step(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Return a function that is recorded after its first `EAGER_STEPS` calls.
+        """Return a function that is captured after its first `EAGER_STEPS` calls.
 
         Args:
-            run: Reads and writes tensors at fixed addresses; the next call overwrites its result.
+            run: Reads and writes tensors at fixed addresses; each call overwrites its result.
         """
         num_calls, recorded = 0, None
 
@@ -114,10 +112,10 @@ class Recorder:
         return call
 
     def _record(self, run: Callable[[], Tensor]) -> tuple[Any, Tensor] | None:
-        """Return a graph and the tensor that it writes; None if recording fails."""
+        """Return a graph and its output tensor; None if the capture fails."""
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        # a capture that fails raises at its end too, and torch leaves the thread on its stream
+        # a failed capture also raises at its end, and torch leaves the thread on its stream
         before = torch.cuda.stream(torch.cuda.current_stream())
         # other threads may use the device meanwhile
         capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
@@ -128,7 +126,7 @@ class Recorder:
             self.is_able = False
             if not is_out_of_memory(problem):
                 _unrecordable.add(self._model)
-            _LOG.warning("Steps of decoding are not recorded: %s", str(problem).splitlines()[0])
+            _LOG.warning("Decoding runs without CUDA graphs: %s", str(problem).splitlines()[0])
             return None
         self.num_recorded += 1
         return graph, out

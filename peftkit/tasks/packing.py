@@ -7,7 +7,7 @@ from torch import nn
 from peftkit.data.pack import PackedRows
 from peftkit.data.rows.columns import StoredRows
 from peftkit.data.rows.lazy import LazyRows
-from peftkit.defaults import is_worth_packing
+from peftkit.defaults import should_pack
 from peftkit.errors import PeftkitError
 from peftkit.events import Notice
 from peftkit.forward.probes import check_packing
@@ -59,7 +59,7 @@ class PackingLoader(RowLoader):
             return rows
         packed = PackedRows(rows, self.max_length)
         is_first, self._has_packed = not self._has_packed, True
-        if is_first and not self.data.packing_is_explicit and not is_worth_packing(len(packed)):
+        if is_first and not self.data.packing_is_explicit and not should_pack(len(packed)):
             self.data = self.data.without_packing()  # eval rows and further files, too
             return rows
         share = int(rows.num_tokens.sum()) / (len(packed) * self.max_length)

@@ -195,7 +195,7 @@ def test_a_damaged_file_is_one_clear_error(mixture, tmp_path, damage):
         if damage == "changed" and len(events) == 4:
             os.utime(path, ns=(1, 1))
 
-    wrong = "changed while it was read" if damage == "changed" else "is not a whole GGUF file"
+    wrong = "changed while it was read" if damage == "changed" else "is not a complete GGUF file"
     with pytest.raises(BaseError, match=rf"damaged\.gguf {wrong}"):
         load_base(str(path), dtype="fp32", on_event=on_event)
 

@@ -233,7 +233,7 @@ def test_model_that_is_nowhere_is_told_with_what_is_near(folder, monkeypatch):
         "./modle": "Did you mean 'model'",
         str(folder.parent / "modle"): f"Did you mean '{folder}'",
         "smollm-135m": "Did you mean 'smollm2-135m'",
-        "someone/model": "hub cannot be asked from here",
+        "someone/model": "hub cannot be reached",
         "x.gguf": "No such file",
         "": "No such file",
         "a/b/c": "No such file",

@@ -97,7 +97,7 @@ def test_hub_id_of_a_short_name_is_never_the_converted_copy(tiny_known):
     load_base("tiny")
     with pytest.raises(BaseError, match=r"its short name, .*: tiny"):
         load_base("org/tiny")
-    with pytest.raises(BaseError, match="cannot be asked"):
+    with pytest.raises(BaseError, match="cannot be reached"):
         load_base("tiny", revision="v1")
 
 

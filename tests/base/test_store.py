@@ -82,9 +82,9 @@ def test_opened_base_is_the_packed_one_to_the_bit(family, kind, tmp_path):
 def test_large_base_is_kept_and_a_small_one_only_when_asked(folder, cache, monkeypatch):
     first, _ = opened(folder)
     assert not cache.exists()
-    monkeypatch.setattr(store, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(store, "MIN_STORED_BYTES", 0)
     _, told = opened(folder)
-    assert "is kept in" in told[0]
+    assert "is stored in" in told[0]
     assert len(stored_bases()) == 1
 
     def never(*args: object, **more: object) -> None:
@@ -140,17 +140,17 @@ def test_full_disk_leaves_nothing(folder, cache, monkeypatch):
     with pytest.raises(RunError):
         pack_base(str(folder))
     assert stored_bases() == []
-    monkeypatch.setattr(store, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(store, "MIN_STORED_BYTES", 0)
     base, told = opened(folder)  # a run goes on without
-    assert "is not kept" in told[0]
+    assert "is not stored" in told[0]
     assert base.audit.quantized_as == "nf4"
 
 
 def test_run_leaves_room_on_the_disk_and_packing_takes_what_fits(folder, monkeypatch):
     monkeypatch.setattr(disk, "free_bytes", lambda folder: 9_000_000_000)
-    monkeypatch.setattr(store, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(store, "MIN_STORED_BYTES", 0)
     _, told = opened(folder)
-    assert "is not kept" in told[0]
+    assert "is not stored" in told[0]
     assert "9.0 GB" in told[0]
     assert stored_bases() == []
     pack_base(str(folder))
@@ -171,7 +171,7 @@ def test_commands_pack_list_and_remove(folder, capsys):
     (kept.parent / ".left-behind").mkdir()
     assert run(["base", "ls"]) == 0
     shown = capsys.readouterr()
-    assert "not finished" in " ".join(shown.out.split())
+    assert "incomplete" in " ".join(shown.out.split())
     assert "2 packed bases in" in shown.err
     assert run(["base", "rm", ".left-behind"]) == 0
     assert run(["base", "rm", "nothing"]) == 2
@@ -224,7 +224,7 @@ def test_a_base_that_processes_open_together_is_the_one_that_each_loads(
 
 @pytest.mark.slow
 def test_of_two_that_pack_the_same_base_one_waits_and_opens_it(folder, cache, monkeypatch):
-    monkeypatch.setattr(store, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(store, "MIN_STORED_BYTES", 0)
     building, may_go_on, built = threading.Event(), threading.Event(), []
     plain = build
 

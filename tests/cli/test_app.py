@@ -166,7 +166,7 @@ def test_an_unknown_error_is_one_message_and_a_logged_traceback(peftkit, monkeyp
 def test_ctrl_c_is_130(peftkit, monkeypatch):
     fails_with(monkeypatch, KeyboardInterrupt())
     done = peftkit("recipes", "ls")
-    assert done == (130, "", "Interrupted: the command stopped where it was.\n")
+    assert done == (130, "", "Interrupted: the command was stopped.\n")
 
 
 def test_a_reader_that_goes_away_is_no_error():
@@ -213,14 +213,14 @@ def test_a_recipe_that_is_not_there_but_shipped_is_offered(peftkit):
 def test_an_adapter_near_to_a_misspelt_one_is_offered(peftkit, tmp_path):
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     assert "Did you mean 'demo'?" in peftkit("generate", "runs/dmo", "--prompt", "hi").err
-    assert "holds: demo." in peftkit("inspect", "runs/zebra").err
+    assert "contains: demo." in peftkit("inspect", "runs/zebra").err
     (tmp_path / "runs" / "demo" / "checkpoints").mkdir()
     message = peftkit("generate", "runs/demo", "--prompt", "hi").err
     assert "holds no adapter_config.json" in message
     assert "--resume" in message
     (tmp_path / "runs" / "demo" / "adapter_config.json").touch()
     message = peftkit("generate", "runs", "--prompt", "hi").err
-    assert "Give one of the adapters in it: runs/demo" in message
+    assert "Use one of the adapters in it: runs/demo" in message
 
 
 def test_env_tells_versions_and_devices_on_one_screen(peftkit):
@@ -245,7 +245,7 @@ def test_schema_is_a_json_schema_of_the_recipe(peftkit):
         ("chat.jsonl", '{"text": "a"}\n', "peftkit init --data chat.jsonl"),
         ("own.csv", "a,b\n", "peftkit init --data own.csv"),
         ("axolotl.yaml", "base_model: x\n", "peftkit import-recipe axolotl.yaml --out recipe.yaml"),
-        ("factory.yaml", "model_name_or_path: x\n", "LLaMA-Factory's YAML"),
+        ("factory.yaml", "model_name_or_path: x\n", "the YAML of LLaMA-Factory"),
         ("runs/small/recipe.yaml", "base: {}\n", "peftkit train --from runs/small --out DIR"),
     ],
 )
@@ -257,7 +257,7 @@ def test_a_file_that_is_no_recipe_is_named_with_its_command(
     (tmp_path / name).write_text(text)
     done = peftkit(command, name.removesuffix("/recipe.yaml"))
     assert done.code == 2
-    assert "is no recipe" in done.err
+    assert "is not a recipe" in done.err
     assert fix in done.err
 
 

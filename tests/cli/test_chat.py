@@ -77,7 +77,7 @@ def test_adapters_are_switched_by_name(peftkit, options, answers, monkeypatch):
     replies = [answers[name] for name in ("json", "sql", "base", "sql", "sql")]
     assert done.out == "".join(f"{text}\n" for text in replies)
     assert "There is no adapter jsn. Did you mean 'json'?" in done.err
-    assert "/base takes nothing after it" in done.err
+    assert "/base takes no text" in done.err
 
 
 def test_compare_lets_all_answer(peftkit, options, answers, monkeypatch):
@@ -105,9 +105,9 @@ def test_the_conversation_continues_from_the_current_adapter_s_reply(two, answer
     ("args", "message"),
     [
         ([], "Give one as `peftkit chat ADAPTER`"),
-        (["{json}", "--adapter", "a={json}"], "give one adapter, or several names"),
+        (["{json}", "--adapter", "a={json}"], "both ADAPTER and --adapter are given"),
         (["--adapter", "a="], "a= names no adapter"),
-        (["--adapter", "base={json}"], "'base' is the bare base"),
+        (["--adapter", "base={json}"], "'base' is reserved for the base"),
         (["--adapter", "a={json}", "--adapter", "a={sql}"], "two adapters would be named 'a'"),
         (["--adapter", "a/b={json}"], "a/b="),
         (["--adapter", "a b={json}"], "'a b' is not allowed as the name"),

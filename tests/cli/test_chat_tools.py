@@ -72,7 +72,7 @@ def told(bank: AdapterBank, file: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     def make(*says: str) -> Told:
         said = iter(says)
         monkeypatch.setattr("builtins.input", lambda _: next(said))
-        tools = ChatTools(bank.base.tokenizer, [f"{file}:double"], asks=bool(says))
+        tools = ChatTools(bank.base.tokenizer, [f"{file}:double"], confirm=bool(says))
         return Told(bank, monkeypatch, tools)
 
     return make
@@ -169,8 +169,8 @@ def test_a_saved_chat_has_its_tools_and_calls(told, tmp_path):
 
 
 def test_functions_of_one_name_are_refused(bank, file):
-    with pytest.raises(ConfigError, match="two tools have one name"):
-        ChatTools(bank.base.tokenizer, [f"{file}:double"] * 2, asks=True)
+    with pytest.raises(ConfigError, match="two tools have the same name"):
+        ChatTools(bank.base.tokenizer, [f"{file}:double"] * 2, confirm=True)
 
 
 def test_a_pipe_is_refused_unless_tools_may_run(peftkit, bank, model_folder, tmp_path, file):

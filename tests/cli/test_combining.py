@@ -45,7 +45,10 @@ def test_combine_writes_an_adapter_and_prints_its_folder(adapters, peftkit, tmp_
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["a", "a=1", "--out", "c"], "AdapterError: 'a' has no weight, and others have.\n .*: a=1"),
+        (
+            ["a", "a=1", "--out", "c"],
+            "AdapterError: 'a' has no weight, but others have one.\n .*: a=1",
+        ),
         (["a=half", "--out", "c"], "AdapterError: the weight 'half' of a is not a number."),
         (["a=nan", "--out", "c"], "AdapterError: the weight of a is nan"),
         (["b=1", "--out", "c"], "AdapterError: there is no adapter folder 'b'."),
@@ -81,5 +84,5 @@ def test_inspect_reports_why_an_update_cannot_be_measured(adapters, peftkit, tmp
     )
     done = peftkit("inspect", "a")
     assert done.code == 0
-    assert "No norms of its updates: " in done.err
+    assert "No norms of the updates: " in done.err
     assert "init_lora_weights: pissa" in done.err

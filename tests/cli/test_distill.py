@@ -69,7 +69,7 @@ def test_without_questions_the_base_generates_some_and_prints_them(
     assert done.code == 0, done.err
     lines = [json.loads(line) for line in Path("out/questions.jsonl").read_text().splitlines()]
     assert len({line["prompt"] for line in lines}) == len(lines) == 16
-    assert done.err.index("questions of the base") < done.err.index("The teacher's answers")
+    assert done.err.index("questions from the base") < done.err.index("The teacher's answers")
 
 
 @pytest.mark.parametrize(

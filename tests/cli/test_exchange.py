@@ -116,7 +116,7 @@ def test_a_taken_place_is_left_alone_without_force(adapter, peftkit):
         (("push", "json", "me/x"), "HF_HUB_OFFLINE is set"),
         (("pull", "/etc/passwd", "--out", "x"), "is not the name of a repository"),
         (("pull", "me/x", "--out", "x"), "not in the cache"),
-        (("chat", "me/x"), "there is no folder 'me/x' here, and the adapter me/x cannot be had"),
+        (("chat", "me/x"), "there is no folder 'me/x', and the adapter me/x cannot be downloaded"),
     ],
 )
 def test_bad_input_exits_2(args, message, adapter, peftkit):

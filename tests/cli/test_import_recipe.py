@@ -182,7 +182,7 @@ def test_mlx_lm(peftkit, tmp_path):
     text = (tmp_path / "ours.yaml").read_text(encoding="utf-8")
     assert "gradient_accumulation" not in text, "only what was set is written"
     refused = peftkit("train", "theirs.yaml")
-    assert "It has the key fine_tune_type, as mlx-lm's YAML." in refused.err
+    assert "It has the key fine_tune_type, like the YAML of mlx-lm." in refused.err
 
 
 @pytest.mark.parametrize(

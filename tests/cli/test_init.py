@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from peftkit.data.records import sources_of
-from peftkit.defaults import BATCHES, CONTRASTS, defaults_for
+from peftkit.defaults import BATCHES, CONTRASTIVE_BATCHES, defaults_for
 from peftkit.recipe import load
 from peftkit_cli.goals import GOALS
 from peftkit_cli.init import Size, recipe_text
@@ -33,7 +33,9 @@ def test_every_recipe_is_valid_and_has_the_answers(task, on_cpu, tmp_path):
     assert recipe.task.type == {"kto": "preference"}.get(task, task)
     assert (recipe.base.model, recipe.data.train) == ("org/m", "my: rows.jsonl")
     assert recipe.method.start_from is None
-    rules = defaults_for(640, width=576, batches=CONTRASTS if task == "embedding" else BATCHES)
+    rules = defaults_for(
+        640, width=576, batches=CONTRASTIVE_BATCHES if task == "embedding" else BATCHES
+    )
     if task != "grpo":
         assert (recipe.train.epochs, recipe.train.batch_size) == (rules.epochs, rules.batch_size)
         assert recipe.train.num_steps(640) == rules.num_steps >= 100
@@ -53,7 +55,7 @@ def test_options_answer_the_questions(peftkit, tmp_path, model_folder):
     done = peftkit("init", *args, "--task", "causal_lm")
     assert done[:2] == (0, "recipe.yaml\n"), done.err
     few, *lines = done.err.splitlines()
-    assert few == "note: 9 rows are few: a few hundred are a start."
+    assert few == "note: 9 rows are few; a few hundred are a good start."
     commands = [line.strip().removeprefix("Next: ") for line in lines]
     assert commands == [
         "peftkit check recipe.yaml",
@@ -82,11 +84,11 @@ TASK = ("--data", "rows.jsonl", "--task", "embedding")
         ((), "--data"),
         (("--data", "rows.jsonl", "--task", "embeding"), "Did you mean 'embedding'?"),
         (("--data", "absent.jsonl"), "absent.jsonl"),
-        (("--data", "rows.jsonl", "--task", "image_text"), "they suit: embedding"),
-        ((*TASK, "--memory", "smollm2-135m"), "It is neither a size above zero nor cpu."),
+        (("--data", "rows.jsonl", "--task", "image_text"), "tasks for them: embedding"),
+        ((*TASK, "--memory", "smollm2-135m"), "It is neither a positive size nor cpu."),
         ((*TASK, "--memory", "none"), "without a GPU: cpu."),
         ((*TASK, "--memory", "0"), "cannot use --memory '0'."),
-        ((*TASK, "--fields", "anchor,positive"), "The task embedding takes no names of fields."),
+        ((*TASK, "--fields", "anchor,positive"), "The task embedding does not accept field names."),
     ],
 )
 def test_bad_answers_are_named(options, message, peftkit, tmp_path):
@@ -120,7 +122,7 @@ def test_columns_with_other_names_are_named_by_an_option(peftkit, tmp_path):
     (tmp_path / "own.csv").write_text("Ticket,Customer Message,Agent Reply\n" + rows)
     args = ("init", "--data", "own.csv", "--task", "causal_lm", "--model", "smollm2-135m")
     refused = peftkit(*args, "--memory", "cpu")
-    assert "peftkit init needs --fields READ,LEARNT" in refused.err
+    assert "peftkit init needs --fields INPUT,TARGET" in refused.err
     wrong = peftkit(*args, "--memory", "cpu", "--fields", "Customer,Agent Reply")
     assert "own.csv has the fields: Ticket, Customer Message, Agent Reply." in wrong.err
     done = peftkit(*args, "--memory", "12 GB", "--fields", "Customer Message,Agent Reply")
@@ -141,7 +143,7 @@ def test_a_task_written_as_its_name_takes_settings_of_its_own(peftkit, tmp_path)
 def test_rows_that_cannot_be_read_suit_no_task(peftkit, tmp_path):
     write_rows(tmp_path / "rows.jsonl", [{"messages": [{"role": "agent", "content": "a"}]}])
     done = peftkit("init", "--data", "rows.jsonl", "--task", "causal_lm")
-    assert "the rows of rows.jsonl suit no task." in done.err
+    assert "no task accepts the rows of rows.jsonl." in done.err
     assert "rows.jsonl:1: messages[0].role: unknown role 'agent'" in done.err
 
 
@@ -173,15 +175,15 @@ def init_of_folder(peftkit: Run, tmp_path: Path, *names: str) -> Done:
 
 def test_files_of_a_folder_are_told_apart_by_their_names(peftkit, tmp_path):
     done = init_of_folder(peftkit, tmp_path, "train", "valid", "test")
-    assert "train on: plants/train.jsonl; to evaluate on: plants/valid.jsonl." in done.err
+    assert "Training data: plants/train.jsonl; evaluation data: plants/valid.jsonl." in done.err
     recipe = load(tmp_path / "recipe.yaml")
     assert (recipe.data.train, recipe.data.eval) == ("plants/train.jsonl", "plants/valid.jsonl")
     assert recipe.train.output_dir == Path("runs/plants")
     shown = peftkit("data", "plants")
     assert "Data: plants/train.jsonl" in shown.out
-    assert "To evaluate on (data.eval): plants/valid.jsonl" in shown.err
+    assert "Evaluation data (data.eval): plants/valid.jsonl" in shown.err
     refused = peftkit("train", "plants")
-    assert "It is a folder of rows." in refused.err
+    assert "It is a folder with data files." in refused.err
     assert "peftkit init --data plants" in refused.err
 
 
@@ -226,7 +228,7 @@ def test_a_folder_is_read_by_the_names_of_its_files(names, expected, tmp_path):
 def test_all_shards_of_a_folder_are_read(peftkit, tmp_path):
     shards = ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001")
     done = init_of_folder(peftkit, tmp_path, *shards)
-    assert "train on: plants/train-*-of-*.jsonl" in done.err
+    assert "Training data: plants/train-*-of-*.jsonl" in done.err
     data = load(tmp_path / "recipe.yaml").data
     assert [Path(source.path).stem[:11] for source in sources_of(data)] == [
         "train-00000",
@@ -280,7 +282,7 @@ def test_an_invalid_answer_repeats_its_question(peftkit, tmp_path, monkeypatch):
     done = peftkit("init")
     assert done.code == 0, done.err
     assert len(asked) == 9
-    assert "there is no task 'sing' here." in done.err
+    assert "there is no task 'sing'." in done.err
     assert asked[5][1] == "Customer Message,Agent Reply"
     recipe = load(tmp_path / "recipe.yaml")
     assert (recipe.task.prompt, recipe.task.completion) == ("Customer Message", "Agent Reply")

@@ -21,7 +21,7 @@ def test_a_run_has_one_loss(trained, peftkit, monkeypatch):
     done = peftkit("runs")
     demo = next(line.split() for line in done.out.splitlines() if "demo" in line)
     assert mean in demo
-    assert "loss: mean of the last 10 steps; eval: of the last evaluation" in done.err
+    assert "loss: mean of the last 10 steps; eval: loss of the last evaluation" in done.err
     duration = re.search(r"steps in ([\d: ]*\d(?: s)?);", end)
     assert duration
     assert " ".join(demo).endswith(duration[1])

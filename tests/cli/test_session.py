@@ -94,7 +94,7 @@ def test_check_shows_rows_as_the_loss_sees_them_without_writes(project, peftkit)
     before = sorted(project.rglob("*"))
     done = peftkit("check", "recipe.yaml")
     assert done.code == 0
-    assert (done.out + done.err).count("All is well") == 1
+    assert (done.out + done.err).count("Ready to train") == 1
     title = next(line for line in done.out.splitlines() if line.startswith("train.jsonl:1"))
     assert title.endswith("as the loss sees it")
     learnt = [line for line in done.out.splitlines() if line.strip().startswith("learnt  ")]
@@ -122,9 +122,9 @@ def test_check_says_that_a_run_is_too_short(project, peftkit):
     assert "note: This run is too short to learn: " in done.err
     assert "(40 documents, packed)" in done.err
     assert "--set data.packing=false --set train.batch_size=4" in done.err
-    assert "All is well" not in done.err
+    assert "Ready to train" not in done.err
     cured = peftkit("check", "recipe.yaml", *more, "--set", "train.batch_size=4")
-    assert "All is well: 40 rows, 30 optimizer steps." in cured.err
+    assert "Ready to train: 40 rows, 30 optimizer steps." in cured.err
 
 
 def test_generate_prints_the_completion_and_nothing_else(inside, trained):

@@ -32,7 +32,7 @@ trian: {}
         "recipe.yaml:3: data.train: should be a path; found 3",
         "recipe.yaml:4: data.packing: should be true or false; found the text 'yes'",
         "recipe.yaml:6: train.lr: unknown key. Did you mean 'learning_rate'?",
-        "recipe.yaml:8: train.epochs: is given twice, first at line 7; keep one",
+        "recipe.yaml:8: train.epochs: is given twice, first in line 7; keep one",
         "recipe.yaml:9: train.batch_size: should be a valid integer; found 3.0",
         "recipe.yaml:10: train.num_train_epochs: unknown key. Did you mean 'epochs'?",
         "recipe.yaml:11: train.rank: unknown key. Did you mean 'method.rank'?",
@@ -67,7 +67,7 @@ trian: {}
         ("train: {log_to: [wandbb]}", "train.log_to[0]: should be 'wandb' or 'trackio'; found the"),
         ("train: {schedule: ''}", "should have at least 1 character; found the text ''"),
         ("train:", "train: should be a section (keys with values); found nothing (null)"),
-        ("<<: {a: 1}", "<<: unknown key. Known here: task, method, data, train"),
+        ("<<: {a: 1}", "<<: unknown key. Keys of this section: task, method, data, train"),
         ("'1': x\n1: x", "1: a key must be text; put it in quotes: '1'"),
     ],
 )
@@ -116,8 +116,8 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path):
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "real.yaml").write_text(DATA)
     for path, message in [
-        (tmp_path / "none.yaml", "No such file or directory.\n  .* holds: real.yaml"),
-        (tmp_path, "Is a directory.\n  .* holds: real.yaml"),
+        (tmp_path / "none.yaml", "No such file or directory.\n  .* contains: real.yaml"),
+        (tmp_path, "Is a directory.\n  .* contains: real.yaml"),
         (Path("a\0b"), "embedded null byte"),
     ]:
         with pytest.raises(ConfigError, match=message):

@@ -118,7 +118,7 @@ def test_a_missing_file_raises_the_error_that_was_asked_for(tmp_path):
     (tmp_path / "broken").symlink_to("nothing")
     with pytest.raises(CheckpointError, match="no such file"):
         read_tensors(tmp_path / "t", error=CheckpointError)
-    with pytest.raises(CheckpointError, match="link to nothing"):
+    with pytest.raises(CheckpointError, match="broken symbolic link"):
         read_tensors(tmp_path / "broken", error=CheckpointError)
     with pytest.raises(AdapterError, match="null byte"):
         read_tensors(tmp_path / "a\0b")

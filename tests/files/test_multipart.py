@@ -71,7 +71,7 @@ def test_what_stands_before_and_after_is_left_out_and_a_file_may_be_empty():
 @pytest.mark.parametrize(
     ("data", "kind", "told"),
     [
-        (USUAL, "application/json", "an upload is a form"),
+        (USUAL, "application/json", "an upload must be multipart/form-data"),
         (USUAL, "multipart/form-data", "with a boundary"),
         (USUAL, "", "Content-Type: none"),
         (USUAL, "multipart/form-data; boundary=other", "was cut short"),
@@ -79,9 +79,9 @@ def test_what_stands_before_and_after_is_left_out_and_a_file_may_be_empty():
         (b"", KIND, "was cut short"),
         (form(('name="purpose"', b"x")), KIND, "has no file"),
         (form(('filename="x"', b"x")), KIND, "a part without a name"),
-        (form(('name="a"', b"x"), ('name="a"', b"y")), KIND, "two parts of one name"),
+        (form(('name="a"', b"x"), ('name="a"', b"y")), KIND, "two parts with the same name"),
         (form(*[(f'name="{n}"', b"") for n in range(20)]), KIND, "or over 16 parts"),
-        (form(('name="file"', b"x"), ('name="file"', b"y")), KIND, "two parts of one name"),
+        (form(('name="file"', b"x"), ('name="file"', b"y")), KIND, "two parts with the same name"),
         (form(('name="purpose"', b"x" * (MAX_FIELD + 1))), KIND, "too long"),
         (form(('name="file"', b"x" * 1001)), KIND, "too long"),
         (form((f'name="{"x" * MAX_HEAD}"', b"x")), KIND, "headers are too long"),

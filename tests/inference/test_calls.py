@@ -13,7 +13,7 @@ from peftkit.data.style import Style
 from peftkit.data.tokens import tokens
 from peftkit.inference.call_formats import FORMATS, NO_CALLS, Call, CallFormat
 from peftkit.inference.call_style import CallStyle
-from peftkit.inference.calls import Reader, Said, format_of, read_answer
+from peftkit.inference.calls import AnswerPiece, Reader, format_of, read_answer
 from tests.helpers.call_templates import FORM_OF, ONE_CALL, TEMPLATES, with_calls, with_template
 
 TOOL: dict[str, Any] = {
@@ -41,18 +41,18 @@ GIVEN: list[dict[str, Any]] = [
 BY_NAME = {form.name: form for form in FORMATS} | {"none": NO_CALLS}
 
 
-def joined(pieces: Iterable[Said]) -> Said:
+def joined(pieces: Iterable[AnswerPiece]) -> AnswerPiece:
     texts, thoughts, calls = zip(*pieces, strict=True) if (pieces := [*pieces]) else ((), (), ())
-    return Said("".join(texts), "".join(thoughts), tuple(one for of in calls for one in of))
+    return AnswerPiece("".join(texts), "".join(thoughts), tuple(one for of in calls for one in of))
 
 
-def in_pieces(form: CallFormat, pieces: Sequence[str], thinks: bool = False) -> Said:
+def in_pieces(form: CallFormat, pieces: Sequence[str], thinks: bool = False) -> AnswerPiece:
     reader = Reader(form, [TOOL], thinks=thinks)
     found = [one for piece in pieces for one in reader.feed(piece)]
     return joined([*found, *reader.feed("", over=True)])
 
 
-def check_splits(form: CallFormat, text: str, thinks: bool = False) -> Said:
+def check_splits(form: CallFormat, text: str, thinks: bool = False) -> AnswerPiece:
     """Check that every split of an answer gives what the whole gives; return that."""
     whole = read_answer(form, text, [TOOL], thinks=thinks)
     assert in_pieces(form, list(text), thinks) == whole
@@ -243,7 +243,7 @@ def test_an_answer_may_begin_within_reasoning():
     text = " I see \n</think>\n\n " + GOOD
     found = check_splits(BY_NAME["hermes"], text, thinks=True)
     assert (found.text, found.thought, len(found.calls)) == ("", "I see", 1)
-    assert check_splits(BY_NAME["hermes"], "no end", thinks=True) == Said(thought="no end")
+    assert check_splits(BY_NAME["hermes"], "no end", thinks=True) == AnswerPiece(thought="no end")
 
 
 def test_a_stream_holds_back_no_more_than_it_must():
@@ -251,7 +251,7 @@ def test_a_stream_holds_back_no_more_than_it_must():
     assert joined(reader.feed("It is 4 < 5 <to")).text == "It is 4 < 5"
     assert joined(reader.feed("ast>. ")).text == " <toast>."
     assert joined(reader.feed(GOOD)).calls[0].name == "f"
-    assert joined(reader.feed("\n")) == Said()
+    assert joined(reader.feed("\n")) == AnswerPiece()
 
 
 def test_written_types_are_those_of_the_schema_where_a_format_has_none():
@@ -271,7 +271,7 @@ def test_written_types_are_those_of_the_schema_where_a_format_has_none():
 
 def test_an_answer_that_repeats_itself_is_text_at_once():
     text = f"<tool_call><function=f>{'<parameter=a>' * 30_000}</function></tool_call>"
-    assert read_answer(BY_NAME["coder"], text) == Said(text)
+    assert read_answer(BY_NAME["coder"], text) == AnswerPiece(text)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -286,4 +286,4 @@ def test_reasoning_that_a_prompt_opens_is_seen(name, tokenizer):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {1}, "\ud83d"])
 def test_what_a_reader_of_others_makes_of_a_call_is_json_or_the_call_is_text(value):
     made = CallFormat("other", ("<c>",), "</c>", lambda _: [Call("f", {"a": value})])
-    assert read_answer(made, "<c>f</c>") == Said("<c>f</c>")
+    assert read_answer(made, "<c>f</c>") == AnswerPiece("<c>f</c>")

@@ -75,10 +75,10 @@ def test_turns_are_those_of_single_requests(read, llama, tokenizer, monkeypatch)
     ]
     flat = [one for group in found for one in group]
     assert {one.is_cut for one in flat} == {True, False}
-    assert max(len(one.ids) - one.num_learnt for one in flat) >= 6  # three turns and more
+    assert max(len(one.ids) - one.num_targets for one in flat) >= 6  # three turns and more
     monkeypatch.setattr(module, "open_engine", PlainEngine)
     assert answers(llama, tokenizer) == found
-    assert answers(llama, tokenizer, seeds=None)[0][0].num_learnt > 0
+    assert answers(llama, tokenizer, seeds=None)[0][0].num_targets > 0
 
 
 def test_a_waiting_row_resumes(llama, tokenizer, monkeypatch):
@@ -95,7 +95,7 @@ def test_a_waiting_row_resumes(llama, tokenizer, monkeypatch):
     for index in range(len(PROMPTS)):
         for number in range(3):
             turn_by_turn(llama, tokenizer, (index, number))
-    replies = sum(len(one.ids) - one.num_learnt for group in found for one in group)
+    replies = sum(len(one.ids) - one.num_targets for group in found for one in group)
     assert with_cache <= 3 * sum(map(len, PROMPTS)) + replies
     assert sum(computed) > 2 * with_cache
 

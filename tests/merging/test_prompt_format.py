@@ -102,4 +102,4 @@ def test_the_comparison_says_that_training_was_in_another_precision(saved):
     card = (saved.out / "README.md").read_text()
     assert "against the original base (not in nf4) and the adapter" in card
     (notice,) = (event.text for event in events if isinstance(event, Notice))
-    assert "peftkit chat, which loads nf4. With --from-quantized" in notice
+    assert "which loads the base in nf4" in notice

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings(
 def test_targets_without_a_bias_and_parts_of_a_fused_layer_are_refused():
     with pytest.raises(TargetError, match=r"there is no bias .*\n  targets: o; 6 layers"):
         attach(tiny_model("qwen2"), BitFit(targets=("o",)))
-    with pytest.raises(TargetError, match=r"'q' is a part of this fused layer"):
+    with pytest.raises(TargetError, match=r"'q' is one role of this fused layer"):
         attach(tiny_model("gpt2"), BitFit(targets=("q",)))
     with pytest.raises(TargetError, match="no linear layer matches target 'norm_7'"):
         attach(tiny_model("gpt2"), BitFit(targets=("norm_7",)))

@@ -140,7 +140,7 @@ def test_a_second_adapter_on_one_model_is_refused(column):
     model = cell.bare_model("gpt2", "nf4")
     method = grid.fitted(grid.COLUMNS[column], model)
     laws.start(method, model, "gpt2")
-    with pytest.raises(AdapterError, match="carries an adapter already"):
+    with pytest.raises(AdapterError, match="already has an adapter"):
         attach(model, LoRA())
 
 

@@ -58,11 +58,11 @@ def test_the_file_has_the_rows_once_in_the_order_of_the_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("family", "method", "message"),
     [
-        ("llama", LoRA(token_rows=(384,)), r"the rows 384 of .*\n  it has rows 0 to 383"),
+        ("llama", LoRA(token_rows=(384,)), r"the rows 384 of .*\n  It has rows 0 to 383"),
         ("llama", LoRA(token_rows=(7, 7)), "the rows 7 of"),
         ("llama", LoRA(token_rows={"norm": (7,)}), "neither an embedding nor a head"),
         ("llama", LoRA(token_rows={"embed_token": (7,)}), "Did you mean 'embed_tokens'"),
-        ("t5", LoRA(token_rows={"embed_tokens": (7,)}), "names 2 modules"),
+        ("t5", LoRA(token_rows={"embed_tokens": (7,)}), "matches 2 modules"),
         ("gpt2", LoRA(token_rows={"wte": (7,), "lm_head": (8,)}), "lm_head is tied to .*wte"),
         ("llama", LoRA(token_rows=(7,), train_fully=("embed_tokens",)), "is trained in full"),
         ("llama", LoRA(targets=("head",), token_rows={"lm_head": (7,)}), "cannot have both"),

@@ -92,7 +92,7 @@ def test_other_rows_are_refused_and_can_be_allowed(with_bos):
     events: list[Event] = []
     run_recipe(with_bos, resume=True, allow_changes=["rows"], on_event=events.append)
     notices = [event.text for event in events if isinstance(event, Notice)]
-    assert any("No exact continuation" in text and "rows.train" in text for text in notices)
+    assert any("Resumed with these changes" in text and "rows.train" in text for text in notices)
 
 
 def test_every_changed_setting_is_listed_at_once(with_bos):

@@ -10,7 +10,7 @@ import pytest
 
 from peftkit.errors import BaseError
 from peftkit.events import Event, Progress, Saved, Stage, Table
-from peftkit.execution.signals import Interrupted, stopping_at_once
+from peftkit.execution.signals import Interrupted, stopping_immediately
 from peftkit.formats.open_adapter import open_adapter
 from peftkit.formats.peft.folder import AdapterFolder
 from peftkit.run import run as run_recipe
@@ -80,12 +80,12 @@ def rename() -> None:
 
 @pytest.mark.parametrize("library", [swallow, rename])
 def test_a_stop_survives_libraries_that_swallow_it(library):
-    with pytest.raises(Interrupted), stopping_at_once("here"):
+    with pytest.raises(Interrupted), stopping_immediately("here"):
         library()
 
 
 def test_an_error_without_a_signal_stays_what_it_is():
-    with pytest.raises(BaseError), stopping_at_once("here"):
+    with pytest.raises(BaseError), stopping_immediately("here"):
         raise BaseError("no signal came")
 
 

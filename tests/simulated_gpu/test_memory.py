@@ -176,7 +176,7 @@ def test_a_card_that_is_nearly_full_is_told_once(in_a_step, num_notices, tmp_pat
     with simulated() as card:
         card.retries = 50  # of looking for a plan
         found, _ = train("cuda", tmp_path, max_steps=9)
-    told = [text for text in found.notices if "released its cache 3 times" in text]
+    told = [text for text in found.notices if "flushed its cache 3 times" in text]
     assert len(told) == len(found.notices) == num_notices
 
 

@@ -1,6 +1,7 @@
 """What is done with a trained adapter on a card: generating, measuring, the bank, merging."""
 
 import gc
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -111,7 +112,7 @@ def test_small_cards_verify(trained, tmp_path, monkeypatch):
     right = LoRALinear.merged_weight
     monkeypatch.setattr(LoRALinear, "merged_weight", lambda *args: 2 * args[1] - right(*args))
     monkeypatch.setattr("peftkit.merging.verify.FLOAT32_ROOM", 1e9)
-    with simulated(), pytest.raises(RunError, match="does not compute"):
+    with simulated(), pytest.raises(RunError, match="does not match base and adapter"):
         merge(trained, tmp_path / "out", dtype="bf16")
 
 
@@ -122,7 +123,7 @@ def test_a_merge_too_large_for_the_card_uses_the_cpu(trained, tmp_path):
         assert card.peak < 50_000
     assert merged.agreement is not None
     assert merged.agreement.max_difference < 1e-4
-    assert any("computed on the CPU" in text for text in told)
+    assert any("base runs on the CPU" in text for text in told)
 
 
 def test_a_quantised_base_is_merged_on_the_card(trained, tmp_path):
@@ -156,7 +157,7 @@ def test_a_merge_of_two_large_models_runs_on_the_cpu(trained, tmp_path):
     assert merged.agreement is not None
     assert merged.agreement.max_difference < 1e-4
     (notice,) = (e.text for e in events if isinstance(e, Notice) and "CPU" in e.text)
-    assert "take 0.00 GB together; 0.00 GB are free on the GPU" in notice
+    assert re.search(r"take [\d.]+ kB together; the GPU has [\d.]+ kB free", notice)
 
 
 @pytest.mark.parametrize("kind", ["none", pytest.param("nf4", marks=pytest.mark.slow)])

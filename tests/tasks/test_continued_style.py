@@ -49,7 +49,7 @@ def test_prompts_alone_are_formatted_as_the_adapter_learnt(plain, tmp_path):
     events: list[Event] = []
     record = continued(plain, events, task=GRPO, data={**data, "chat_template": "chatml"})
     assert record.task.rows.style.kind == "chat"
-    assert "another prompt style" in str([e.text for e in events if isinstance(e, Notice)])
+    assert "changes the prompt style" in str([e.text for e in events if isinstance(e, Notice)])
 
 
 def test_rows_of_another_style_are_refused_with_the_cure(plain, tmp_path):

@@ -330,7 +330,7 @@ def test_a_model_that_sees_the_answer_is_refused(folder):
     place = len(row.input_ids) - 1
     check_causal_answer(model, inputs, place, 7)
     inputs["token_type_ids"] = torch.zeros_like(inputs["token_type_ids"])
-    with pytest.raises(BaseError, match="changes with the answer's tokens after it"):
+    with pytest.raises(BaseError, match="change with the response's tokens after it"):
         check_causal_answer(model, inputs, place, 7)
 
 

@@ -224,7 +224,7 @@ def test_a_compiled_run_resumes_to_the_bit(tmp_path, backend):
 
 def test_auto_compiles_what_is_long_enough(tmp_path, backend):
     short = compiling(tmp_path / "a", compile="auto")
-    backend.setattr(memory, "WORTH", {"cpu": 1e5})
+    backend.setattr(memory, "MIN_WORK", {"cpu": 1e5})
     long = compiling(tmp_path / "b", compile="auto")
     assert "not compiled" in paths_of(short)
     assert "blocks: compiled" in paths_of(long)
@@ -236,7 +236,7 @@ def broken(*_: Any) -> Any:
 
 @pytest.mark.parametrize("cause", ["backend", "compiler", "blocks"])
 def test_compile_failures_are_eager(cause, tmp_path, backend):
-    backend.setattr(memory, "WORTH", {"cpu": 0.0})
+    backend.setattr(memory, "MIN_WORK", {"cpu": 0.0})
     plain = compiling(tmp_path / "plain", compile=False)
     if cause == "backend":
         backend.setattr(blocks_module, "BACKEND", broken)
@@ -246,12 +246,12 @@ def test_compile_failures_are_eager(cause, tmp_path, backend):
         backend.setattr("peftkit.model.blocks.RECOMPUTABLE", "OtherLayer")
     words = {
         "backend": "no code for you",
-        "compiler": "There is no C++ compiler here",
+        "compiler": "There is no C++ compiler",
         "blocks": "Deep has no blocks",
     }
     run = compiling(tmp_path / "a", compile="auto")
     (notice,) = run.notices
-    assert notice.startswith("Blocks are not compiled, which only takes longer. ")
+    assert notice.startswith("Blocks are not compiled; the run is only slower. ")
     assert words[cause] in notice
     assert "\n" not in notice
     assert run.losses == plain.losses
@@ -276,14 +276,14 @@ def test_a_failure_within_a_run_is_one_notice(tmp_path, backend):
     run = compiling(tmp_path / "b", rows=rows, gradient_accumulation=1)
     assert run.error is None
     (notice,) = run.notices
-    assert "Blocks run as they are written from here on, which takes longer. " in notice
+    assert "Blocks run eagerly from now on, which is slower. " in notice
     assert "no code for you" in notice
     assert run.losses == plain.losses
 
 
 def test_a_resumed_run_does_not_decide_anew(tmp_path, backend):
     compiling(tmp_path, compile="auto", on_event=crash_after(5))
-    backend.setattr(memory, "WORTH", {"cpu": 0.0})
+    backend.setattr(memory, "MIN_WORK", {"cpu": 0.0})
     rest = compiling(tmp_path, compile="auto", resume=True)
     assert "not compiled" in paths_of(rest)
 

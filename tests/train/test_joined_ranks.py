@@ -152,7 +152,7 @@ def test_a_process_that_is_gone_ends_the_others_and_more_go_on(tmp_path):
 def test_a_signal_to_one_process_saves_and_stops_all(tmp_path):
     codes, output, _ = launch(tmp_path, settings(tmp_path), "terminated")
     assert codes == [128 + signal.SIGTERM] * 2, output
-    assert "Go on with --resume" in output
+    assert "Continue with --resume" in output
     reached = steps(tmp_path / "run")[-1]
     assert (tmp_path / "run" / "checkpoints" / f"step-{reached}").is_dir()
 

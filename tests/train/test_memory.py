@@ -110,9 +110,9 @@ def state_of(folder: Path, step: int = 12) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("each", "tokens", "way", "words"),
     [
-        (1000, None, "keep", "So all activations are kept, of at most 4 rows at once."),
-        (20, 20, "keep", "all activations are kept, of at most 20 tokens at once. Each"),
-        (15, 16, "recompute", "So activations are recomputed, of at most 16 tokens at once"),
+        (1000, None, "keep", "So all activations are kept, of at most 4 rows at a time."),
+        (20, 20, "keep", "all activations are kept, of at most 20 tokens at a time. The"),
+        (15, 16, "recompute", "So activations are recomputed, of at most 16 tokens at a time"),
     ],
 )
 def test_the_plan_is_said_and_kept_to(each, tokens, way, words, tmp_path, monkeypatch):
@@ -169,7 +169,7 @@ def test_auto_takes_a_share_of_what_is_free_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda: (20 * KEEP + trained) / memory.AUTO_SHARE + 1)
     little = play(tmp_path / "b", model=Deep(), **settings)
     (notice,) = little.notices
-    assert "iB of free memory for activations" in notice
+    assert "B of free memory for activations" in notice
     assert state_of(tmp_path / "b")["plan"]["tokens"] == 20
     assert little.losses == pytest.approx(plenty.losses, rel=1e-4)
 

@@ -77,7 +77,7 @@ def test_a_tracker_that_cannot_start_costs_one_notice(tmp_path, kinds, monkeypat
     monkeypatch.setattr(kinds["wandb"], where, fail)
     run = play(tmp_path, log_to=["wandb", "trackio"])
     assert run.error is None
-    assert run.notices == ["The tracker wandb failed and is left out from here on: no network"]
+    assert run.notices == ["The tracker wandb failed and is disabled: no network"]
     assert len(kinds["trackio"].instances[0].logged) == 16
 
 

@@ -165,13 +165,13 @@ class Half(Toy):
 
 def test_a_step_that_overflows_is_done_again_at_a_lower_scale_and_learns_the_same():
     plain, scaled = trainer_of(Toy(0.3), ToyTask()), trainer_of(Half(0.3), ToyTask())
-    scaled.scale = LossScale(needed=True)
+    scaled.fitting.scale = LossScale(needed=True)
     for trainer in (plain, scaled):
         torch.manual_seed(0)
         for _ in range(3):
             trainer.step(make_rows(8), 0.1)
-    assert 1.0 < scaled.scale.factor < 2.0**16
-    assert scaled.scale.good_steps == 3
+    assert 1.0 < scaled.fitting.scale.factor < 2.0**16
+    assert scaled.fitting.scale.good_steps == 3
     for name, parameter in plain.parameters.items():
         # the factor is a power of two: only fused multiply-adds round otherwise
         torch.testing.assert_close(scaled.parameters[name], parameter, rtol=1e-5, atol=1e-6)

@@ -92,8 +92,8 @@ def test_a_run_short_of_memory_is_the_run_with_smaller_batches(tmp_path):
     assert task.order == small.order
     (notice,) = run.notices
     assert notice == (
-        "Step 1: Memory ran out. From here on: 2 rows at a time instead of 16. "
-        "Each step learns from the same rows."
+        "Step 1: Memory ran out. From now on: 2 rows at a time instead of 16. "
+        "The rows of a step stay the same."
     )
 
 

@@ -153,7 +153,7 @@ def test_all_differences_are_listed_at_once_with_both_values(tmp_path):
     assert isinstance(error, CheckpointError)
     assert error.found.splitlines() == [
         'base.fingerprint: "sha256:aa" -> "sha256:bb"',
-        "method.rank: (not there) -> 8",
+        "method.rank: (missing) -> 8",
         "train.learning_rate: 0.02 -> 0.01",
     ]
 

@@ -166,7 +166,7 @@ def test_out_of_memory_on_one_rank_degrades_all(reports, one):
     assert main["losses"] == pytest.approx(one[0].losses, rel=1e-4)
     assert [main["last"], other["last"]] == [1, 1]
     (notice,) = main["notices"]
-    assert notice.startswith("Step 1: Memory ran out. From here on: 1 rows at a time instead of 2.")
+    assert notice.startswith("Step 1: Memory ran out. From now on: 1 rows at a time instead of 2.")
 
 
 def test_ranks_may_have_unequal_rows(reports, tmp_path):
@@ -224,7 +224,7 @@ def test_processes_that_do_not_find_each_other_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "-1")
     monkeypatch.setattr("accelerate.Accelerator", Alone)
-    with pytest.raises(RunError, match="2 processes were launched, and accelerate has joined 1"):
+    with pytest.raises(RunError, match="2 processes were launched, but accelerate has joined 1"):
         World(torch.device("cpu"))
 
 

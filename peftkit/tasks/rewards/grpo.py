@@ -305,7 +305,7 @@ class GRPO(RolloutTask):
     ) -> list[Group]:
         """Return the answers of a group to train on: cut ones only count in its mean."""
         kept = [
-            (one.ids, advantage, one.learnt or (True,) * len(one.ids))
+            (one.ids, advantage, one.is_target or (True,) * len(one.ids))
             for one, advantage in zip(group, values, strict=True)
             if not (one.is_cut and self.config.mask_cut)
         ]
@@ -346,7 +346,7 @@ class GRPO(RolloutTask):
         share_with_signal: float,
     ) -> dict[str, float]:
         rewards = torch.tensor([one.reward for one in answers])
-        lengths = [one.num_learnt for _, one in pairs]
+        lengths = [one.num_targets for _, one in pairs]
         number = max(len(pairs), 1)
         assert self._rewards is not None
         means = {"reward": _mean(rewards), "reward_std": _deviation(rewards)}

@@ -301,8 +301,8 @@ def _together(group: list[Dialogue], answers: Sequence[SampledAnswer]) -> Sample
     own = []
     for one, answer in zip(group, answers, strict=True):
         rest = tuple(one.prompt[size:])
-        learnt = (*[False] * len(rest), *(answer.learnt or ()))
-        own.append(replace(answer, ids=rest + answer.ids, learnt=learnt))
+        learnt = (*[False] * len(rest), *(answer.is_target or ()))
+        own.append(replace(answer, ids=rest + answer.ids, is_target=learnt))
     return Sampled(tuple(first[:size]), own, group)
 
 

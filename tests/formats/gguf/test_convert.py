@@ -345,7 +345,7 @@ def test_all_tensors_that_do_not_fit_are_listed(base, tmp_path):
         import_gguf(path, tmp_path / "out", base=base)
     for line in (
         "missing: blk.0.attn_q.weight.lora_b",
-        "blk.1.attn_v.weight: A (2, 32) and B (16, 3) are no pair",
+        "blk.1.attn_v.weight: the shapes A (2, 32) and B (16, 3) do not match",
         "blk.7.attn_q.weight: the base has no such layer. Did you mean 'blk.1.attn_q.weight'?",
         "blk.0.ffn_up_exps.weight: an embedding, a norm or a stack of experts",
         "blk.0.ffn_up.weight: no tensor of a LoRA",

@@ -407,7 +407,7 @@ def test_jobs_resume_over_another_dtype(served, other, changes):
         gate.go(0.2)
     with served(**other) as client:
         assert client.until(id)["status"] == client.until(waits)["status"] == "succeeded"
-        (told,) = (text for text in client.events(id) if "No exact continuation" in text)
+        (told,) = (text for text in client.events(id) if "Resumed with these changes" in text)
         assert [change for change in changes if change in told] == changes
         (told,) = (text for text in client.events(waits) if "loaded with other settings" in text)
         ((name, value),) = other.items()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from peftkit.defaults import OF_PREFERENCES, learning_rate_of
+from peftkit.defaults import PREFERENCE_RATE, learning_rate_of
 from peftkit.recipe import Recipe, load
 from peftkit.serve.tuning.bodies import JobBody, Kind
 from peftkit.serve.tuning.recipes import (
@@ -71,7 +71,7 @@ def test_a_dpo_recipe_has_its_beta_its_rate_and_its_start(llama, tmp_path):
     recipe, _ = recipe_for(llama, tmp_path, 12, tmp_path / "start", method=method)
     assert recipe.method.start_from == str(tmp_path / "start")
     assert recipe.task.model_dump().items() >= {"loss": "dpo", "beta": 0.3}.items()
-    assert recipe.train.learning_rate == pytest.approx(5 * OF_PREFERENCES * learning_rate_of(32))
+    assert recipe.train.learning_rate == pytest.approx(5 * PREFERENCE_RATE * learning_rate_of(32))
 
 
 def test_a_reinforcement_recipe_scales_its_answers(llama, tmp_path):

@@ -155,11 +155,11 @@ def test_steps_without_signal_end_a_run(asked, monkeypatch):
 def test_a_run_of_equal_rewards_says_that_nothing_was_learnt(asked):
     events: list[Event] = []
     run_recipe(recipe(asked("always"), train={"max_steps": 2}), on_event=events.append)
-    (text,) = (e.text for e in events if isinstance(e, Notice) and "Nothing was learnt" in e.text)
+    (text,) = (e.text for e in events if isinstance(e, Notice) and "No step was trained" in e.text)
     assert "all had the same reward" in text
     events.clear()
     run_recipe(recipe(asked("share_of_o"), train={"max_steps": 2}), overwrite=True)
-    assert not any(isinstance(e, Notice) and "Nothing was learnt" in e.text for e in events)
+    assert not any(isinstance(e, Notice) and "No step was trained" in e.text for e in events)
 
 
 def test_what_was_learnt_before_a_reward_failed_is_saved(asked, tmp_path):

@@ -19,7 +19,7 @@ from peftkit.data.tokens import tokens
 from peftkit.errors import ConfigError, DataError, PeftkitError, RunError
 from peftkit.events import EvalDone, RolledOut, StepDone
 from peftkit.inference.call_formats import Call
-from peftkit.inference.calls import Said
+from peftkit.inference.calls import AnswerPiece
 from peftkit.inference.generate import SampledAnswer
 from peftkit.tasks.rewards.grpo import Group, GRPOConfig
 from peftkit.tasks.rewards.grpo_tools import Dialogue, Tools
@@ -306,9 +306,9 @@ def test_what_tools_said_is_not_learnt(loss, together, llama, tokenizer):
 # a call of `later`.
 
 
-def as_call(_: Any, text: str, *__: Any, **___: Any) -> Said:
+def as_call(_: Any, text: str, *__: Any, **___: Any) -> AnswerPiece:
     calls = (Call("later" if len(text) % 3 else "fails", {"text": text[:3]}),)
-    return Said(text, "", calls if len(text) % 5 else ())
+    return AnswerPiece(text, "", calls if len(text) % 5 else ())
 
 
 def spec(folder: Path, model_folder: Path, **task: Any) -> dict[str, Any]:
