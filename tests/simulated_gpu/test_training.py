@@ -45,7 +45,7 @@ def assert_same(found: Heard, expected: Heard) -> None:
     assert expected.device == "cpu"
 
 
-FAST = ("lora", "head and rows", "dora", "vera", "prefix")
+FAST = ("lora", "head and rows", "dora", "prefix")
 
 
 @pytest.mark.parametrize(
