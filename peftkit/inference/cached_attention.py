@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from peftkit.forward.attention import MaskKind, kind_of
 from peftkit.forward.attention_kernels import PLAIN
+from peftkit.forward.compat import with_all_methods
 from peftkit.inference.cache import Arena, Row, Span, joined
 
 _numbers = count()
@@ -305,7 +306,8 @@ class CachedAttention(Cache):
     """
 
     def __init__(self, num_layers: int, window: int | None) -> None:
-        super().__init__(layers=[_Layer() for _ in range(num_layers)])
+        layer: Any = _Layer  # which methods are abstract depends on transformers' version
+        super().__init__(layers=[layer() for _ in range(num_layers)])
         self.now: Prefill | Decode | None = None
         self._window, self._layer = window, 0
 
@@ -347,6 +349,7 @@ class CachedAttention(Cache):
         return out.transpose(1, 2).contiguous(), None
 
 
+@with_all_methods
 class _Layer(CacheLayerMixin):
     """The interface of a cache's layer; the rows know their lengths themselves."""
 
@@ -363,9 +366,6 @@ class _Layer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         return 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from peftkit.execution.plan import ExecutionPlan
+from peftkit.forward.compat import cache_name
 from peftkit.inference.cache import (
     MIN_READ,
     SMALLEST,
@@ -36,8 +37,7 @@ from peftkit.inference.cached_attention import (
     registered,
 )
 from peftkit.inference.engine import FEWEST_TOKENS, Completion, Engine, Limits
-from peftkit.inference.recorder import Batch, Recorder, Step, is_recordable, static_block
-from peftkit.model.blocks import is_sharded, is_streamed
+from peftkit.inference.recorder import Batch, Recorder, Step, static_block, why_not_recorded
 
 MAX_RECORDED = 32
 """CUDA graphs of decoding steps at most; the oldest goes."""
@@ -55,9 +55,7 @@ class CachedEngine(Engine):
         self._arenas: dict[int, Arena] = {}
         self._batch: Batch | None = None
         plan = ExecutionPlan.for_model(self.model)
-        # their blocks wait for another process or for main memory, which no graph records
-        waits = is_sharded(self.model) or is_streamed(self.model)
-        records = plan.records_decoding and not waits and is_recordable(self.model)
+        records = plan.records_decoding and not why_not_recorded(self.model)
         self.recorder = Recorder(self.model) if records else None
         self._steps: dict[Any, Step] = {}
         self._prefixes = Prefixes(self.limits.prefix_tokens)
@@ -422,9 +420,9 @@ class CachedEngine(Engine):
                 out = self.model(
                     input_ids=ids.to(device),
                     position_ids=positions.to(device),
-                    past_key_values=self._attention,
                     use_cache=True,
                     logits_to_keep=1,
+                    **{str(cache_name(self.model)): self._attention},
                 )
         finally:
             self._attention.now = None

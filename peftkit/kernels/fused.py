@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from peftkit.events import Fallback
 from peftkit.execution.out_of_memory import is_out_of_memory, one_line
 from peftkit.kernels.device import is_before_ampere
 
@@ -71,6 +72,18 @@ class Launcher:
             return None
         self._problems[key] = ""
         return result
+
+    @property
+    def missing(self) -> Fallback | None:
+        """The fallback of a GPU without Triton's kernels, if there are none to launch."""
+        if self._kernels is not None:
+            return None
+        return Fallback(
+            path="Triton's kernels are not used",
+            cause="Triton is not installed, or has no kernels for this torch.",
+            cost="torch computes the same by several kernels, with more memory traffic.",
+            fix="Install it: pip install triton",
+        )
 
     def report(self) -> str:
         """Return what failed since the last report and how to mend it, in words; "" if nothing."""

@@ -17,6 +17,7 @@ from peftkit.formats.peft.load import load_adapter
 from peftkit.formats.peft.notes import Provenance
 from peftkit.formats.serving import check_serving
 from peftkit.forward.blocks import Blocks
+from peftkit.forward.compat import cache_in, cache_name
 from peftkit.forward.probes import check_packing
 from peftkit.merging.fold import merge_into
 from peftkit.methods.base import Method
@@ -208,9 +209,10 @@ def test_what_cannot_be_is_refused_by_name(name, tmp_path):
     with pytest.raises(AdapterError, match="a dynamic cache"):
         model.generate(IDS, cache_implementation="static", max_new_tokens=2, pad_token_id=PAD)
     with adapter.disabled():
-        cache = model(input_ids=IDS[:, :8], use_cache=True).past_key_values
+        cache = cache_in(model(input_ids=IDS[:, :8], use_cache=True))
+    more: dict[str, Any] = {str(cache_name(model)): cache}
     with pytest.raises(AdapterError, match="Its mask has 9 tokens"):
-        model(input_ids=IDS[:, 8:], attention_mask=torch.ones(2, 9), past_key_values=cache)
+        model(input_ids=IDS[:, 8:], attention_mask=torch.ones(2, 9), **more)
     save_adapter(adapter, tmp_path)
     with pytest.raises(AdapterError, match="only LORA is served"):
         check_serving(tmp_path)
