@@ -66,9 +66,9 @@ def sentences(path: Path) -> Iterator[str]:
         yield re.sub(r"(?s)<!--.*?-->|`[^`\n]*`|\(https?:[^)]*\)", " x ", text)
         return
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if len(node.value.split()) > 3:
-                yield re.sub(r"`[^`\n]*`", " x ", node.value)
+        value = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(value, str) and len(value.split()) > 3:
+            yield re.sub(r"`[^`\n]*`", " x ", value)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and len(token.string.split()) > 2:
             yield token.string.lstrip("# ")
