@@ -1,8 +1,6 @@
 """What the README and docs/ say is so: commands parse, recipes load, rows are read, links lead
 somewhere."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import runpy
