@@ -96,6 +96,30 @@ def test_constraints_pin_versions_that_pyproject_allows(pyproject: dict[str, Any
     assert "torch==2.13.0" in pinned
 
 
+def test_the_oldest_constraints_are_the_lowest_versions_that_pyproject_allows(
+    pyproject: dict[str, Any],
+) -> None:
+    requirements = pytest.importorskip("packaging.requirements")
+    versions = pytest.importorskip("packaging.version")
+    project = pyproject["project"]
+    lines = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    floors = {r.name: r.specifier for r in map(requirements.Requirement, lines)}
+    pins = {}
+    for line in (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            name, _, version = line.partition("==")
+            pins[name] = version
+    assert set(pins) >= {re.split("[<>=]", text)[0] for text in project["dependencies"]}
+    for name in set(pins) - {"torch", "click"}:
+        (floor,) = (str(floor) for floor in floors[name])
+        assert versions.Version(pins[name]).release[:2] == _release(versions, floor)[:2], name
+
+
+def _release(versions: Any, floor: str) -> tuple[int, ...]:
+    release: tuple[int, ...] = versions.Version(floor.removeprefix(">=")).release
+    return (*release, 0)
+
+
 def test_ci_runs_the_tests_and_builds_the_guide() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
@@ -110,6 +134,7 @@ def test_the_workflow_tests_each_system_as_make_does() -> None:
     yaml = pytest.importorskip("yaml")
     text = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
     jobs = yaml.safe_load(text)["jobs"]
+    assert {"test", "oldest", "newest", "lint"} == set(jobs)
     systems = jobs["test"]["strategy"]["matrix"]["os"]
     assert [name.split("-")[0] for name in systems] == ["ubuntu", "windows", "macos"]
     told = "\n".join(step.get("run", "") for job in jobs.values() for step in job["steps"])
@@ -124,7 +149,7 @@ def test_the_workflow_tests_each_system_as_make_does() -> None:
 @pytest.mark.parametrize("target", ["test", "quickstart", "lint"])
 def test_make_refuses_an_old_python_with_a_message(target: str, tmp_path: Path) -> None:
     (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text(encoding="utf-8"))
-    for name in ("pyproject.toml", "constraints.txt"):
+    for name in ("pyproject.toml", "constraints.txt", "constraints-oldest.txt"):
         (tmp_path / name).touch()
     done = subprocess.run(
         ["make", target, "PYTHON=false"], cwd=tmp_path, capture_output=True, text=True, timeout=60
