@@ -306,7 +306,8 @@ class CachedAttention(Cache):
     """
 
     def __init__(self, num_layers: int, window: int | None) -> None:
-        super().__init__(layers=[_Layer() for _ in range(num_layers)])
+        layer: Any = _Layer  # its abstract methods depend on the version
+        super().__init__(layers=[layer() for _ in range(num_layers)])
         self.now: Prefill | Decode | None = None
         self._window, self._layer = window, 0
 

@@ -265,7 +265,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_written(
         backend.setattr("peftkit.model.blocks.RECOMPUTABLE", "OtherLayer")
     words = {
         "backend": "no code for you",
-        "compiler": "There is no C++ compiler here",
+        "compiler": "There is no C++ compiler",
         "blocks": "Deep has no blocks",
     }
     run = compiling(tmp_path / "a", compile="auto")
